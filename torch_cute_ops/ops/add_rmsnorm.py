@@ -11,19 +11,43 @@ from torch_cute_ops.ops._signature import UpdatedTensor
 def add_rmsnorm(
     input: Tensor, residual: UpdatedTensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    """Add ``input`` to ``residual`` in place, and RMS-normalise each row of the sum, in one pass.
+    """Add ``input`` to ``residual`` in place and RMS-normalise each row of the sum, in one pass over memory.
 
-    The same bits as ``residual += input`` and then :func:`rmsnorm` of it.
+    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32::
+
+        residual = residual + input
+        norm = residual / sqrt(mean(residual²) + eps) · weight
+
+    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm` of the residual.
 
     Args:
-        input: (..., H), read as by :func:`rmsnorm`.
-        residual: as for :func:`add_rmsnorm_fp4quant`; it is updated.
-        weight, eps: as for :func:`rmsnorm`.
-        out: tensor to write into.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
+            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        eps: number added to the mean square.
+        out: contiguous tensor to write the result into.
 
     Returns:
-        (..., H) in the input dtype.
+        (..., H) in the dtype of ``input``.
 
     Raises:
-        ValueError, TypeError: as :func:`rmsnorm`, and for a residual that is not like ``input``.
+        ValueError: If a shape or device is wrong, if ``residual`` overlaps itself or ``input``, or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import add_rmsnorm
+        >>> x = torch.tensor([[3, 1, -1, -3]], dtype=torch.bfloat16)
+        >>> residual = torch.tensor([[1, 3, -3, -1]], dtype=torch.bfloat16)
+        >>> add_rmsnorm(x, residual, torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+        [[1.0, 2.0, -3.0, -4.0]]
+        >>> residual.tolist()  # the sum
+        [[4.0, 4.0, -4.0, -4.0]]
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. Roundings and special
+        values: docs/numerics.md, "Residual" and "Norm".
     """

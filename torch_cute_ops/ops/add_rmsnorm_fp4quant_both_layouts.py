@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_both_layouts``: as ``add_rmsnorm_fp4quant``, with the scales in two layouts."""
+"""``add_rmsnorm_fp4quant_both_layouts``: ``add_rmsnorm_fp4quant`` with the scales in two layouts."""
 
 from torch import Tensor
 
@@ -19,22 +19,53 @@ def add_rmsnorm_fp4quant_both_layouts(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`add_rmsnorm_fp4quant`, writing the scales in the 128x4 and in the linear layout, in the same pass.
+    """Do as :func:`add_rmsnorm_fp4quant` does, and write the scales both in the 128x4 and in the linear layout.
 
-    For a layer whose GEMMs read one layout and whose expert dispatch, or another reader of rows, the other.
+    One pass over memory serves a layer whose GEMMs read 128x4 scales while its expert dispatch, or another reader of
+    rows, takes linear scales. The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed
+    in fp32 and quantised as by :func:`fp4_quantize`::
+
+        residual = residual + input
+        norm = residual / sqrt(mean(residual²) + eps) · weight
 
     Args:
-        input, residual: as for :func:`add_rmsnorm_fp4quant`; ``residual`` is updated.
-        weight, eps: as for :func:`rmsnorm_fp4quant`.
-        global_scale, block_size, scale_format: as for :func:`fp4_quantize`.
-        out: tensors to write ``(y, scale_128x4, scale_linear)`` into.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
+            first copies rows whose addresses are not multiples of 16 bytes.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
+            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
+            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        eps: number added to the mean square.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        out: contiguous tensors to write ``(y, scale_128x4, scale_linear)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
-        ``scale_128x4``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), (⌈M/128⌉·128, ⌈H/block_size/4⌉·4) over the M flattened
-        rows, padding written as zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale_128x4``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), (⌈M/128⌉·128, ⌈H/block_size/4⌉·4) for the M flattened
+        rows; padding is zero.
         ``scale_linear``: the same scales, (..., H/block_size).
 
     Raises:
-        ValueError, TypeError: as :func:`add_rmsnorm_fp4quant`.
+        ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if
+            an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import add_rmsnorm_fp4quant_both_layouts, convert_scales
+        >>> x, residual = torch.tensor([[3.0, -1.0] * 8]), torch.tensor([[1.0, -3.0] * 8])
+        >>> y, tiled, linear = add_rmsnorm_fp4quant_both_layouts(x, residual, torch.full((16,), 6.0))
+        >>> linear.tolist(), tuple(tiled.shape)
+        ([[1.0]], (128, 4))
+        >>> converted = convert_scales(linear, 1, 16, "linear", "128x4")
+        >>> assert torch.equal(converted.view(torch.uint8), tiled.view(torch.uint8))
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
+        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
+        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Layouts: docs/formats.md, "Scale
+        layouts of FP4". Roundings and special values: docs/numerics.md, "Residual" and "Norm".
     """

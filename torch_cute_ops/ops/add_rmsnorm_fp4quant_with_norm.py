@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm``: as ``add_rmsnorm_fp4quant``, and the norm itself."""
+"""``add_rmsnorm_fp4quant_with_norm``: ``add_rmsnorm_fp4quant`` that returns the norm too."""
 
 from torch import Tensor
 
@@ -20,21 +20,57 @@ def add_rmsnorm_fp4quant_with_norm(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`add_rmsnorm_fp4quant`, returning the norm too, in the same pass; an MoE router reads it.
+    """Do as :func:`add_rmsnorm_fp4quant` does, and return the norm too, e.g. for an MoE router.
 
-    The same bits as ``residual += input`` and then :func:`rmsnorm_fp4quant_with_norm` of it.
+    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as by
+    :func:`fp4_quantize`, all in one pass over memory::
+
+        residual = residual + input
+        norm = residual / sqrt(mean(residual²) + eps) · weight
+
+    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm_fp4quant_with_norm` of the
+    residual.
 
     Args:
-        input, residual: as for :func:`add_rmsnorm_fp4quant`; ``residual`` is updated.
-        weight, eps: as for :func:`rmsnorm_fp4quant`.
-        global_scale, block_size, scale_format, scale_layout: as for :func:`fp4_quantize`.
-        out: tensors to write ``(y, scale, norm)`` into.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
+            first copies rows whose addresses are not multiples of 16 bytes.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
+            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
+            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        eps: number added to the mean square.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
+            them), ``"8x4"`` or ``"linear"`` (row-major).
+        out: contiguous tensors to write ``(y, scale, norm)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, packed as by :func:`fp4_quantize`.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), laid out as by :func:`fp4_quantize`.
-        ``norm``: (..., H) in the input dtype.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈H/block_size/4⌉·4) for the M flattened rows; padding is zero.
+        ``norm``: (..., H) in the dtype of ``input``.
 
     Raises:
-        ValueError, TypeError: as :func:`add_rmsnorm_fp4quant`.
+        ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if
+            an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import add_rmsnorm_fp4quant_with_norm, fp4_dequantize
+        >>> x = torch.tensor([[3, -1] * 8], dtype=torch.bfloat16)
+        >>> residual = torch.tensor([[1, -3] * 8], dtype=torch.bfloat16)
+        >>> y, scale, norm = add_rmsnorm_fp4quant_with_norm(x, residual, torch.full((16,), 6.0))
+        >>> residual[0, :2].tolist(), norm[0, :2].tolist()
+        ([4.0, -4.0], [6.0, -6.0])
+        >>> assert torch.equal(fp4_dequantize(y, scale), norm)
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
+        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
+        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
+        docs/numerics.md, "Residual" and "Norm" and "Quantising to FP4".
     """

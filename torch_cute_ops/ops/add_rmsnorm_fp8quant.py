@@ -21,19 +21,51 @@ def add_rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Add ``input`` to ``residual`` in place, RMS-normalise each row of the sum and quantise it to FP8, in one pass.
 
-    The same bits as ``residual += input`` and then :func:`rmsnorm_fp8quant` of it.
+    The sum is rounded to the dtype of ``residual``; everything after is computed in fp32 from the rounded sum::
+
+        residual = residual + input
+        norm = residual / sqrt(mean(residual²) + eps) · weight
+        scale = amax / 448  # of the row or block, unless scale is given
+        y = e4m3(norm / scale)
+
+    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm_fp8quant` of the residual.
 
     Args:
-        input: (..., H), read as by :func:`rmsnorm_fp8quant`.
-        residual: as for :func:`add_rmsnorm_fp4quant`; it is updated.
-        weight, eps: as for :func:`rmsnorm_fp8quant`.
-        scale, granularity, scale_layout: as for :func:`fp8_quantize`.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
+            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        scale: float32 tensor of one element, the static scale of the whole tensor. Required with
+            ``granularity="tensor"``, otherwise ``None``.
+        eps: number added to the mean square.
+        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
+            ``"block128"`` (128 neighbours in a row; H is a multiple of 64, so the last block may contain 64 elements).
+        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
+            GEMMs of this package read.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., H) float8_e4m3fn.
-        ``scale``: float32, laid out as by :func:`fp8_quantize`.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks by row, (⌈H/128⌉, M) for
+        blocks by column, with M flattened rows.
 
     Raises:
-        ValueError, TypeError: as :func:`rmsnorm_fp8quant`, and for a residual that is not like ``input``.
+        ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if
+            an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import add_rmsnorm_fp8quant
+        >>> x, residual = torch.tensor([[3.0, -1.0] * 8]), torch.tensor([[1.0, -3.0] * 8])
+        >>> y, scale = add_rmsnorm_fp8quant(x, residual, torch.ones(16))
+        >>> residual[0, :2].tolist(), y[0, :2].float().tolist()
+        ([4.0, -4.0], [448.0, -448.0])
+        >>> assert torch.allclose(y.float() * scale, residual / 4)
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. P. Micikevicius et al., "FP8
+        Formats for Deep Learning", 2022. Roundings and special values: docs/numerics.md, "Residual" and "Norm" and
+        "Quantising to FP8".
     """

@@ -1,4 +1,4 @@
-"""``fp4_dequantize``: FP4 blocks back to numbers."""
+"""``fp4_dequantize``: FP4 blocks to floating-point numbers."""
 
 from typing import Any, NamedTuple
 
@@ -109,24 +109,42 @@ def fp4_dequantize(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The numbers that FP4 blocks stand for: ``e2m1(code) · scale / global_scale``, in fp32, rounded once to
-    ``out_dtype``.
+    """Convert FP4 blocks to floating-point numbers.
+
+    Computed in fp32 and rounded once to ``out_dtype``::
+
+        out = e2m1(code) · scale / global_scale
 
     Args:
-        y: (..., K/2), uint8 or float4_e2m1fn_x2: two e2m1 codes a byte, element 0 in the low nibble.
-        scale: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), in the shape that :func:`fp4_quantize` gives
-            it.
-        global_scale: the one float32 element that the values were multiplied with before encoding, or ``None``.
-        block_size: 16 for NVFP4, 32 for MXFP4.
-        scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
-        scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        out: tensor to write into.
+        y: (..., K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
+        scale: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), in the shape that :func:`fp4_quantize`
+            returns.
+        global_scale: float32 tensor of one element by which the values were multiplied before they were encoded.
+            ``None`` means 1.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of ``scale``: ``"128x4"``, ``"8x4"`` or ``"linear"``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        out: contiguous tensor to write the result into.
 
     Returns:
         (..., K) in ``out_dtype``. A block with a NaN scale is NaN.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_dequantize
+        >>> y = torch.tensor([[0x10, 0x32, 0x54, 0x76] * 2], dtype=torch.uint8)  # codes 0 to 7, twice
+        >>> scale = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
+        >>> fp4_dequantize(y, scale, scale_layout="linear")[0, :8].tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Quantising to FP4".
     """

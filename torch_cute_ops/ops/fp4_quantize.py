@@ -1,4 +1,4 @@
-"""``fp4_quantize``: rows of numbers to FP4 blocks."""
+"""``fp4_quantize``: FP4 quantisation of each row."""
 
 from torch import Tensor
 
@@ -19,28 +19,51 @@ def fp4_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP4 blocks along its last dimension.
 
-    NVFP4, with ``g`` the global scale, for each block of 16, every operation in fp32: ``scale = e4m3(amax · g / 6)``
-    saturating, code ``e2m1(v · (g / scale))``, so that ``v ≈ e2m1 · scale / g``. MXFP4 (OCP MX v1.0), for each block of
-    32: ``scale = 2^⌈log2(amax / 6)⌉``, code ``e2m1(v / scale)``. Conversions round to nearest even. A block that holds
-    NaN or infinity gets the NaN scale and zero codes; a block whose scale is zero gets zero codes. CPU and GPU agree to
-    the bit.
+    For each block, every operation in fp32, with ``g`` the global scale::
+
+        NVFP4, blocks of 16:
+            scale = e4m3(amax · g · (1 / 6))
+            code = e2m1(v · (g / scale))  # so that v ≈ code · scale / g
+
+        MXFP4, blocks of 32:
+            scale = 2^⌈log2(amax / 6)⌉
+            code = e2m1(v / scale)        # so that v ≈ code · scale
+
+    Conversions round to nearest even and saturate. A block with NaN or infinity gets the NaN scale and zero codes; a
+    block whose scale is zero gets zero codes. CPU and GPU results are equal bit for bit.
 
     Args:
-        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
-            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
-        global_scale: one float32 element that multiplies values before they are encoded, usually
-            :func:`nvfp4_global_scale` of the tensor's largest magnitude; NVFP4 only. ``None`` means 1.
-        block_size: 16 for NVFP4, 32 for MXFP4.
-        scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
-        scale_layout: ``"linear"``, ``"128x4"`` (cuBLAS and tcgen05) or ``"8x4"``.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
+            first copies rows whose addresses are not multiples of 16 bytes.
+        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
+            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
+            them), ``"8x4"`` or ``"linear"`` (row-major).
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
         ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
-        ⌈H/block_size/4⌉·4) over the M flattened rows, padding written as zero.
+        ⌈H/block_size/4⌉·4) for the M flattened rows; padding is zero.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize
+        >>> x = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2])  # codes 0 to 7
+        >>> y, scale = fp4_quantize(x, scale_layout="linear")
+        >>> [f"{byte:02x}" for byte in y[0, :4].tolist()], scale.tolist()
+        (['10', '32', '54', '76'], [[1.0]])
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Quantising to FP4".
     """

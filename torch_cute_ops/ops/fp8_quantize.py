@@ -1,4 +1,4 @@
-"""``fp8_quantize``: rows to FP8."""
+"""``fp8_quantize``: FP8 quantisation of each row."""
 
 from torch import Tensor
 
@@ -18,24 +18,43 @@ def fp8_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP8 along its last dimension.
 
-    In fp32, ``scale = amax / 448`` over the row or block, unless it is given, and ``y = e4m3(v / scale)``, rounded to
-    nearest even, saturating. What holds NaN or infinity gets a NaN scale and zero codes; what is zero, scale zero. CPU
-    and GPU agree to the bit.
+    Computed in fp32::
+
+        scale = amax / 448  # of the row or block, unless scale is given
+        y = e4m3(v / scale)
+
+    Codes are rounded to nearest even and saturate. A row or block with NaN or infinity gets a NaN scale and zero codes;
+    a zero row or block gets scale zero. CPU and GPU results are equal bit for bit.
 
     Args:
-        input: (..., K), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
-            addresses are multiples of 16 bytes, and from a copy where not, or where K is no multiple of 16.
-        scale: one float32 element, the scale of the whole tensor: granularity ``"tensor"``, and only that.
-        granularity: what shares a scale: ``"tensor"`` (``scale`` is given), ``"token"`` (each row) or ``"block128"``
-            (each 128 elements of a row; K a multiple of 64, the last block may have 64 elements).
-        scale_layout: ``"row"``, or for blocks ``"column"``, as TMA and the FP8 GEMMs want them.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., K) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if K is not a multiple of 16.
+        scale: float32 tensor of one element, the static scale of the whole tensor. Required with
+            ``granularity="tensor"``, otherwise ``None``.
+        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
+            ``"block128"`` (128 neighbours in a row; K is a multiple of 64, so the last block may contain 64 elements).
+        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
+            GEMMs of this package read.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., K) float8_e4m3fn.
-        ``scale``: float32; (1,), (..., 1), (..., ⌈K/128⌉), or, by columns, (⌈K/128⌉, M) over the M flattened rows.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈K/128⌉) for blocks by row, (⌈K/128⌉, M) for
+        blocks by column, with M flattened rows.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp8_quantize
+        >>> y, scale = fp8_quantize(torch.tensor([[896.0, -448.0, 2.0, 0.0]]))
+        >>> y.float().tolist(), scale.tolist()
+        ([[448.0, -224.0, 1.0, 0.0]], [[2.0]])
+
+    References:
+        P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Blocks of 128: DeepSeek-AI, "DeepSeek-V3
+        Technical Report", 2024, section 3.3.2. Roundings and special values: docs/numerics.md, "Quantising to FP8".
     """

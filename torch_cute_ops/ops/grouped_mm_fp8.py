@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: a GEMM for each expert, of FP8 matrices with block scales."""
+"""``grouped_mm_fp8``: GEMM of each expert's rows and weight, in FP8 with block scales."""
 
 import torch
 from torch import Tensor
@@ -23,36 +23,63 @@ def grouped_mm_fp8(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[r] = a[r] @ b[e].T`` for the rows ``r`` of each expert ``e``, of FP8 matrices with block scales.
+    """Multiply the rows of each expert by the expert's weight, in FP8 with block scales.
 
-    Which rows an expert has is known on the device alone: nothing is copied to the host, and a captured call uses what
-    offsets and counts hold at its replay. In the contiguous layout an expert's rows are those from ``offsets[e]`` on,
-    up to ``offsets[e + 1]``, or ``counts[e]`` of them; in the masked layout, the first ``counts[e]`` of ``a[e]``. Other
-    rows are padding: whatever they hold, NaN included, is not used, and their results are not written. Experts without
+    For each row ``r`` of expert ``e``, with k in the j-th block of 128::
+
+        sum[r, n] = Σ_j a_scale[j, r] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, n, k])
+        out[r, n] = alpha · sum[r, n] + bias[e, n]
+
+    Experts' rows are found on the device: nothing is copied to the host, and a captured call uses the offsets and
+    counts of its replay. In the contiguous layout, expert ``e`` owns the rows from ``offsets[e]`` to
+    ``offsets[e + 1]``, or the first ``counts[e]`` of them. In the masked layout, it owns the first ``counts[e]`` rows
+    of ``a[e]``. All other rows are padding: they are neither used, whatever they hold, nor written. Experts without
     rows cost nothing.
 
-    Each expert's GEMM is that of :func:`mm_fp8_block`, which has the weight as (K, N): experts' weights are stacked,
-    (E, N, K), as checkpoints hold them and without a transposed view.
+    Sums are accumulated as in :func:`mm_fp8_block`. Weights are stacked as checkpoints hold them, (E, N, K), without a
+    transposed view.
 
     Args:
-        a: (R, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements. Masked: (E, max_rows, K).
-        b: (E, N, K), the same of the experts' weights, contiguous; N a multiple of 8, E at most 512.
-        a_scale: (⌈K/128⌉, R) float32. Masked: (⌈K/128⌉, E, max_rows).
-        b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32.
-        offsets: (E + 1,) int32, in ascending order; ``None``: the layout is masked.
-        counts: (E,) int32, at most the rows that an expert has room for; ``None``: an expert has all of them.
-        alpha: float32 on the device: one element, (E,), one for each expert, or (E, N), one for each of its columns;
-            ``None`` means 1.
-        bias: (E, N), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        backend, static_weight: as for :func:`mm_fp8_block`.
-        out: tensor like the result to write into.
+        a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
+            max_rows, K).
+        b: (E, N, K) float8_e4m3fn, contiguous; N is a multiple of 8, E at most 512.
+        a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
+        b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
+        offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
+            ``None`` selects the masked layout.
+        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
+            all of them.
+        alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
+            expert. ``None`` means 1.
+        bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:
-        (R, N) in ``out_dtype``, unspecified in rows of padding. Masked: (E, max_rows, N).
+        (R, N) in ``out_dtype``; masked: (E, max_rows, N). Rows of padding are unspecified.
 
     Raises:
-        ValueError: for a wrong shape or device; for neither offsets nor counts; for a backend that is unknown or cannot
-            compute the call, with its reason; or for an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong; if neither ``offsets`` nor ``counts`` is given; if
+            the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp8_quantize, grouped_mm_fp8
+        >>> x = torch.zeros(3, 128)
+        >>> x[:, :8], x[:, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scales are 1
+        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> weights = torch.stack([torch.eye(8, 128), 2 * torch.eye(8, 128)]).to(torch.float8_e4m3fn)
+        >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
+        >>> grouped_mm_fp8(a, weights, a_scale, torch.ones(2, 1, 1), offsets).tolist()[:2]
+        [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]]
+
+    References:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
+        docs/numerics.md, "FP8 with block scales".
     """

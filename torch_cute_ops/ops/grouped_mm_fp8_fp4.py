@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8_fp4``: a GEMM for each expert, of FP8 activations with block scales and FP4 weights."""
+"""``grouped_mm_fp8_fp4``: GEMM of each expert's FP8 rows and FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -27,30 +27,69 @@ def grouped_mm_fp8_fp4(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[r] = a[r] @ b[e].T`` for the rows ``r`` of each expert ``e``: FP8 activations with block scales, as
-    :func:`grouped_mm_fp8` takes them, and FP4 weights, re-encoded as :func:`mm_fp8_fp4` does.
+    """Multiply the FP8 rows of each expert by the expert's FP4 weight, on FP8 tensor cores.
 
-    Which rows an expert has, and what becomes of the others, is as for :func:`grouped_mm_fp8`. An expert pipeline in
-    FP8 (``moe_permute_fp8quant``, ``grouped_mm_fp8``, ``moe_swiglu_fp8quant``, ``grouped_mm_fp8``, ``moe_finalize``)
-    takes FP4 weights by this op in place of both GEMMs.
+    For each row ``r`` of expert ``e``, with k in the j-th block of 128::
+
+        w8[e, n, k] = e4m3(e2m1 · block scale · 2^-t[e, n, j])
+        sum[r, n] = Σ_j a_scale[j, r] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, n, k])
+        out[r, n] = alpha · sum[r, n] + bias[e, n]
+
+    In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
+    rounded to nearest even. :func:`mm_fp8_fp4` gives the error. Experts' rows are found on the device and padding is
+    treated as in :func:`grouped_mm_fp8`, so that this op replaces :func:`grouped_mm_fp8` in an FP8 expert pipeline
+    (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM, ``moe_finalize``) whose weights are in FP4.
 
     Args:
-        a: (R, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements. Masked: (E, max_rows, K).
-        b: (E, N, K/2), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, contiguous; N a multiple of 8, E at most 512.
-        a_scale: (⌈K/128⌉, R) float32. Masked: (⌈K/128⌉, E, max_rows).
-        b_scale: scales of the weights, as :func:`fp4_quantize` of all together writes them: linear,
-            (E, N, K/block_size), or tiled over the E·N rows, where a tile may hold rows of two experts.
-        offsets, counts: as for :func:`grouped_mm_fp8`.
-        alpha: float32 on the device: one element, (E,), one for each expert, or (E, N), one for each of its columns;
-            ``None`` means 1.
-        bias: (E, N), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        block_size, scale_format, scale_layout, backend, static_weight: as for :func:`mm_fp8_fp4`.
-        out: tensor like the result to write into.
+        a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
+            max_rows, K).
+        b: (E, N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble, contiguous; N is
+            a multiple of 8, E at most 512.
+        a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
+        b_scale: block scales of the stacked weights, as :func:`fp4_quantize` of ``b`` in 3-D writes them: linear (E, N,
+            K/block_size), or tiled over the E·N rows, so that a tile may span two experts. float8_e4m3fn (NVFP4), or
+            uint8 or float8_e8m0fnu (MXFP4).
+        offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
+            ``None`` selects the masked layout.
+        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
+            all of them.
+        alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
+            expert. ``None`` means 1.
+        bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
+            same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:
-        (R, N) in ``out_dtype``, unspecified in rows of padding. Masked: (E, max_rows, N).
+        (R, N) in ``out_dtype``; masked: (E, max_rows, N). Rows of padding are unspecified.
 
     Raises:
-        ValueError, TypeError: as :func:`grouped_mm_fp8`.
+        ValueError: If a shape, device, format or layout is wrong; if neither ``offsets`` nor ``counts`` is given; if
+            the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, fp8_quantize, grouped_mm_fp8_fp4
+        >>> x = torch.zeros(3, 128)
+        >>> x[:, :8], x[:, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scales are 1
+        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> b, b_scale = fp4_quantize(torch.stack([6 * torch.eye(8, 128), 3 * torch.eye(8, 128)]))
+        >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
+        >>> grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets).tolist()[:2]
+        [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 42.0], [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0]]
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "FP8 activations times an FP4 weight".
     """

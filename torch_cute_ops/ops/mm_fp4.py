@@ -1,4 +1,4 @@
-"""``mm_fp4``: the GEMM of two FP4 matrices."""
+"""``mm_fp4``: GEMM of two FP4 matrices."""
 
 import torch
 from torch import Tensor
@@ -26,40 +26,64 @@ def mm_fp4(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]`` of two FP4 matrices, accumulated in fp32, rounded once.
+    """Multiply two FP4 matrices.
 
-    Operands are as :func:`fp4_quantize` writes them and as checkpoints hold them; nothing is repacked. They are decoded
-    without their global scales: those belong into ``alpha``, as ``1 / (global scale of a · global scale of b)``.
+    Accumulated in fp32 and rounded once to ``out_dtype``::
+
+        out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]
+
+    Operands are stored as :func:`fp4_quantize` writes them and as checkpoints hold them; nothing is repacked. They are
+    decoded without their global scales, which ``alpha`` divides out: ``alpha = 1 / (g_a · g_b)``.
 
     Args:
-        a: (M, K/2), uint8 or float4_e2m1fn_x2: two e2m1 codes a byte, element 0 in the low nibble.
-        b: (K/2, N), the same of the weight: the transposed view, ``weight.t()``, of a row-major (N, K/2).
-        a_scale: scales of ``a`` over (M, K), in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu
-            (MXFP4).
-        b_scale: scales of the weight over (N, K), in ``scale_layout``, or in 128x4 where that is 8x4.
-        alpha: float32 on the device: one element, or (N,), one for each column, as merged projections with different
-            global scales need it; ``None`` means 1.
-        bias: (N,), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        block_size: 16 for NVFP4, 32 for MXFP4.
-        scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
-        scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``. Scales in another layout whose shape is the same cannot be
-            detected, and give wrong numbers.
-        backend: ``"auto"``: the fastest that :func:`autotune` measured, or else the one with the least estimated time;
-            or the name of one that :func:`backends` lists.
-        static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
-            that they may be read ahead of it.
-        prefetch: what a later launch reads, such as the weight of the next GEMM by rows: a contiguous matrix of bytes,
-            whose rows are multiples of 16 bytes. On Hopper a tile of up to 16 rows has its first 8 MB brought into L2
-            when it has nothing else to load. It changes no result, and may be written at the same time.
-        out: tensor (M, N) to write into.
+        a: (M, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
+        b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
+            ``weight.t()`` of a row-major (N, K/2).
+        a_scale: block scales of ``a`` as an (M, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout`` (in 128x4 if ``scale_layout`` is
+            ``"8x4"``): float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column, e.g. of
+            merged projections with different global scales. ``None`` means 1.
+        bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. Scales in another layout of
+            the same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
+            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 16 rows bring its first 8 MB into L2
+            when they have nothing else to load. The result does not depend on it, and it may be written at the same
+            time.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``. A NaN scale makes its row, or its column, NaN.
+        (M, N) in ``out_dtype``. A NaN scale of ``a`` makes its row NaN, a NaN scale of ``b`` its column.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout; for ``b`` untransposed, where that can be detected; for
-            a backend that is unknown or cannot compute the call, with its reason; or for an input that requires grad
-            while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, mm_fp4
+        >>> a, a_scale = fp4_quantize(torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 4]))
+        >>> weight = 6 * torch.eye(8, 32)  # row n takes element n of an activation row, times 6
+        >>> b, b_scale = fp4_quantize(weight)
+        >>> mm_fp4(a, b.t(), a_scale, b_scale).tolist()
+        [[0.0, 3.0, 6.0, 9.0, 12.0, 18.0, 24.0, 36.0]]
+        >>> mm_fp4(a, b.t(), a_scale, b_scale, alpha=torch.tensor(2.0), bias=torch.ones(8)).tolist()
+        [[1.0, 7.0, 13.0, 19.0, 25.0, 37.0, 49.0, 73.0]]
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "GEMMs".
     """

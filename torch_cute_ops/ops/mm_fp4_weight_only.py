@@ -1,4 +1,4 @@
-"""``mm_fp4_weight_only``: the GEMM of 16-bit activations and an FP4 weight."""
+"""``mm_fp4_weight_only``: GEMM of 16-bit activations and an FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -25,31 +25,63 @@ def mm_fp4_weight_only(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]`` of 16-bit activations and an FP4 weight, accumulated in
-    fp32 and rounded once.
+    """Multiply 16-bit activations by an FP4 weight.
 
-    The weight is as checkpoints hold it; nothing is repacked. It is decoded exactly and without its global scale: that
-    belongs into ``alpha``, as ``1 / global scale``. So it is on Blackwell, too: tensor cores that take FP4 want both
-    operands in it, as :func:`mm_fp4` has them. Float16 activations beside an MXFP4 weight, whose scales exceed
-    float16's range, are rounded to bfloat16 first.
+    Accumulated in fp32 and rounded once to ``out_dtype``::
+
+        out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]
+
+    The weight is stored as checkpoints hold it; nothing is repacked. It is decoded exactly and without its global
+    scale, which ``alpha`` divides out: ``alpha = 1 / g_b``. FP4 tensor cores take both operands in FP4
+    (:func:`mm_fp4`), so the weight is decoded to 16 bits on Blackwell, too. With an MXFP4 weight, float16 activations
+    are first rounded to bfloat16, because MXFP4 scales exceed the range of float16.
 
     Args:
-        a: (M, K), bfloat16 or float16.
-        b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
-            ``weight.t()``, of a row-major (N, K/2).
-        b_scale: scales of the weight over (N, K), in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+        a: (M, K) bfloat16 or float16.
+        b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
+            ``weight.t()`` of a row-major (N, K/2).
+        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
-        alpha, bias: as for :func:`mm_fp4`.
-        out_dtype: bfloat16, float16 or float32; ``None`` means the dtype of ``a``.
-        block_size, scale_format: as for :func:`mm_fp4`.
-        scale_layout: ``"linear"`` or ``"128x4"``. Scales in the other layout cannot be detected where its shape is the
-            same, and give wrong numbers.
-        backend, static_weight, prefetch: as for :func:`mm_fp4`.
-        out: tensor (M, N) to write into.
+        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column, e.g. of
+            merged projections with different global scales. ``None`` means 1.
+        bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
+            same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
+            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 16 rows bring its first 8 MB into L2
+            when they have nothing else to load. The result does not depend on it, and it may be written at the same
+            time.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
         (M, N) in ``out_dtype``. A NaN scale makes its column NaN.
 
     Raises:
-        ValueError, TypeError: as :func:`mm_fp4`.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, mm_fp4_weight_only
+        >>> x = torch.arange(32).bfloat16()[None]
+        >>> weight = 6 * torch.eye(8, 32)  # row n takes element n of an activation row, times 6
+        >>> b, b_scale = fp4_quantize(weight)
+        >>> mm_fp4_weight_only(x, b.t(), b_scale).tolist()
+        [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 42.0]]
+        >>> assert torch.equal(mm_fp4_weight_only(x, b.t(), b_scale), x @ weight.bfloat16().t())
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "GEMMs".
     """

@@ -1,4 +1,4 @@
-"""``mm_fp8_block``: the GEMM of two FP8 matrices with block scales."""
+"""``mm_fp8_block``: GEMM of two FP8 matrices with block scales."""
 
 import torch
 from torch import Tensor
@@ -22,36 +22,57 @@ def mm_fp8_block(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = alpha · Σ_j a_scale[j, m] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n]) + bias[n]`` of two FP8
-    matrices, with k in the j-th block of 128.
+    """Multiply two FP8 matrices with block scales.
 
-    Operands are as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``) and as
-    checkpoints like DeepSeek-V3's hold them. Tensor cores accumulate one block at a time; the block's sum, multiplied
-    by both scales, is added to an fp32 accumulator, so that the error of the tensor cores' own accumulation does not
-    grow with K.
+    With k in the j-th block of 128::
+
+        sum[m, n] = Σ_j a_scale[j, m] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n])
+        out[m, n] = alpha · sum[m, n] + bias[n]
+
+    Operands are stored as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``) and as
+    checkpoints such as DeepSeek-V3 hold them. The tensor cores accumulate one block at a time. The block's sum, times
+    both scales, is added to an fp32 accumulator, so that the error of the tensor cores' own accumulation does not grow
+    with K. The result is rounded once to ``out_dtype``.
 
     Args:
-        a: (M, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements.
-        b: (K, N), the same of the weight: the transposed view, ``weight.t()``, of a row-major (N, K); N a multiple of
-            8.
-        a_scale: (⌈K/128⌉, M) float32.
-        b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, for blocks of 128 rows of the weight and 128 elements of k.
-        alpha: float32 on the device: one element, or (N,), one for each column; ``None`` means 1.
-        bias: (N,), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        backend: ``"auto"``: the fastest that :func:`autotune` measured, or else the one with the least estimated time;
-            or the name of one that :func:`backends` lists.
-        static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
-            that they may be read ahead of it.
-        prefetch: as for :func:`mm_fp4`, of tiles of up to 64 rows.
-        out: tensor (M, N) to write into.
+        a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
+        b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8.
+        a_scale: (⌈K/128⌉, M) float32, block scales of ``a`` by column.
+        b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
+        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column.
+            ``None`` means 1.
+        bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
+            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 64 rows bring its first 8 MB into L2
+            when they have nothing else to load. The result does not depend on it, and it may be written at the same
+            time.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
         (M, N) in ``out_dtype``.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout; for ``b`` untransposed, where that can be detected; for
-            a backend that is unknown or cannot compute the call, with its reason; or for an input that requires grad
-            while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp8_quantize, mm_fp8_block
+        >>> x = torch.zeros(1, 128)
+        >>> x[0, :8], x[0, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scale is 1
+        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> weight = torch.eye(8, 128).to(torch.float8_e4m3fn)  # row n takes element n
+        >>> mm_fp8_block(a, weight.t(), a_scale, torch.full((1, 1), 0.5)).tolist()
+        [[0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]]
+
+    References:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
+        docs/numerics.md, "FP8 with block scales".
     """

@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: the GEMM of FP8 activations with block scales and an FP4 weight."""
+"""``mm_fp8_fp4``: GEMM of FP8 activations with block scales and an FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -26,37 +26,73 @@ def mm_fp8_fp4(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = alpha · Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k]) + bias[n]`` of FP8 activations and
-    an FP4 weight on FP8 tensor cores, with k in the j-th block of 128.
+    """Multiply FP8 activations with block scales by an FP4 weight, on FP8 tensor cores.
 
-    The weight stays in 4 bits in memory; with many rows, a call makes a copy in FP8 for as long as it takes (backend
-    ``recode``, which ``"auto"`` takes where it is faster). The result is as if each row's block of 128 elements was
-    re-encoded as ``w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])``, rounded to nearest even, with the least integer
-    t for which the block's largest number fits e4m3. For MXFP4 that is exact unless scales within 128 elements are more
-    than 2^14 apart. For NVFP4 the codes 0.5, 1, 2 and 4 stay exact, and 1.5, 3 and 6 are rounded by at most 4.8 %,
-    since a block scale has 4 significant bits and 1.5 times it up to 6: a Gaussian weight is 9.69 % (rms) off in all,
-    where NVFP4 alone is 9.51 % off. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never do this.
+    With k in the j-th block of 128. The weight is re-encoded in FP8, with powers of two as its scales::
 
-    The activations are as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``). Sums
-    are as for :func:`mm_fp8_block`: of each block by the tensor cores, over the blocks in fp32.
+        w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])
+        sum[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k])
+        out[m, n] = alpha · sum[m, n] + bias[n]
+
+    In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
+    rounded to nearest even. For MXFP4 this is exact unless scales within 128 elements are more than 2^14 apart. For
+    NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by at most 4.8 %, because e4m3
+    holds 4 significant bits and their product with a block scale needs up to 6. A Gaussian weight is then 9.69 % (rms)
+    off, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+
+    The weight stays in 4 bits in memory. With many rows, ``"auto"`` may take the backend ``recode``, which holds an FP8
+    copy of the weight for the duration of the call. Activations are stored as the quantising ops write them
+    (``granularity="block128"``, ``scale_layout="column"``). Sums are accumulated as in :func:`mm_fp8_block` and rounded
+    once to ``out_dtype``.
 
     Args:
-        a: (M, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements.
-        b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
-            ``weight.t()``, of a row-major (N, K/2); N a multiple of 8.
-        a_scale: (⌈K/128⌉, M) float32.
-        b_scale: scales of the weight over (N, K), in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4). The global scale belongs into ``alpha``, as ``1 / global scale``.
-        alpha, bias: as for :func:`mm_fp4`.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        block_size, scale_format: as for :func:`mm_fp4`.
-        scale_layout: of ``b_scale``, as for :func:`mm_fp4_weight_only`.
-        backend, static_weight, prefetch: as for :func:`mm_fp4`.
-        out: tensor (M, N) to write into.
+        a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
+        b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
+            ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8.
+        a_scale: (⌈K/128⌉, M) float32, block scales of ``a`` by column.
+        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
+            ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
+        bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
+            same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
+            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 16 rows bring its first 8 MB into L2
+            when they have nothing else to load. The result does not depend on it, and it may be written at the same
+            time.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``. A NaN scale makes its row, or its column, NaN.
+        (M, N) in ``out_dtype``. A NaN scale of ``a`` makes its row NaN, a NaN scale of ``b`` its column.
 
     Raises:
-        ValueError, TypeError: as :func:`mm_fp4`.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, fp8_quantize, mm_fp8_fp4
+        >>> x = torch.zeros(1, 128)
+        >>> x[0, :8], x[0, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scale is 1
+        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> weight = 6 * torch.eye(8, 128)  # row n takes element n, times 6
+        >>> b, b_scale = fp4_quantize(weight)
+        >>> mm_fp8_fp4(a, b.t(), a_scale, b_scale).tolist()
+        [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 42.0]]
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "FP8 activations times an FP4 weight".
     """

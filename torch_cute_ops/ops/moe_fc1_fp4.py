@@ -1,4 +1,4 @@
-"""``moe_fc1_fp4``: the first GEMM of an expert layer, FP4 times FP4, with the gate and FP4 quantisation behind it."""
+"""``moe_fc1_fp4``: first GEMM of an expert layer, FP4 by FP4, with its gate and FP4 quantisation."""
 
 from torch import Tensor
 
@@ -28,43 +28,76 @@ def moe_fc1_fp4(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gate and up projections of an expert layer, SwiGLU, and quantisation to FP4 blocks, of the experts that each
-    token is routed to: what :func:`moe_fc2_fp4` takes.
+    """Compute the gate and up projections of each token's experts, SwiGLU and FP4 quantisation, from FP4 operands.
 
-    For each routed pair of a token m and an expert e, ``gate = alpha · Σ_k a[m, k] · w[e, i, k] + bias[e, i]`` and
-    ``up`` likewise of row ``I + i``; then ``g · σ(swiglu_alpha · g) · (u + swiglu_beta)`` with
-    ``g = min(gate, swiglu_limit)`` and ``u = clip(up, -swiglu_limit, swiglu_limit)``, as in :func:`silu_mul_fp4quant`;
-    all in fp32, with no rounding to 16 bits in between. Operands are decoded without their global scales.
+    For each routed pair of a token m and an expert e, in fp32 and without rounding to 16 bits::
+
+        gate = alpha[e] · Σ_k a[m, k] · w[e, i, k] + bias[e, i]
+        up = alpha[e] · Σ_k a[m, k] · w[e, I + i, k] + bias[e, I + i]
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+        y, scale = fp4_quantize(h, global_scale)
+
+    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps keep NaN. Operands are
+    decoded without their global scales, which ``alpha`` divides out. The results are operands of :func:`moe_fc2_fp4`.
 
     Args:
-        a: (M, H/2), uint8 or float4_e2m1fn_x2: two e2m1 codes a byte, element 0 in the low nibble.
-        w: (E, 2·I, H/2), the same of 1 to 512 experts, for each the rows of the gate before those of up. ``I`` is a
-            multiple of 64.
-        a_scale: scales of ``a`` over (M, H), in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu
-            (MXFP4).
-        w_scale: scales of ``w`` as :func:`fp4_quantize` of the 3-D weight gives them, in ``scale_layout``, or in 128x4
-            where that is 8x4: linear (E, 2·I, H/block), tiled over the flattened E·2·I rows.
-        routing: (M, E) float32 with any strides: a pair is computed where it is not 0; NaN is not. The ``alpha`` of
-            :func:`moe_fc2_fp4` serves. Where it is 0 or -0 nothing is computed or written, and no weight is read of an
-            expert that no token is routed to.
-        alpha: (E,) float32, an expert's ``1 / (global scale of a · global scale of w)``; or (E, 2), for gate and up.
-        bias: (E, 2·I), float32 or bfloat16, added behind ``alpha``, before the gate.
-        global_scale: encode scale of the result: one float32 element for all experts, or (E,); NVFP4 only. ``None``:
-            1.
-        block_size, scale_format: as for :func:`mm_fp4`, of ``a``, ``w`` and the result.
-        scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``, of ``a`` and the result. Scales in another layout whose
-            shape is the same cannot be detected, and give wrong numbers.
-        swiglu_alpha, swiglu_beta, swiglu_limit: as for :func:`silu_mul_fp4quant`.
-        backend, static_weight: as for :func:`mm_fp4`.
-        out: tensors to write ``(y, scale)`` into.
+        a: (M, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
+        w: (E, 2·I, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: for each of 1
+            to 512 experts, the rows of gate before the rows of up. I is a multiple of 64.
+        a_scale: block scales of ``a`` as an (M, H) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w``, as :func:`fp4_quantize` of the 3-D weight writes them, in ``scale_layout`` (in
+            128x4 if ``scale_layout`` is ``"8x4"``): linear (E, 2·I, H/block_size), or tiled over the E·2·I rows.
+            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if its element is not 0
+            (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4`. For an element of 0 or -0 nothing is computed or
+            written, and the weight of an expert without tokens is not read.
+        alpha: float32 (E,), each expert's ``1 / (g_a · g_w)``; or (E, 2), with separate factors for gate and up.
+            ``None`` means 1.
+        bias: (E, 2·I) float32 or bfloat16, added after ``alpha``, before the gate.
+        global_scale: float32 tensor of one element, or (E,), by which results are multiplied before they are encoded.
+            NVFP4 only. ``None`` means 1.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the scales of ``a`` and of the result: ``"128x4"``, ``"8x4"`` or ``"linear"``.
+            Scales in another layout of the same shape cannot be detected and give wrong results.
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (M, E·I/2) uint8, a token's codes for every expert, one expert after the other.
-        ``scale``: over (M, E·I), in ``scale_layout``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Bytes of padding are
-        zero. Where ``routing`` is 0 both hold whatever was there.
+        ``y``: (M, E·I/2) uint8, a token's codes for every expert, one expert after another.
+        ``scale``: block scales of ``y`` as an (M, E·I) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4) or uint8
+        (MXFP4). Padding is zero. For pairs that are not routed, ``y`` and ``scale`` keep the previous content of the
+        memory.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout; for a backend that is unknown or cannot compute the
-            call, with its reason; or for an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format, layout or gate parameter is wrong; if the backend is unknown or cannot
+            compute the call (the message gives the reason); or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_dequantize, fp4_quantize, moe_fc1_fp4
+        >>> a, a_scale = fp4_quantize(torch.full((1, 64), 6.0))
+        >>> weight = 6 * torch.eye(64).repeat(2, 2, 1)  # 2 experts, 64 rows of gate and 64 of up
+        >>> w, w_scale = fp4_quantize(weight)
+        >>> routing = torch.tensor([[1.0, 0.0]])  # expert 0 only
+        >>> alpha = torch.tensor([[1.0, 1 / 36]] * 2)  # factors of gate and up
+        >>> y, scale = moe_fc1_fp4(a, w, a_scale, w_scale, routing, alpha)
+        >>> fp4_dequantize(y, scale)[0, :4].tolist()  # silu(36) · 1, in columns of expert 0
+        [36.0, 36.0, 36.0, 36.0]
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Experts over n, with a gate".
     """

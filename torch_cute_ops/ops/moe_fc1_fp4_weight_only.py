@@ -1,5 +1,4 @@
-"""``moe_fc1_fp4_weight_only``: the first GEMM of an expert layer, 16-bit activations times FP4, with the gate behind
-it."""
+"""``moe_fc1_fp4_weight_only``: first GEMM of an expert layer, 16-bit activations by FP4, with its gate."""
 
 from torch import Tensor
 
@@ -27,36 +26,71 @@ def moe_fc1_fp4_weight_only(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The gate and up projections of an expert layer, of 16-bit activations and an FP4 weight, and SwiGLU, of the
-    experts that each token is routed to: what :func:`moe_fc2_fp4_weight_only` takes.
+    """Compute the gate and up projections of each token's experts and SwiGLU, from 16-bit activations.
 
-    Computes what :func:`moe_fc1_fp4` does, with one rounding to the dtype of ``a`` in place of the quantisation. The
-    weight is decoded exactly and without its global scale. Float16 activations beside an MXFP4 weight, whose scales
-    exceed float16's range, are rounded to bfloat16 first.
+    For each routed pair of a token m and an expert e, in fp32, rounded once to the dtype of ``a``::
+
+        gate = alpha[e] · Σ_k a[m, k] · w[e, i, k] + bias[e, i]
+        up = alpha[e] · Σ_k a[m, k] · w[e, I + i, k] + bias[e, I + i]
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+
+    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps keep NaN. The weight is
+    decoded exactly and without its global scale, which ``alpha`` divides out. With an MXFP4 weight, float16 activations
+    are first rounded to bfloat16, because MXFP4 scales exceed the range of float16. The result is an operand of
+    :func:`moe_fc2_fp4_weight_only`.
 
     Args:
-        a: (M, H), bfloat16 or float16.
-        w: (E, 2·I, H/2), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble, of 1 to 512
-            experts; for each the rows of the gate before those of up. ``I`` is a multiple of 64.
-        w_scale: scales of ``w`` as :func:`fp4_quantize` of the 3-D weight gives them, in ``scale_layout``: linear
-            (E, 2·I, H/block), tiled over the flattened E·2·I rows; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu
-            (MXFP4).
-        routing: (M, E) float32 with any strides: a pair is computed where it is not 0; NaN is not. The ``alpha`` of
-            :func:`moe_fc2_fp4_weight_only` serves. Where it is 0 or -0 nothing is computed or written, and no weight is
-            read of an expert that no token is routed to.
-        alpha: (E,) float32, an expert's ``1 / (global scale of w)``; or (E, 2), for gate and up.
-        bias: (E, 2·I), float32 or in the dtype of ``a``, added behind ``alpha``, before the gate.
-        block_size, scale_format: as for :func:`mm_fp4`.
-        scale_layout: ``"linear"`` or ``"128x4"``; as for :func:`mm_fp4_weight_only`, another of the same shape is not
-            detected.
-        swiglu_alpha, swiglu_beta, swiglu_limit: as for :func:`silu_mul_fp4quant`.
-        backend, static_weight: as for :func:`mm_fp4`.
-        out: tensor (M, E·I) to write into.
+        a: (M, H) bfloat16 or float16.
+        w: (E, 2·I, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: for each of 1
+            to 512 experts, the rows of gate before the rows of up. I is a multiple of 64.
+        w_scale: block scales of ``w``, as :func:`fp4_quantize` of the 3-D weight writes them, in ``scale_layout``:
+            linear (E, 2·I, H/block_size), or tiled over the E·2·I rows. float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if its element is not 0
+            (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4_weight_only`. For an element of 0 or -0 nothing is
+            computed or written, and the weight of an expert without tokens is not read.
+        alpha: float32 (E,), each expert's ``1 / g_w``; or (E, 2), with separate factors for gate and up. ``None`` means
+            1.
+        bias: (E, 2·I) float32 or the dtype of ``a``, added after ``alpha``, before the gate.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
+            same shape cannot be detected and give wrong results.
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        out: contiguous (M, E·I) tensor to write the result into.
 
     Returns:
-        (M, E·I) in the dtype of ``a``: a token's columns for every expert, one expert after the other. Where
-        ``routing`` is 0 it holds whatever was there.
+        (M, E·I) in the dtype of ``a``: a token's columns for every expert, one expert after another. For pairs that are
+        not routed it keeps the previous content of the memory.
 
     Raises:
-        ValueError, TypeError: as :func:`moe_fc1_fp4`.
+        ValueError: If a shape, device, format, layout or gate parameter is wrong; if the backend is unknown or cannot
+            compute the call (the message gives the reason); or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, moe_fc1_fp4_weight_only
+        >>> x = torch.full((1, 64), 6.0).bfloat16()
+        >>> weight = 6 * torch.eye(64).repeat(2, 2, 1)  # 2 experts, 64 rows of gate and 64 of up
+        >>> w, w_scale = fp4_quantize(weight)
+        >>> routing = torch.tensor([[1.0, 0.0]])  # expert 0 only
+        >>> alpha = torch.tensor([[1.0, 1 / 36]] * 2)  # factors of gate and up
+        >>> out = moe_fc1_fp4_weight_only(x, w, w_scale, routing, alpha)
+        >>> out[0, :4].tolist()  # silu(36) · 1, in columns of expert 0
+        [36.0, 36.0, 36.0, 36.0]
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Experts over n, with a gate".
     """

@@ -1,4 +1,4 @@
-"""``moe_fc2_fp4``: the second GEMM of an expert layer, FP4 times FP4, summed over the experts."""
+"""``moe_fc2_fp4``: second GEMM of an expert layer, FP4 by FP4, summed over the experts."""
 
 import torch
 from torch import Tensor
@@ -25,39 +25,63 @@ def moe_fc2_fp4(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[n, k] + bias[e, n])``, k over expert e, of two FP4 matrices: the
-    second GEMM of an expert layer, with the weighted sum over a token's experts.
+    """Compute the down projections of each token's experts and their weighted sum, from FP4 operands.
 
-    A row of ``a`` holds a token's activations for every expert, one expert after the other, and a row of ``w`` the
-    experts' weights in the same order: ``E·I`` elements for ``E`` experts of ``I``, which both follow from the shapes.
-    An expert's sum is accumulated in fp32, its bias added, multiplied by ``alpha`` and added to an fp32 accumulator;
-    the total is rounded once. Operands are decoded without their global scales.
+    With k over the columns of expert e::
+
+        out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[n, k] + bias[e, n])
+
+    A row of ``a`` contains a token's activations for every expert, one expert after another, and a row of ``w`` the
+    experts' weights in the same order: E·I elements for E experts of width I, both of which follow from the shapes.
+    Each expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
+    accumulator, which is rounded once. Operands are decoded without their global scales.
 
     Args:
-        a: (M, E·I/2), uint8 or float4_e2m1fn_x2: two e2m1 codes a byte, element 0 in the low nibble. ``I`` is a
-            multiple of 64.
-        w: (N, E·I/2), the same of the weight, row-major: here it is not transposed.
-        a_scale: scales of ``a`` over (M, E·I), in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu
-            (MXFP4).
-        w_scale: scales of ``w`` over (N, E·I), in ``scale_layout``, or in 128x4 where that is 8x4.
-        alpha: (M, E) float32 on the device, with any strides: an expert's weight for a token, times
-            ``1 / (global scale of a · global scale of w)``, as :func:`moe_route_dense` writes it. Where it is 0 or -0
-            nothing is computed, whatever ``a``, ``w`` and their scales hold there: NaN, or uninitialised memory.
-        bias: (E, N), float32 or in the result's dtype: what each expert adds. It is multiplied by ``alpha`` too, so
-            callers divide it by what ``alpha`` holds of global scales. Where ``alpha`` is 0 it adds nothing.
-        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        block_size, scale_format: as for :func:`mm_fp4`.
-        scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``. Scales in another layout whose shape is the same cannot be
-            detected, and give wrong numbers.
-        backend, static_weight: as for :func:`mm_fp4`.
-        out: tensor (M, N) to write into.
+        a: (M, E·I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble. I is a multiple
+            of 64.
+        w: (N, E·I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble, row-major; not a
+            transposed view.
+        a_scale: block scales of ``a`` as an (M, E·I) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w`` as an (N, E·I) matrix, in ``scale_layout`` (in 128x4 if ``scale_layout`` is
+            ``"8x4"``): float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / (g_a · g_w)``, as
+            :func:`moe_route_dense` writes it. Pairs with 0 or -0 are skipped, whatever ``a``, ``w`` and the scales hold
+            for them, NaN and uninitialised memory included.
+        bias: (E, N) float32 or the dtype of the result, added by each expert. It is multiplied by ``alpha`` too: divide
+            it by the factor of ``alpha`` that divides out global scales.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. Scales in another layout of
+            the same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes its token's row NaN, a NaN scale
-        what it is multiplied with where ``alpha`` is not 0.
+        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes its token's row NaN; a NaN scale
+        makes NaN the elements that it is multiplied into, except for skipped pairs.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout; for a backend that is unknown or cannot compute the
-            call, with its reason; or for an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong; if the backend is unknown or cannot compute the call
+            (the message gives the reason); or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, moe_fc2_fp4
+        >>> a, a_scale = fp4_quantize(torch.full((2, 128), 6.0))
+        >>> w, w_scale = fp4_quantize(6 * torch.eye(8, 64).repeat(1, 2))  # 2 experts, 64 columns each
+        >>> alpha = torch.tensor([[0.5, 0.25], [1.0, 0.0]])  # token 1 is routed to expert 0 only
+        >>> moe_fc2_fp4(a, w, a_scale, w_scale, alpha)[:, :2].tolist()
+        [[27.0, 27.0], [36.0, 36.0]]
+
+    References:
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Experts over k".
     """

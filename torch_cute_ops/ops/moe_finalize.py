@@ -1,4 +1,4 @@
-"""``moe_finalize``: the experts' results of a token, gathered, weighted and added up."""
+"""``moe_finalize``: weighted sum of each token's expert results."""
 
 from typing import Any, NamedTuple
 
@@ -113,25 +113,40 @@ def moe_finalize(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gather the experts' results for each token, weight them and add them up, in one pass over memory.
+    """Gather each token's expert results, weight them and add them up, in one pass over memory.
 
-    ``out[m] = residual[m] + Σ_j weights[m, j] · input[expanded_to_permuted[m, j]]``, in fp32 and in the order of j,
-    each product and each sum rounded; the result is rounded once to the dtype of ``input``. Where the index is negative
-    nothing is read and nothing added, whatever the weight is.
+    Computed in fp32, in the order of j, with each product and each sum rounded; the result is rounded once::
+
+        out[m] = residual[m] + Σ_j weights[m, j] · input[expanded_to_permuted[m, j]]
+
+    A pair with a negative index adds nothing, whatever its weight. CPU and GPU results are equal bit for bit.
 
     Args:
-        input: (R, H), bfloat16, float16 or float32, in the experts' order; H is a multiple of 8. Rows may be strided.
-        expanded_to_permuted: (M, topk) int32, rows of ``input``, or -1: as :func:`moe_route` returns it. An index from
-            R on is refused on a CPU; a GPU reads out of bounds.
-        weights: (M, topk) float32.
-        residual: (M, H) in the dtype of ``input``, such as a shared expert's result, or ``None``.
-        out: tensor to write into. It may be ``residual``, and shares no memory with ``input``.
+        input: (R, H) bfloat16, float16 or float32, rows in the experts' order; H is a multiple of 8. Rows may be
+            strided.
+        expanded_to_permuted: (M, topk) int32, the row of ``input`` of each pair of a token and one of its experts, or
+            -1, as :func:`moe_route` returns it. An index of R or more is refused on a CPU; a GPU reads out of bounds.
+        weights: (M, topk) float32, routing weights.
+        residual: (M, H) in the dtype of ``input``, e.g. the result of a shared expert; ``None`` means 0.
+        out: contiguous tensor to write the result into. It may be ``residual``, and must not overlap ``input``.
 
     Returns:
         (M, H) in the dtype of ``input``.
 
     Raises:
-        ValueError: for a wrong shape or device, an index out of range (on a CPU), or an input that requires grad while
-            gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape or device is wrong, if an index is out of range (on a CPU), or if an input requires grad
+            while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_finalize
+        >>> rows = torch.tensor([[1.0], [2.0], [3.0]]).repeat(1, 8)
+        >>> expanded_to_permuted = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+        >>> weights = torch.tensor([[0.5, 0.25], [1.0, 9.0]])
+        >>> moe_finalize(rows, expanded_to_permuted, weights)[:, 0].tolist()  # 0.5 · 1 + 0.25 · 3, and 1 · 2
+        [1.25, 2.0]
+
+    References:
+        Roundings and special values: docs/numerics.md, "The steps of an expert layer".
     """

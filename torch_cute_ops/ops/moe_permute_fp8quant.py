@@ -1,4 +1,4 @@
-"""``moe_permute_fp8quant``: tokens in the experts' order and FP8."""
+"""``moe_permute_fp8quant``: tokens' rows in the experts' order, in FP8."""
 
 from typing import Any, NamedTuple
 
@@ -127,30 +127,43 @@ def moe_permute_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Copy each token's row to the rows of its experts, quantised to FP8, in one pass over memory.
 
-    ``y[r]`` and ``scale[:, r]`` are row ``permuted_to_expanded[r] // topk`` of ``input``, quantised as
-    :func:`fp8_quantize` does with granularity ``"block128"`` and scales by columns. Rows whose index is negative
-    are padding and are not written.
+    For each row r that is not padding, with ``fp8_quantize`` in blocks of 128 and with scales by column::
 
-    The kernel reads and quantises each row once, and stores it ``topk`` times. It needs
-    ``expanded_to_permuted`` for that; if absent, that is made from ``permuted_to_expanded`` by a few small kernels
-    first.
+        y[r], scale[:, r] = fp8_quantize(input[permuted_to_expanded[r] // topk])
+
+    Rows with a negative index are padding and are not written. The kernel reads and quantises each token once and
+    stores it ``topk`` times. It needs ``expanded_to_permuted`` for this; without it, a few small kernels first compute
+    it from ``permuted_to_expanded``.
 
     Args:
-        input: (M, H), bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.
-        permuted_to_expanded: (R,) int32, the pair of each row, ``token · topk + j``, or -1, as :func:`moe_route`
-            returns it. No pair occurs twice.
-        topk: experts of a token, at most 16.
+        input: (M, H) bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.
+        permuted_to_expanded: (R,) int32, the pair ``token · topk + j`` of each row, or -1, as :func:`moe_route` returns
+            it. No pair occurs twice.
+        topk: experts per token, at most 16.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
-            :func:`moe_route` returns it too. If it is not the inverse, the result is unspecified. Rows from R on are
+            :func:`moe_route` returns it. With any other content the result is unspecified. An index of R or more is
             refused on a CPU; a GPU writes out of bounds.
-        out: tensors to write ``(y, scale)`` into.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (R, H) float8_e4m3fn. What rows of padding hold is not specified.
+        ``y``: (R, H) float8_e4m3fn. Rows of padding are unspecified.
         ``scale``: (⌈H/128⌉, R) float32.
 
     Raises:
-        ValueError: for a wrong shape or device, an index out of range (on a CPU), or an input that requires grad while
-            gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape or device is wrong, if an index is out of range (on a CPU), or if an input requires grad
+            while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_permute_fp8quant
+        >>> x = torch.tensor([[448.0], [-896.0]]).repeat(1, 64)
+        >>> pairs = torch.tensor([0, 2, 3, 1], dtype=torch.int32)  # token pair // 2
+        >>> y, scale = moe_permute_fp8quant(x, pairs, topk=2)
+        >>> y[:, 0].float().tolist(), scale.tolist()
+        ([448.0, -448.0, -448.0, 448.0], [[1.0, 2.0, 2.0, 1.0]])
+
+    References:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
+        docs/numerics.md, "Quantising to FP8" and "The steps of an expert layer".
     """

@@ -1,4 +1,4 @@
-"""``moe_route``: the experts of each token, and the order of their rows."""
+"""``moe_route``: experts of each token, and the order of their rows."""
 
 from typing import Any
 
@@ -106,43 +106,67 @@ def moe_route(
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Choose the experts of each token, and give each pair of a token and an expert its row in the experts' order.
+    """Choose the experts of each token, and give each pair of a token and an expert a row in the experts' order.
 
-    ``"softmax"``: the ``topk`` largest logits; weights are their softmax over all experts. ``"sigmoid"``, as of
-    DeepSeek-V3: scores are sigmoids of the logits; the choice is by score plus ``bias``, among the experts of the
-    ``topk_groups`` groups whose two best have the largest sums; weights are the scores without bias. All in fp32. Of
-    equal experts, and groups, the first is chosen; a NaN comes last.
+    Routing weights::
 
-    Rows are in the order of the experts, those of one expert in the order of the tokens. Without ``max_rows`` each
-    expert's begin at the next multiple of ``alignment``; with it, expert e's begin at ``e * max_rows``, and the pairs
-    for which there is no room are dropped. Few tokens are one launch, more are two; no result depends on their timing.
+        softmax: weights = softmax(logits)[ids], ids = topk(logits)
+        sigmoid: weights = sigmoid(logits)[ids], ids = topk(sigmoid(logits) + bias)
+        weights = scaling_factor · weights / (Σ weights if renormalize else 1)
+
+    ``"softmax"`` chooses the ``topk`` largest logits; weights are their softmax over all experts. ``"sigmoid"`` follows
+    DeepSeek-V3: scores are the sigmoids of the logits, and experts are chosen by score plus ``bias``, from the
+    ``topk_groups`` groups with the largest sums of their two best experts; weights are the scores without bias. With
+    ``renormalize``, a token's weights are divided by their sum. All is computed in fp32. Among equal experts, or
+    groups, the first is chosen; NaN comes last.
+
+    Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
+    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
+    row is left are dropped. Few tokens take one launch, more tokens two; no result depends on their timing.
 
     Args:
-        logits: (M, E), bfloat16, float16 or float32, of up to 512 experts.
-        topk: experts of a token, at most 16.
-        bias: (E,) float32, added to sigmoids for the choice alone, or ``None``.
+        logits: (M, E) bfloat16, float16 or float32; E is at most 512.
+        topk: experts per token, at most 16.
+        bias: (E,) float32, added to the sigmoids for the choice only; ``None`` means 0.
         scoring: ``"softmax"`` or ``"sigmoid"``.
-        num_groups: groups of equally many experts, at most 32; more than one for ``"sigmoid"`` only.
-        topk_groups: how many of the groups a token may have experts of.
-        renormalize: whether a token's weights are divided by their sum.
-        scaling_factor: what weights are multiplied with in the end.
-        alignment: what each expert's first row is a multiple of, without ``max_rows``. GEMMs of other libraries need
-            128, as a rule; :func:`grouped_mm_fp8` takes rows anywhere. With 1 there is no padding, which with few
-            tokens and many experts nearly all rows would be, and it estimates the rows of an expert from R.
-        max_rows: rows of each expert; ``None``: as many as it needs.
-        out: tensors to write the outputs into.
+        num_groups: groups of equally many experts, at most 32; more than 1 only with ``"sigmoid"``.
+        topk_groups: groups from which a token's experts may be chosen.
+        renormalize: flag to divide a token's weights by their sum.
+        scaling_factor: factor of all weights.
+        alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
+            need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
+            the GEMM chooses its tactic by R, padding included.
+        max_rows: rows reserved for each expert (masked layout); ``None`` reserves as many rows as each expert needs.
+        out: contiguous tensors to write ``(weights, ids, expanded_to_permuted, permuted_to_expanded, offsets, counts)``
+            into.
 
     Returns:
-        ``weights``: (M, topk) float32, from the best expert on.
-        ``ids``: (M, topk) int32, the experts.
-        ``expanded_to_permuted``: (M, topk) int32, the row of each pair, -1 for one that was dropped.
-        ``permuted_to_expanded``: (R,) int32, the pair of each row, ``token * topk + j``, -1 for padding. R is
-            ``(M * topk + min(E, M * topk) * (alignment - 1)) // alignment * alignment``, which is enough however tokens
-            are routed, or ``E * max_rows``.
-        ``offsets``: (E + 1,) int32, where each expert's rows begin, and where the last one's padding ends.
-        ``counts``: (E,) int32, how many rows each expert has.
+        ``weights``: (M, topk) float32, the best expert first.
+        ``ids``: (M, topk) int32, experts of each token.
+        ``expanded_to_permuted``: (M, topk) int32, the row of each pair, or -1 for a pair without a row.
+        ``permuted_to_expanded``: (R,) int32, the pair ``token · topk + j`` of each row, or -1 for padding. R is
+        ``E · max_rows``, or without ``max_rows`` the bound
+        ``(M · topk + min(E, M · topk) · (alignment - 1)) // alignment · alignment``.
+        ``offsets``: (E + 1,) int32, the first row of each expert, and the end of the last expert's padding.
+        ``counts``: (E,) int32, rows of each expert.
 
     Raises:
-        ValueError: for a wrong shape, device or number, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device or number is wrong, or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_route
+        >>> logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 1.0, 4.0]])
+        >>> weights, ids, expanded, permuted, offsets, counts = moe_route(logits, topk=2, alignment=1)
+        >>> ids.tolist(), counts.tolist(), offsets.tolist()
+        ([[1, 3], [0, 3]], [1, 1, 0, 2], [0, 1, 2, 2, 4])
+        >>> expanded.tolist(), permuted.tolist()  # row 0 is pair 2: token 1 and expert 0
+        ([[1, 2], [0, 3]], [2, 0, 1, 3])
+        >>> assert torch.allclose(weights, torch.softmax(torch.tensor([[3.0, 2.0], [5.0, 4.0]]), 1))
+
+    References:
+        N. Shazeer et al., "Outrageously Large Neural Networks", 2017 (softmax); DeepSeek-AI, "DeepSeek-V3 Technical
+        Report", 2024, section 2.1.2 (sigmoid). Roundings and special values: docs/numerics.md, "The steps of an expert
+        layer".
     """

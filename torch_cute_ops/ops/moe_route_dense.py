@@ -1,4 +1,4 @@
-"""``moe_route_dense``: the routing weights of each token as a matrix over all experts."""
+"""``moe_route_dense``: routing weights of each token as a matrix over all experts."""
 
 from typing import Any
 
@@ -81,20 +81,49 @@ def moe_route_dense(
 ) -> Tensor:
     """Choose the experts of each token, and write their weights as a matrix over all experts.
 
-    The ``alpha`` of :func:`moe_fc2_fp4`, in one launch: the weights of :func:`moe_route`, to the bit, times
-    ``expert_factor`` in fp32, in the columns of a token's experts, and 0 in all others.
+    The result is the ``alpha`` of :func:`moe_fc2_fp4`: the weights of :func:`moe_route`, bit for bit, times
+    ``expert_factor`` in the columns of a token's experts, and 0 in all other columns::
+
+        softmax: weights = softmax(logits)[ids], ids = topk(logits)
+        sigmoid: weights = sigmoid(logits)[ids], ids = topk(sigmoid(logits) + bias)
+        weights = scaling_factor · weights / (Σ weights if renormalize else 1)
+        out[m, ids[m]] = weights[m] · expert_factor[ids[m]]
+
+    ``"softmax"`` chooses the ``topk`` largest logits; weights are their softmax over all experts. ``"sigmoid"`` follows
+    DeepSeek-V3: scores are the sigmoids of the logits, and experts are chosen by score plus ``bias``, from the
+    ``topk_groups`` groups with the largest sums of their two best experts; weights are the scores without bias. With
+    ``renormalize``, a token's weights are divided by their sum. All is computed in fp32. Among equal experts, or
+    groups, the first is chosen; NaN comes last.
 
     Args:
-        logits: (M, E), bfloat16, float16 or float32, of up to 512 experts.
-        topk, bias, scoring, num_groups, topk_groups, renormalize, scaling_factor: as for :func:`moe_route`.
-        expert_factor: (E,) float32, what each expert's weights are multiplied with, such as one over the product of
-            its weights' and its activations' global scales; ``None``: nothing.
-        out: tensor to write the result into.
+        logits: (M, E) bfloat16, float16 or float32; E is at most 512.
+        topk: experts per token, at most 16.
+        bias: (E,) float32, added to the sigmoids for the choice only; ``None`` means 0.
+        scoring: ``"softmax"`` or ``"sigmoid"``.
+        num_groups: groups of equally many experts, at most 32; more than 1 only with ``"sigmoid"``.
+        topk_groups: groups from which a token's experts may be chosen.
+        renormalize: flag to divide a token's weights by their sum.
+        scaling_factor: factor of all weights.
+        expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
+            scales; ``None`` means 1.
+        out: contiguous tensor to write the result into.
 
     Returns:
         (M, E) float32.
 
     Raises:
-        ValueError: for a wrong shape, device or number, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device or number is wrong, or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_route_dense
+        >>> logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 0.0, 5.0, 4.0]])
+        >>> moe_route_dense(logits, topk=2, scaling_factor=4.0).tolist()
+        [[0.0, 2.0, 0.0, 2.0], [2.0, 0.0, 2.0, 0.0]]
+
+    References:
+        N. Shazeer et al., "Outrageously Large Neural Networks", 2017 (softmax); DeepSeek-AI, "DeepSeek-V3 Technical
+        Report", 2024, section 2.1.2 (sigmoid). Roundings and special values: docs/numerics.md, "The steps of an expert
+        layer".
     """

@@ -1,4 +1,4 @@
-"""``moe_route_ids``: the order of the rows of experts that were chosen elsewhere."""
+"""``moe_route_ids``: order of the rows of experts that were chosen elsewhere."""
 
 from typing import Any, NamedTuple
 
@@ -94,28 +94,51 @@ def moe_route_ids(
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give each pair of a token and an expert its row in the experts' order, for experts that were chosen elsewhere.
+    """Give each pair of a token and an expert a row in the experts' order, for experts that were chosen elsewhere.
 
-    Rows are ordered as by :func:`moe_route`: by expert, and within an expert by pair. Without ``max_rows`` each
-    expert's rows begin at a multiple of ``alignment``; with it expert e's begin at ``e * max_rows``, and pairs for
-    which there is no room are dropped. A pair whose id is outside 0..E-1, as -1 for an expert on another rank, gets no
-    row and is not counted; a token that names an expert twice has two rows of it.
+    Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
+    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
+    row is left are dropped. A pair whose id is outside 0 to E - 1, such as -1 for an expert on another rank, gets no
+    row and is not counted. A token that names an expert twice gets two rows.
+
+    For the k-th pair of expert e::
+
+        row = offsets[e] + k
+        expanded_to_permuted[token, j] = row
+        permuted_to_expanded[row] = token · topk + j
 
     Args:
-        ids: (M, topk) int32, the experts of each token; topk at most 16.
-        experts: E, the number of experts, at most 512.
-        alignment, max_rows: as for :func:`moe_route`.
-        out: tensors to write the outputs into.
+        ids: (M, topk) int32, experts of each token; topk is at most 16.
+        experts: number of experts E, at most 512.
+        alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
+            need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
+            the GEMM chooses its tactic by R, padding included.
+        max_rows: rows reserved for each expert (masked layout); ``None`` reserves as many rows as each expert needs.
+        out: contiguous tensors to write ``(expanded_to_permuted, permuted_to_expanded, offsets, counts)`` into.
 
     Returns:
-        ``expanded_to_permuted``: (M, topk) int32, the row of each pair, -1 for one without.
-        ``permuted_to_expanded``: (R,) int32, the pair of each row, ``token * topk + j``, -1 for padding. R is
-            ``(M * topk + min(E, M * topk) * (alignment - 1)) // alignment * alignment``, which is enough for any ids,
-            or ``E * max_rows``.
-        ``offsets``: (E + 1,) int32, where each expert's rows begin, and where the last one's padding ends.
-        ``counts``: (E,) int32, how many rows each expert has.
+        ``expanded_to_permuted``: (M, topk) int32, the row of each pair, or -1 for a pair without a row.
+        ``permuted_to_expanded``: (R,) int32, the pair ``token · topk + j`` of each row, or -1 for padding. R is
+        ``E · max_rows``, or without ``max_rows`` the bound
+        ``(M · topk + min(E, M · topk) · (alignment - 1)) // alignment · alignment``.
+        ``offsets``: (E + 1,) int32, the first row of each expert, and the end of the last expert's padding.
+        ``counts``: (E,) int32, rows of each expert.
 
     Raises:
-        ValueError: for a wrong shape, device or number, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device or number is wrong, or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_route_ids
+        >>> ids = torch.tensor([[1, 3], [0, 3]], dtype=torch.int32)
+        >>> expanded, permuted, offsets, counts = moe_route_ids(ids, experts=4, alignment=1)
+        >>> expanded.tolist(), permuted.tolist()  # row 0 is pair 2: token 1 and expert 0
+        ([[1, 2], [0, 3]], [2, 0, 1, 3])
+        >>> offsets.tolist(), counts.tolist()
+        ([0, 1, 2, 2, 4], [1, 1, 0, 2])
+
+    References:
+        Layouts: docs/moe.md, "Rows in the experts' order". Roundings and special values: docs/numerics.md, "The steps
+        of an expert layer".
     """

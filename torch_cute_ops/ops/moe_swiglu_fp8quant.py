@@ -1,4 +1,4 @@
-"""``moe_swiglu_fp8quant``: SwiGLU's gate and FP8 quantisation of the rows that experts have."""
+"""``moe_swiglu_fp8quant``: SwiGLU's gate and FP8 quantisation of experts' rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -149,25 +149,51 @@ def moe_swiglu_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate experts' rows as SwiGLU does and quantise them to FP8, in one pass over memory.
 
-    As :func:`silu_mul_fp8quant` with granularity ``"block128"`` and scales by columns, of the rows that are not
-    padding: those are found on the device, and the others are neither read nor written.
+    Computed in fp32, for rows that are not padding::
+
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+        scale = amax(h) / 448  # of each 128 columns
+        y = e4m3(h / scale)
+
+    ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. The result
+    equals :func:`silu_mul_fp8quant` with ``granularity="block128"`` and ``scale_layout="column"``. Experts' rows are
+    found on the device; rows of padding are neither read nor written.
 
     Args:
-        input: (R, 2I), each expert's rows from ``offsets[e]`` on; or (E, max_rows, 2I), each expert's rows first.
+        input: (R, 2I), expert e's rows from ``offsets[e]`` on; or (E, max_rows, 2I), each expert's rows first.
             bfloat16, float16 or float32; I is a multiple of 64. Rows may be strided.
-        offsets: (E + 1,) int32, where each expert's rows begin, and the last one's end; for an input (R, 2I), and only
-            that. At most 512 experts.
-        counts: (E,) int32, how many rows each expert has, of those that the buffer has room for. Without it, all up to
-            the next offset: that is for rows without padding, and faster.
-        swiglu_alpha, swiglu_beta: the gate's parameters, finite.
-        swiglu_limit: the gate's clamp, above 0; ``None``: none.
-        out: tensors to write ``(y, scale)`` into.
+        offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 512.
+            Required for an (R, 2I) input, otherwise ``None``.
+        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
+            all rows up to the next offset, which is faster and needs rows without padding.
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (R, I) or (E, max_rows, I) float8_e4m3fn. What rows of padding hold is not specified.
+        ``y``: (R, I) or (E, max_rows, I) float8_e4m3fn. Rows of padding are unspecified.
         ``scale``: (⌈I/128⌉, R) or (⌈I/128⌉, E, max_rows) float32.
 
     Raises:
-        ValueError: for a wrong shape or device, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device or gate parameter is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import moe_swiglu_fp8quant
+        >>> gate = torch.full((2, 128), 32.0)  # silu(32) rounds to 32
+        >>> up = torch.tensor([[448.0], [-224.0]]).repeat(1, 128) / 32
+        >>> offsets = torch.tensor([0, 1, 2], dtype=torch.int32)  # 2 experts with a row each
+        >>> y, scale = moe_swiglu_fp8quant(torch.cat([gate, up], 1), offsets)
+        >>> y[:, 0].float().tolist(), scale.tolist()
+        ([448.0, -448.0], [[1.0, 0.5]])
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
+        docs/numerics.md, "Gate" and "The steps of an expert layer".
     """

@@ -1,4 +1,4 @@
-"""``rmsnorm``: RMSNorm of each row, for GEMMs that take 16-bit activations."""
+"""``rmsnorm``: RMSNorm of each row."""
 
 from torch import Tensor
 
@@ -10,21 +10,35 @@ from torch_cute_ops.ops._row_quant import RowQuant
 def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """RMS-normalise each row of ``input``.
 
-    ``norm = v / sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32 (Zhang and Sennrich 2019, eq. 4),
-    rounded once to the input dtype: the ``norm`` of :func:`rmsnorm_fp4quant_with_norm`. Behind it
-    :func:`mm_fp4_weight_only` starts sooner than behind a kernel that does not release its dependents early.
+    Computed in fp32 over the last dimension and rounded once to the dtype of ``input``::
+
+        norm = v / sqrt(mean(v²) + eps) · weight
+
+    The result equals the ``norm`` of :func:`rmsnorm_fp4quant_with_norm`. The kernel releases dependent launches early,
+    so that a following :func:`mm_fp4_weight_only` starts sooner.
 
     Args:
-        input: (..., H), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
-            addresses are multiples of 16 bytes, and from a copy where not, or where H is no multiple of 16.
-        weight: (H,), in the input dtype or float32.
-        eps: added to the mean square.
-        out: tensor to write into.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        eps: number added to the mean square.
+        out: contiguous tensor to write the result into.
 
     Returns:
-        (..., H) in the input dtype.
+        (..., H) in the dtype of ``input``.
 
     Raises:
-        ValueError: for a wrong shape or device, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape or device is wrong, or if an input requires grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import rmsnorm
+        >>> x = torch.tensor([[2, 2, -2, -2], [4, 0, 0, 0]], dtype=torch.bfloat16)
+        >>> rmsnorm(x, torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+        [[1.0, 2.0, -3.0, -4.0], [2.0, 0.0, 0.0, 0.0]]
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. Roundings and special
+        values: docs/numerics.md, "Norm".
     """

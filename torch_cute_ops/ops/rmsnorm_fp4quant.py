@@ -21,22 +21,49 @@ def rmsnorm_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP4 blocks, in one pass over memory.
 
-    ``norm = v / sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32 (Zhang and Sennrich 2019, eq. 4), then
-    quantised as :func:`fp4_quantize` does, with no rounding to the input dtype in between.
+    The norm is computed in fp32 over the last dimension::
+
+        norm = v / sqrt(mean(v²) + eps) · weight
+
+    It is quantised as by :func:`fp4_quantize`, without rounding to the dtype of ``input`` first.
 
     Args:
-        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
-            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
-        weight: (H,), in the input dtype or float32.
-        eps: added to the mean square.
-        global_scale, block_size, scale_format, scale_layout: as for :func:`fp4_quantize`.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
+            first copies rows whose addresses are not multiples of 16 bytes.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
+            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        eps: number added to the mean square.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
+            them), ``"8x4"`` or ``"linear"`` (row-major).
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, packed as by :func:`fp4_quantize`.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), laid out as by :func:`fp4_quantize`.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈H/block_size/4⌉·4) for the M flattened rows; padding is zero.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_dequantize, rmsnorm_fp4quant
+        >>> x = torch.tensor([[3.0, -3.0] * 8])  # root mean square 3
+        >>> y, scale = rmsnorm_fp4quant(x, torch.full((16,), 6.0), scale_layout="linear")
+        >>> y[0, :3].tolist(), scale.tolist()  # codes 7 and 15 stand for 6 and -6
+        ([247, 247, 247], [[1.0]])
+        >>> fp4_dequantize(y, scale, scale_layout="linear")[0, :4].tolist()
+        [6.0, -6.0, 6.0, -6.0]
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
+        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
+        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
+        docs/numerics.md, "Norm" and "Quantising to FP4".
     """

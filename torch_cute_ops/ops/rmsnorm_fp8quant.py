@@ -20,25 +20,49 @@ def rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP8, in one pass over memory.
 
-    ``norm = v / sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32 (Zhang and Sennrich 2019, eq. 4), then
-    quantised with no rounding to the input dtype in between.
+    Computed in fp32 over the last dimension, without rounding to the dtype of ``input`` in between::
 
-    In fp32, ``scale = amax / 448`` over the row or block, unless it is given, and ``y = e4m3(v / scale)``, rounded to
-    nearest even, saturating. What holds NaN or infinity gets a NaN scale and zero codes; what is zero, scale zero.
+        norm = v / sqrt(mean(v²) + eps) · weight
+        scale = amax / 448  # of the row or block, unless scale is given
+        y = e4m3(norm / scale)
+
+    Codes are rounded to nearest even and saturate. A row or block with NaN or infinity gets a NaN scale and zero codes;
+    a zero row or block gets scale zero.
 
     Args:
-        input: (..., H), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
-            addresses are multiples of 16 bytes, and from a copy where not, or where H is no multiple of 16.
-        weight: (H,), in the input dtype or float32.
-        eps: added to the mean square.
-        scale, granularity, scale_layout: as for :func:`fp8_quantize`.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        scale: float32 tensor of one element, the static scale of the whole tensor. Required with
+            ``granularity="tensor"``, otherwise ``None``.
+        eps: number added to the mean square.
+        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
+            ``"block128"`` (128 neighbours in a row; H is a multiple of 64, so the last block may contain 64 elements).
+        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
+            GEMMs of this package read.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., H) float8_e4m3fn.
-        ``scale``: float32, laid out as by :func:`fp8_quantize`.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks by row, (⌈H/128⌉, M) for
+        blocks by column, with M flattened rows.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import rmsnorm_fp8quant
+        >>> x = torch.tensor([[3.0, -3.0] * 8])  # root mean square 3
+        >>> y, scale = rmsnorm_fp8quant(x, torch.ones(16))
+        >>> y[0, :2].float().tolist()
+        [448.0, -448.0]
+        >>> assert torch.allclose(y.float() * scale, x / 3)
+
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. P. Micikevicius et al., "FP8
+        Formats for Deep Learning", 2022. Roundings and special values: docs/numerics.md, "Norm" and "Quantising to
+        FP8".
     """

@@ -17,19 +17,38 @@ def silu_mul(
 ) -> Tensor:
     """Gate each row of ``input`` as SwiGLU does.
 
-    In fp32, as by :func:`silu_mul_fp4quant`, and rounded once to the input dtype: by default ``silu(gate) · up``, where
-    ``gate`` is the first half of each row of ``input`` and ``up`` the second.
+    Computed in fp32 and rounded once to the dtype of ``input``::
+
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+
+    ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN.
 
     Args:
-        input: (..., 2I), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
-            addresses are multiples of 16 bytes, and from a copy where not, or where I is no multiple of 16.
-        swiglu_alpha, swiglu_beta, swiglu_limit: the gate's parameters, as for :func:`silu_mul_fp4quant`.
-        out: tensor to write into.
+        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        out: contiguous tensor to write the result into.
 
     Returns:
-        (..., I) in the input dtype.
+        (..., I) in the dtype of ``input``.
 
     Raises:
-        ValueError: for a wrong shape, device or parameter, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device or gate parameter is wrong, or if an input requires grad while gradients are
+            enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import silu_mul
+        >>> gate, up = torch.tensor([[32.0, 20.0, 0.0]]), torch.tensor([[3.0, 0.5, 7.0]])
+        >>> silu_mul(torch.cat([gate, up], 1)).tolist()  # silu(g) rounds to g from g = 17 on
+        [[96.0, 10.0, 0.0]]
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        Roundings and special values: docs/numerics.md, "Gate".
     """

@@ -22,25 +22,52 @@ def silu_mul_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate each row of ``input`` as SwiGLU does and quantise it to FP4 blocks, in one pass over memory.
 
-    ``g · σ(swiglu_alpha · g) · (u + swiglu_beta)`` with ``g = min(gate, swiglu_limit)`` and
-    ``u = clip(up, -swiglu_limit, swiglu_limit)``, where ``gate`` is the first half of each row of ``input`` and ``up``
-    the second, in fp32: by default ``silu(gate) · up`` (SwiGLU: Shazeer 2020, eq. 6); gpt-oss has alpha 1.702, beta 1
-    and limit 7. Clamps keep NaN. Quantised as :func:`fp4_quantize` does, with no rounding to the input dtype in
-    between.
+    Computed in fp32::
+
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+
+    ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. ``h`` is
+    quantised as by :func:`fp4_quantize`, without rounding to the dtype of ``input`` first.
 
     Args:
-        input: (..., 2I), bfloat16, float16 or float32; I a multiple of ``block_size``. Rows may be strided; the kernel
-            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
-        global_scale, block_size, scale_format, scale_layout: as for :func:`fp4_quantize`.
-        swiglu_alpha, swiglu_beta: the gate's parameters, finite.
-        swiglu_limit: the gate's clamp, above 0; ``None``: none.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., 2I) bfloat16, float16 or float32; I is a multiple of ``block_size``. Rows may be strided; the
+            kernel first copies rows whose addresses are not multiples of 16 bytes.
+        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
+            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
+            them), ``"8x4"`` or ``"linear"`` (row-major).
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., I/2) uint8, packed as by :func:`fp4_quantize`.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), laid out as by :func:`fp4_quantize` for rows of I elements.
+        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., I/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈I/block_size/4⌉·4) for the M flattened rows; padding is zero.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while
+            gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_dequantize, silu_mul_fp4quant
+        >>> gate = torch.full((1, 16), 32.0)  # silu(32) rounds to 32
+        >>> up = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2]) / 32
+        >>> y, scale = silu_mul_fp4quant(torch.cat([gate, up], 1))
+        >>> fp4_dequantize(y, scale)[0, :8].tolist()
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Gate" and "Quantising to FP4".
     """

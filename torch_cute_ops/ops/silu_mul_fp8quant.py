@@ -21,22 +21,50 @@ def silu_mul_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate each row of ``input`` as SwiGLU does and quantise it to FP8, in one pass over memory.
 
-    Gated as by :func:`silu_mul_fp4quant`, in fp32: by default ``silu(gate) · up``, where ``gate`` is the first half of
-    each row of ``input`` and ``up`` the second. Quantised as :func:`fp8_quantize` does, with no rounding to the input
-    dtype in between.
+    Computed in fp32::
+
+        g = min(gate, swiglu_limit)
+        u = clip(up, -swiglu_limit, swiglu_limit)
+        h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
+
+    ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. ``h`` is
+    quantised as by :func:`fp8_quantize`, without rounding to the dtype of ``input`` first.
 
     Args:
-        input: (..., 2I), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
-            addresses are multiples of 16 bytes, and from a copy where not, or where I is no multiple of 16.
-        scale, granularity, scale_layout: as for :func:`fp8_quantize`, with I for K.
-        swiglu_alpha, swiglu_beta, swiglu_limit: the gate's parameters, as for :func:`silu_mul_fp4quant`.
-        out: tensors to write ``(y, scale)`` into.
+        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
+            are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
+        scale: float32 tensor of one element, the static scale of the whole tensor. Required with
+            ``granularity="tensor"``, otherwise ``None``.
+        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
+            ``"block128"`` (128 neighbours in a row; I is a multiple of 64, so the last block may contain 64 elements).
+        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
+            GEMMs of this package read.
+        swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
+        swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., I) float8_e4m3fn.
-        ``scale``: float32, laid out as by :func:`fp8_quantize`.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks by row, (⌈I/128⌉, M) for
+        blocks by column, with M flattened rows.
 
     Raises:
-        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
-        TypeError: for a wrong dtype.
+        ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while
+            gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import silu_mul_fp8quant
+        >>> gate = torch.full((1, 4), 32.0)  # silu(32) rounds to 32
+        >>> up = torch.tensor([[448.0, -224.0, 1.0, 0.0]]) / 32
+        >>> y, scale = silu_mul_fp8quant(torch.cat([gate, up], 1))
+        >>> y.float().tolist(), scale.tolist()
+        ([[448.0, -224.0, 1.0, 0.0]], [[1.0]])
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Roundings and special values: docs/numerics.md,
+        "Gate" and "Quantising to FP8".
     """

@@ -1,4 +1,4 @@
-"""``silu_mul_mm_fp4_weight_only``: SwiGLU's gate, and the GEMM of its 16-bit results and an FP4 weight."""
+"""``silu_mul_mm_fp4_weight_only``: SwiGLU's gate, and the GEMM of its 16-bit result and an FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -25,24 +25,65 @@ def silu_mul_mm_fp4_weight_only(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`mm_fp4_weight_only` of :func:`silu_mul`: the down projection of a layer with SwiGLU, from what the merged
-    projection of gate and up gives.
+    """Gate activations as SwiGLU does and multiply them, in 16 bits, by an FP4 weight.
 
-    ``out[m, n] = alpha · Σ_k h[m, k] · b[k, n] + bias[n]`` with ``h = silu(gate) · up``, rounded to the dtype of ``a``.
-    The results are those of the two ops by the same backend and tactic, to the bit. On Hopper it can be one launch, in
-    which the CTAs gate the rows that they multiply: for few rows, as in decoding. Elsewhere it is two.
+    This is the down projection of a SwiGLU layer, computed from the output of the merged gate and up projection. ``h``
+    is rounded to the dtype of ``a``; sums are accumulated in fp32 and rounded once::
+
+        h = silu(gate) · up
+        out[m, n] = alpha · Σ_k h[m, k] · b[k, n] + bias[n]
+
+    With the same backend and tactic, the result equals :func:`mm_fp4_weight_only` of :func:`silu_mul` bit for bit. On
+    Hopper, few rows may take a single launch, whose CTAs gate the rows that they multiply; other calls take two
+    launches.
 
     Args:
-        a: (M, 2K), bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second.
-        b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
-            ``weight.t()``, of a row-major (N, K/2).
-        b_scale, alpha, bias, out_dtype, block_size, scale_format, scale_layout, backend, static_weight, prefetch: as
-            for :func:`mm_fp4_weight_only`.
-        out: tensor (M, N) to write into.
+        a: (M, 2K) bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second half.
+        b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
+            ``weight.t()`` of a row-major (N, K/2).
+        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4).
+        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
+            ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
+        bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
+        out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
+        block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
+        scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
+            follows ``block_size``.
+        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
+            same shape cannot be detected and give wrong results.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
+            :func:`autotune`, or else the backend with the least estimated time.
+        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
+            kernel may then read them before that launch ends.
+        prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
+            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 16 rows bring its first 8 MB into L2
+            when they have nothing else to load. The result does not depend on it, and it may be written at the same
+            time.
+        out: contiguous (M, N) tensor to write the result into.
 
     Returns:
         (M, N) in ``out_dtype``. A NaN scale makes its column NaN.
 
     Raises:
-        ValueError, TypeError: as :func:`mm_fp4`.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
+            grad while gradients are enabled.
+        TypeError: If a dtype is wrong.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import fp4_quantize, silu_mul_mm_fp4_weight_only
+        >>> gate = torch.full((1, 32), 32.0)  # silu(32) rounds to 32
+        >>> up = torch.arange(32.0)[None] / 32
+        >>> weight = 6 * torch.eye(8, 32)  # row n takes element n of an activation row, times 6
+        >>> b, b_scale = fp4_quantize(weight)
+        >>> silu_mul_mm_fp4_weight_only(torch.cat([gate, up], 1).bfloat16(), b.t(), b_scale).tolist()
+        [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 42.0]]
+
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
+        and special values: docs/numerics.md, "Gate" and "GEMMs".
     """
