@@ -27,7 +27,7 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """A weight is decoded once, so there is no fast path."""
+    """Launcher without a fast path, because a weight is decoded once."""
 
     def launch(self, call: _Call, out: Tensor) -> None:
         from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM

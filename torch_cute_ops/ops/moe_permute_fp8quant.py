@@ -107,11 +107,11 @@ class _Permute(KernelPath[_Call]):
 
 
 def _inverse(permuted_to_expanded: Tensor, tokens: int, topk: int) -> Tensor:
-    """The row of each pair (M, topk), or -1."""
+    """Return the row of each pair, (M, topk), or -1 for a pair without a row."""
     pairs = tokens * topk
     inverse = permuted_to_expanded.new_full((pairs + 1,), -1)
     rows = torch.arange(len(permuted_to_expanded), dtype=torch.int32, device=inverse.device)
-    # Padding's place is behind the last pair.
+    # The last element receives the rows of padding.
     places = torch.where(permuted_to_expanded < 0, pairs, permuted_to_expanded)
     return inverse.scatter_(0, places.long(), rows)[:pairs].view(tokens, topk)
 

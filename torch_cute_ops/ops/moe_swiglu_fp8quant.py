@@ -129,7 +129,7 @@ class _Gate(KernelPath[_Call]):
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:
-    """Whether offsets, counts and the input's dimensions are of the same number of experts."""
+    """Return whether offsets, counts and the dimensions of the input agree on the number of experts."""
     if offsets is None:
         return counts is not None and len(shape) == 3 and counts.shape == shape[:1] and shape[0] <= MAX_EXPERTS
     experts = offsets.numel() - 1
