@@ -119,10 +119,10 @@ def test_gpt_oss(tmp_path):
     assert torch.equal(experts.down_proj.bias.view(E, -1), tensors[f"{prefix}down_proj_bias"])
     with torch.device("meta"):
         wider = Block(GptOssExperts(width=2 * I)).bfloat16()
-    with pytest.raises(ValueError, match=r"down_proj_blocks in .* has E, N and K \(4, 256, 128\); expected .* 256\)"):
+    with pytest.raises(ValueError, match=r"down_proj_blocks in .* \(E, N, K\) is \(4, 256, 128\); expected .* 256\)"):
         checkpoint.load_(wider, tmp_path)
     checkpoints.write(tmp_path / "y", tensors, KINDS["modelopt W4A16"].quantization)
-    with pytest.raises(ValueError, match=r"gate_up_proj_blocks in .* is of gpt-oss"):
+    with pytest.raises(ValueError, match=r"gate_up_proj_blocks in .* is in gpt-oss's form"):
         checkpoint.load_(on_meta(GptOssExperts), tmp_path / "y")
 
 
@@ -209,12 +209,12 @@ def without_one(tensors):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_a_scale, r"has no mlp.experts.2.up_proj.weight_scale_2, which modelopt nvfp4 needs"),
-        (of_another_size, r"mlp.experts.2.up_proj.weight in .* has N and K \(64, 256\); expected \(128, 256\)"),
-        (one_in_bfloat16, r"mlp.experts.0.gate_proj.weight in .* is quantised, and mlp.experts.2.up_proj not"),
-        (one_more, r"the model has no place for mlp.experts.4"),
-        (with_a_bias, r"mlp.experts.2.up_proj has a bias in"),
-        (without_one, r"is quantised, and mlp.experts.2.up_proj not"),
+        (without_a_scale, r"contains no mlp.experts.2.up_proj.weight_scale_2, which modelopt nvfp4 needs"),
+        (of_another_size, r"mlp.experts.2.up_proj.weight in .* \(N, K\) is \(64, 256\); expected \(128, 256\)"),
+        (one_in_bfloat16, r"mlp.experts.0.gate_proj.weight in .* is quantised, but mlp.experts.2.up_proj is not"),
+        (one_more, r"the model does not use mlp.experts.4"),
+        (with_a_bias, r"mlp.experts.2.up_proj in .* contains an unexpected bias"),
+        (without_one, r"is quantised, but mlp.experts.2.up_proj is not"),
     ],
 )
 def test_bad_tensors(change, message, tmp_path):
@@ -226,7 +226,10 @@ def test_bad_tensors(change, message, tmp_path):
 
 def test_bad_formats(tmp_path):
     written(KINDS["modelopt FP8 channel"], tmp_path)
-    with pytest.raises(ValueError, match=r"mlp.experts.0.gate_proj.weight in .* is fp8_channel; experts can be nvfp4"):
+    with pytest.raises(
+        ValueError,
+        match=r"mlp.experts.0.gate_proj.weight in .* is fp8_channel; expected nvfp4, mxfp4, fp8_block for experts",
+    ):
         checkpoint.load_(on_meta(), tmp_path)
     written(KINDS["modelopt W4A16"], tmp_path / "y")
     path = tmp_path / "y" / "config.json"
@@ -236,10 +239,10 @@ def test_bad_formats(tmp_path):
     }
     config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config.json has several schemes for the experts of this layer"):
+    with pytest.raises(ValueError, match=r"config.json gives several schemes for the experts of this layer"):
         checkpoint.load_(on_meta(), tmp_path / "y")
     written(KINDS["modelopt W4A16"], tmp_path / "z")
     block = on_meta()
     block.mlp.experts.act_fn = torch.nn.GELU()
-    with pytest.raises(ValueError, match=r"mlp.experts is quantised, and its gate is no SwiGLU"):
+    with pytest.raises(ValueError, match=r"mlp.experts is quantised, but its gate is not SwiGLU"):
         checkpoint.load_(block, tmp_path / "z")

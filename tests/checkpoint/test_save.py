@@ -213,7 +213,7 @@ def test_merged_layers_are_written_apart(style, tmp_path):
     model = Merged()
     model.qk = merge(parts)
     names = {"qk": ("q_proj", "k_proj")}
-    with pytest.raises(ValueError, match="qk merges 2 layers, and merged has 0 names"):
+    with pytest.raises(ValueError, match="qk merges 2 layers, but merged gives 0 names"):
         checkpoint.save(model, tmp_path, style)
     checkpoint.save(model, tmp_path, style, merged=names)
     assert {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")} == {"q_proj", "k_proj"}
@@ -235,9 +235,11 @@ def test_errors(tmp_path):
         checkpoint.save(quantised("nvfp4", "16bit"), tmp_path, "gguf")
     with pytest.raises(ValueError, match="no quantised layers"):
         checkpoint.save(Model(), tmp_path, "modelopt")
-    with pytest.raises(ValueError, match="style 'modelopt' has no mxfp4; expected 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="style 'modelopt' does not support mxfp4; expected 'compressed-tensors'"):
         checkpoint.save(quantised("mxfp4", "16bit"), tmp_path, "modelopt")
-    with pytest.raises(ValueError, match="style 'modelopt' has no fp8_tensor with activations 'fp8'; expected 'fp8_st"):
+    with pytest.raises(
+        ValueError, match="style 'modelopt' does not support fp8_tensor with activations 'fp8'; expected 'fp8_st"
+    ):
         checkpoint.save(quantised("fp8_tensor", "fp8"), tmp_path, "modelopt")
     assert not [*tmp_path.iterdir()]
     checkpoint.save(quantised("nvfp4", "16bit"), tmp_path, "modelopt")

@@ -129,7 +129,7 @@ def test_values_of_scales(kind, is_tiled, tmp_path):
     codes[7, 3] = byte = 0x7F if kind == "NVFP4Tensor" else 0xFF
     made.write(tmp_path)
     with pytest.raises(
-        ValueError, match=rf"k_proj\._weight_scale in .* has the byte 0x{byte:02X} at \[7, 3\]; expected"
+        ValueError, match=rf"k_proj\._weight_scale in .* contains the byte 0x{byte:02X} at \[7, 3\]; expected"
     ):
         checkpoint.load_(on_meta(), tmp_path)
 
@@ -179,17 +179,17 @@ def with_tensor(suffix: str, tensor: torch.Tensor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dropped("scale"), r"has no tensor k_proj\._weight_scale"),
-        (dropped("per_tensor_scale"), r"has no tensor k_proj\._weight_per_tensor_scale"),
+        (dropped("scale"), r"contains no tensor k_proj\._weight_scale"),
+        (dropped("per_tensor_scale"), r"contains no tensor k_proj\._weight_per_tensor_scale"),
         (with_data(block_size=32), r"k_proj\._weight_.* in .*: block_size is 32; expected 16"),
         (
             with_data(is_swizzled_scales=False),
             r"k_proj\._weight_qdata in .*: scale has shape .*linear scales of 72 rows",
         ),
         (with_data(_data=None), "block_size is None; expected 16"),
-        (with_kind("Float8Tensor"), "it is torchao's Float8Tensor; expected NVFP4Tensor, or MXTensor of float4"),
-        (with_kind("MXTensor"), "it is torchao's MXTensor of None; expected NVFP4Tensor"),
-        (lambda made: made.metadata.pop("k_proj.weight"), r"k_proj\._weight_.* is quantised, and .* not say how"),
+        (with_kind("Float8Tensor"), "the class is torchao's Float8Tensor; expected NVFP4Tensor, or MXTensor of float4"),
+        (with_kind("MXTensor"), "the class is torchao's MXTensor of None; expected NVFP4Tensor"),
+        (lambda made: made.metadata.pop("k_proj.weight"), r"k_proj\._weight_.* is quantised, but .* not say how"),
         (with_tensor("zero_point", torch.zeros(1)), r"k_proj\._weight_zero_point in .* is unknown to torchao nvfp4"),
         (with_tensor("per_tensor_scale", torch.tensor(torch.nan)), r"k_proj\._weight_per_tensor_scale in .* is nan"),
         (with_tensor("per_tensor_scale", torch.ones(3)), r"per_tensor_scale has shape \(3,\)"),
@@ -239,12 +239,12 @@ def test_experts(kind, is_tiled, tmp_path):
         (
             Experts,
             lambda made: made.tensors.pop("mlp.experts._down_proj_qdata"),
-            "has no tensor mlp.experts._down_proj_q",
+            "contains no tensor mlp.experts._down_proj_q",
         ),
         (
             Experts,
             lambda made: made.metadata.pop("mlp.experts.down_proj"),
-            "not say in its metadata what mlp.experts.down",
+            "not describe mlp.experts.down",
         ),
         (GptOssExperts, lambda made: None, "_gate_up_proj_qdata in .*: experts are transposed"),
         (

@@ -311,7 +311,7 @@ def test_bad_checkpoints(tmp_path):
     path = tmp_path / "x" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"has no model\.layers\.2\.self_attn\.q_proj\.weight"):
+    with pytest.raises(ValueError, match=r"contains no model\.layers\.2\.self_attn\.q_proj\.weight"):
         integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     config["quantization_config"]["quant_algo"] = "INT4_AWQ"
     path.write_text(json.dumps(config))
@@ -517,7 +517,7 @@ def test_a_scale_that_is_missing(tmp_path, registered):
     saved(CONFIGS["llama"], tmp_path / "x")
     lost = "model.layers.1.mlp.up_proj.weight_scale_2"
     rewrite(tmp_path / "x", lambda tensors: {key: each for key, each in tensors.items() if key != lost})
-    with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight_scale_2"):
+    with pytest.raises(ValueError, match=r"contains no model\.layers\.1\.mlp\.up_proj\.weight_scale_2"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "x")
 
 
@@ -561,9 +561,11 @@ def test_incomplete_checkpoints(load, tmp_path, registered):
     """No weight is random."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
     for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # of the last, the bias is left
-        refused(load, tmp_path / "x", without(lost), rf"has no .*{re.escape(lost.rpartition('.')[0])}")
+        refused(load, tmp_path / "x", without(lost), rf"contains no .*{re.escape(lost.rpartition('.')[0])}")
     moe_saved(MOE["mixtral"], tmp_path / "y", "nvfp4", "modelopt")
-    refused(load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts."), r"has no .*layers\.1\..*experts")
+    refused(
+        load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts."), r"contains no .*layers\.1\..*experts"
+    )
     refused(load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts.2.w3."), r"experts\.2\.w3")
 
 
@@ -579,7 +581,7 @@ def test_surplus_tensors(load, tmp_path, registered):
     def with_a_fifth(tensors: Tensors) -> Tensors:
         return tensors | {name.replace(".experts.3.", ".experts.4."): each.clone() for name, each in tensors.items()}
 
-    refused(load, tmp_path / "y", with_a_fifth, r"model has no place for \S+experts\.4\.\S+ in .*safetensors")
+    refused(load, tmp_path / "y", with_a_fifth, r"model does not use \S+experts\.4\.\S+ in .*safetensors")
 
 
 @loaders

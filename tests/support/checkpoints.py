@@ -177,6 +177,6 @@ def gpt_oss_experts(
 
 def note_reads(read: list[object]) -> None:
     """Have ``read`` list what this process reads of checkpoints."""
-    whole, part = Files.read, Files.read_part
+    whole, part = Files.read, Files.read_slice
     Files.read = lambda files, name: read.append(name) or whole(files, name)
-    Files.read_part = lambda files, *which: read.append(which) or part(files, *which)
+    Files.read_slice = lambda files, *which: read.append(which) or part(files, *which)

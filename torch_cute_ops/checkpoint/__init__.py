@@ -1,4 +1,4 @@
-"""Checkpoints of quantised models on disk: what their tensors mean, reading and writing them.
+"""Read and write checkpoints of quantised models.
 
 Needs safetensors: the extra ``checkpoint``.
 """

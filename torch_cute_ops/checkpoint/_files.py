@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: one safetensors file, or shards with an index."""
+"""Tensors of a checkpoint: one safetensors file, or several shards with an index."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ INDEX = f"{SINGLE}.index.json"
 
 
 def load_safetensors() -> Any:
-    """The module safetensors, with its part for torch.
+    """Import safetensors and safetensors.torch.
 
     Raises:
-        ModuleNotFoundError: that says how to get it.
+        ModuleNotFoundError: with the install command, if safetensors is missing.
     """
     try:
         import safetensors
@@ -32,33 +32,36 @@ def load_safetensors() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds.
+    """Return the JSON object in a file.
 
     Raises:
-        ValueError: if it holds none.
+        ValueError: if the file contains no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
+        raise ValueError(f"{path} contains a {type(value).__name__}; expected an object")
     return value
 
 
 class Files:
-    """The tensors of a checkpoint by name, read one at a time. The headers of all files are read at once.
+    """Tensors of a checkpoint by name, read one at a time.
+
+    The constructor reads the headers of all files. ``rename`` can change the names that all methods take.
 
     Args:
-        path: the checkpoint's folder.
+        path: folder of the checkpoint.
 
     Attributes:
-        file_of: the file that each tensor is in.
-        metadata: what the headers say beside the tensors, of all files together.
+        file_of: file of each tensor, by tensor name.
+        metadata: metadata entries from the headers of all files, merged.
 
     Raises:
-        FileNotFoundError: without tensors, or without a shard that the index names.
-        ValueError: for a file that is truncated or none of safetensors, and a tensor that is not where the index says.
+        FileNotFoundError: if the folder contains no tensors, or lacks a shard that the index names.
+        ValueError: for a truncated file, a file in another format, or a tensor that is not in the shard named by the
+            index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,20 +83,20 @@ class Files:
         if index.is_file():
             where = read_json(index).get("weight_map")
             if not isinstance(where, dict):
-                raise ValueError(f"{index} has no weight_map")
+                raise ValueError(f"{index} contains no weight_map")
             for file in sorted({*map(str, where.values())}):
                 if Path(file).name != file:
                     raise ValueError(f"{index} names {file}; expected a file in the same folder")
                 if not (self.path / file).is_file():
-                    raise FileNotFoundError(f"{self.path / file} is missing, which {index.name} names")
+                    raise FileNotFoundError(f"{self.path / file}, named by {index.name}, is missing")
                 self._open_file(self.path / file)
             for name, file in where.items():
                 if self.file_of.get(name) != self.path / file:
-                    raise ValueError(f"{self.path / file} has no tensor {name}, which {index.name} says it has")
+                    raise ValueError(f"{self.path / file} contains no tensor {name}, although {index.name} says so")
             return
         single = self.path / SINGLE
         if not single.is_file():
-            raise FileNotFoundError(f"{self.path} has neither {SINGLE} nor {INDEX}")
+            raise FileNotFoundError(f"{self.path} contains neither {SINGLE} nor {INDEX}")
         self._open_file(single)
 
     def _suffixes_of_modules(self) -> dict[str, set[str]]:
@@ -104,7 +107,7 @@ class Files:
         return found
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
-        """Call tensors by other names from here on; one whose new name is ``None`` is not seen any more."""
+        """Rename tensors for all later calls; hide a tensor if ``new_name`` returns ``None`` for it."""
         renamed = {new_name(name): name for name in self.file_of}
         seen = {new: old for new, old in renamed.items() if new is not None}
         self.file_of = {new: self.file_of[old] for new, old in seen.items()}
@@ -117,7 +120,7 @@ class Files:
         except Exception as error:
             if isinstance(error, ModuleNotFoundError):
                 raise
-            raise ValueError(f"{path} is truncated, or no safetensors file: {error}") from error
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         self._open[path] = handle
         self.file_of.update(dict.fromkeys(handle.keys(), path))
         self.metadata.update(handle.metadata() or {})
@@ -134,41 +137,41 @@ class Files:
         return name in self.file_of
 
     def suffixes(self, module: str) -> set[str]:
-        """The last parts of the names of a module's own tensors."""
+        """Return the last components of the names of a module's own tensors, such as ``{"weight", "bias"}``."""
         return self._suffixes.get(module, set())
 
     def describe(self, name: str) -> str:
-        """The tensor and its file, for messages."""
+        """Return the tensor's name and file, for messages."""
         return f"{self._in_file.get(name, name)} in {self.file_of.get(name, self.path)}"
 
     def _slice(self, name: str) -> Any:
-        """A tensor of which nothing is read yet."""
+        """Return a handle to a tensor without reading its data."""
         return self._open[self.file_of[name]].get_slice(self._in_file[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; nothing but the header is read."""
+        """Return the shape of a tensor, from the header only."""
         return tuple(self._slice(name).get_shape())
 
     def is_floating(self, name: str) -> bool:
-        """Whether a tensor holds numbers of 16 bits or more, and so is not quantised."""
+        """Return True if the dtype is a float of at least 16 bits, so that the tensor is not quantised."""
         return self._slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, which may lie in the file itself: copy what is kept.
+        """Return a tensor on the CPU. It may be mapped from the file: copy it if you keep it.
 
         Raises:
-            ValueError: if there is no such tensor.
+            ValueError: if the checkpoint contains no such tensor.
         """
         if name not in self:
-            raise ValueError(f"{self.path} has no tensor {name}")
+            raise ValueError(f"{self.path} contains no tensor {name}")
         tensor: Tensor = self._open[self.file_of[name]].get_tensor(self._in_file[name])
         return tensor
 
     def is_packed(self, name: str) -> bool:
-        """Whether a tensor holds bytes: of a weight, two FP4 codes each."""
+        """Return True if the dtype is uint8, which holds two FP4 codes per byte of a weight."""
         return bool(self._slice(name).get_dtype() == "U8")
 
-    def read_part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """What a tensor has from ``begin`` to ``end`` of a dimension; the rest of it is not read."""
+    def read_slice(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """Return the slice from ``begin`` to ``end`` of dimension ``dim``; the rest of the tensor is not read."""
         tensor: Tensor = self._slice(name)[(*[slice(None)] * dim, slice(begin, end))]
         return tensor

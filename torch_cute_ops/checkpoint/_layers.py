@@ -1,4 +1,4 @@
-"""Which tensors a quantised layer has on disk, what they mean, and the layer that they make."""
+"""Stored tensors of each quantised layer: their names, meaning, and the layer built from them."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
 
 KV_SCALES: Final = frozenset({"k_scale", "v_scale"})
-"""Of the KV cache: no matter of the layer."""
+"""Scales of the KV cache, which belong to no linear layer."""
 
 
 def _one(n: int, k: int) -> tuple[int, ...]:
@@ -28,16 +28,16 @@ def _one_row(n: int, k: int) -> tuple[int, ...]:
 
 
 class Field(NamedTuple):
-    """A tensor of a layer (N, K) on disk.
+    """One stored tensor of a layer with a weight (N, K).
 
     Attributes:
-        stored: the last part of its name.
-        name: what the module calls it.
-        dtypes: which it may have; the first is written.
-        shape: from N and K; a tensor of one element is read in any shape.
-        is_reciprocal: whether it is 1 / what the module holds.
-        is_optional: whether it is of activations: needed if the scheme has FP4 or static FP8 ones, unknown if it has
-            dynamic FP8 ones.
+        stored: last component of its name in the checkpoint.
+        name: name of the module's buffer.
+        dtypes: accepted dtypes; the first is written.
+        shape: function that returns the shape for N and K. A tensor of one element is read in any shape.
+        is_reciprocal: True if the checkpoint stores the reciprocal of the module's value.
+        is_optional: True for a scale of activations. Schemes with FP4 or static FP8 activations need it; schemes with
+            dynamic FP8 activations refuse it.
     """
 
     stored: str
@@ -93,7 +93,7 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     ("compressed-tensors", "fp8_channel"): _fp8(lambda n, k: (n, 1), _one_row),
     ("deepseek", "fp8_block"): (_ELEMENTS, Field("weight_scale_inv", "weight_scale_inv", _FLOATS, _blocks)),
 }
-"""By style and format."""
+"""Stored tensors by (style, format)."""
 
 
 def read_layer(
@@ -104,20 +104,19 @@ def read_layer(
     device: torch.device,
     bias_dtype: torch.dtype | None,
 ) -> QuantLinear:
-    """The layer ``name`` of a checkpoint.
-
-    What a layer's tensors have to be is as for :func:`read_tensors`.
+    """Read the layer ``name`` of a checkpoint and build the module.
 
     Args:
-        files: the tensors.
-        name, scheme: of the layer.
-        activations: as of the module.
-        device: of the module.
-        bias_dtype: of its bias; ``None``: as stored.
+        files: tensors of the checkpoint.
+        name: layer name in the checkpoint.
+        scheme: quantisation of the layer.
+        activations: value for the module's ``activations``.
+        device: device of the module.
+        bias_dtype: dtype of the module's bias; ``None`` keeps the stored dtype.
 
     Raises:
-        ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value; for activations that the
-            format does not have, or lacks a scale for; for sizes that the ops do not take.
+        ValueError: as :func:`read_tensors`; for activations that the format does not support or lacks a scale for; for
+            sizes that the ops do not support.
     """
     tensors = {key: each.to(device, copy=True) for key, each in read_tensors(files, name, scheme)}
     bias = None
@@ -133,12 +132,12 @@ def read_layer(
 
 
 def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the layer ``name`` but for its bias, on the CPU, by the names that the module has for them.
+    """Yield the tensors of the layer ``name`` except its bias, as (buffer name, tensor) on the CPU.
 
-    They are read one at a time, and may lie in the file itself.
+    Tensors are read one at a time, and may be mapped from the file.
 
     Raises:
-        ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value.
+        ValueError: for a tensor that is missing or unknown, or that has a wrong shape, dtype or value.
     """
     if scheme.style == "torchao":
         names = torchao.tensor_names(files, f"{name}.weight")
@@ -156,20 +155,20 @@ def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple
         if stored in files:
             yield field.name, _checked(files, stored, field, n, k)
         elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
-            raise ValueError(f"{files.path} has no {stored}, which {scheme.style} {scheme.format} needs")
+            raise ValueError(f"{files.path} contains no {stored}, which {scheme.style} {scheme.format} needs")
 
 
 def _refuse_unknown(files: Files, name: str, scheme: LayerScheme, known: set[str]) -> None:
     unknown = sorted(files.suffixes(name) - known - {"bias"} - KV_SCALES)
     if unknown:
         raise ValueError(
-            f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; a layer has "
+            f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; expected only "
             f"{', '.join(sorted(known | {'bias'}))}"
         )
 
 
 def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
-    """The tensor, in the dtype and with the meaning that the module has."""
+    """Read and check a tensor, and convert it to the dtype and meaning of the module's buffer."""
     tensor, shape = files.read(stored), field.shape(n, k)
     if tensor.dtype not in field.dtypes:
         expected = " or ".join(map(str, field.dtypes))
@@ -178,7 +177,7 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
         expected = f"{shape}, for the weight ({n}, {k})" if math.prod(shape) != 1 else "one element"
         raise ValueError(f"{files.describe(stored)} has shape {tuple(tensor.shape)}; expected {expected}")
     if tensor.dtype in _FLOATS:
-        # The scale of a weight that is zero may be zero; nothing else may be.
+        # Zero is valid only for the scale of a weight whose elements are all zero.
         is_zero_allowed = field.name.startswith("weight") and not field.is_reciprocal
         bad = ~(tensor.isfinite() & ((tensor >= 0) if is_zero_allowed else (tensor > 0)))
         if bad.any():
@@ -195,20 +194,20 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
 
 
 def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
-    """The tensors of a layer.
+    """Return the stored tensors of a format in a style.
 
     Raises:
-        ValueError: for a format that the style does not have.
+        ValueError: if the style does not support the format.
     """
     fields = FIELDS.get((style, fmt))
     if fields is None:
         able = " or ".join(repr(of) for of, known in FIELDS if known == fmt and of != "deepseek")
-        raise ValueError(f"style {style!r} has no {fmt}; expected {able}")
+        raise ValueError(f"style {style!r} does not support {fmt}; expected {able}")
     return fields
 
 
 def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
-    """The tensors of a layer that is not merged by the last parts of their names on disk, but for the bias."""
+    """Return the tensors of an unmerged layer, without its bias, by the last component of their stored names."""
     held, size = layer.tensors(), (layer.out_features, layer.in_features)
     return {
         field.stored: (_inverse(held[field.name]) if field.is_reciprocal else held[field.name]).reshape(
@@ -220,9 +219,10 @@ def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """The float32 number whose reciprocal is ``value``, if there is one, or else the nearest to ``1 / value``.
+    """Return the float32 number whose reciprocal is exactly ``value`` if one exists, otherwise the nearest to ``1 /
+    value``.
 
-    The nearest is off by an ulp for some: then reading would not give ``value`` again.
+    The nearest number can be off by one ulp, so that reading it back would not give ``value``.
     """
     nearest = value.reciprocal()
     up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))

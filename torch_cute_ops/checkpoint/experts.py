@@ -1,4 +1,4 @@
-"""The experts of gpt-oss, as tensors for the ops, and what the layers of experts are called in checkpoints."""
+"""Experts of gpt-oss checkpoints as tensors for the ops, and the names of experts' layers in checkpoints."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -13,16 +13,16 @@ from torch_cute_ops.checkpoint.spec import read_spec
 _BLOCK_BYTES = 16
 
 EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Gate, up and down of an expert; in Mixtral's checkpoints the second."""
+"""Names of an expert's gate, up and down layers; Mixtral uses the second triple."""
 RENAMED: Final = ((".mlp.", ".block_sparse_moe."),)
-"""Parts of names: in models, and in some checkpoints."""
+"""Pairs of (name component in models, name component in some checkpoints)."""
 
 
 class MXFP4Experts(NamedTuple):
-    """The experts of a layer in MXFP4, E of them: H wide, and I between their two GEMMs.
+    """Experts of a layer in MXFP4: E experts, hidden size H, intermediate size I.
 
     Attributes:
-        gate_up: (E, 2I, H/2) uint8 codes: an expert's rows of the gate, then those of up.
+        gate_up: (E, 2I, H/2) uint8 codes; each expert's gate rows, then its up rows.
         gate_up_scale: (E, 2I, H/32) uint8, linear.
         gate_up_bias: (E, 2I), in the checkpoint's dtype.
         down: (E, H, I/2) uint8 codes.
@@ -43,24 +43,24 @@ def read_experts(
 ) -> MXFP4Experts:
     """Read the experts of a gpt-oss layer.
 
-    The checkpoint interleaves the rows of gate and up; here each expert has the gate's first, as the ops' SwiGLU takes
-    them.
+    The checkpoint interleaves the rows of gate and up. The result stores each expert's gate rows first, as the ops'
+    SwiGLU expects.
 
     Args:
-        path: the checkpoint's folder.
-        name: of the layer's experts, such as ``"model.layers.0.mlp.experts"``.
-        experts: the first that is read, and the first behind them: a rank's own. The others' numbers are not read.
-            ``None``: all.
-        device: of the tensors.
+        path: folder of the checkpoint.
+        name: name of the layer's experts, such as ``"model.layers.0.mlp.experts"``.
+        experts: range (begin, end) of experts to read, such as a rank's experts; data of other experts is not read.
+            ``None`` reads all.
+        device: device of the result.
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: for a checkpoint of another kind, a truncated file, experts that are not there, and a tensor that is
-            missing or of a wrong shape, dtype or value, by name and file.
+        ValueError: for a checkpoint that is not gpt-oss, a truncated file, experts out of range, or a tensor that is
+            missing or has a wrong shape, dtype or value; the message names tensor and file.
     """
     spec = read_spec(path)
     if spec.style != "gpt-oss":
-        raise ValueError(f"{spec.path}: quant_method is not 'mxfp4', as of gpt-oss")
+        raise ValueError(f"{spec.path}: quant_method is not 'mxfp4'; expected a gpt-oss checkpoint")
     with Files(path) as files:
         return mxfp4_experts(files, name, device, experts)
 
@@ -68,28 +68,28 @@ def read_experts(
 def mxfp4_experts(
     files: Files, name: str, device: torch.device | str, experts: tuple[int, int] | None = None
 ) -> MXFP4Experts:
-    """The same of a checkpoint that is open."""
+    """Read the experts of a gpt-oss layer from an open checkpoint; arguments as for :func:`read_experts`."""
     gate_up = _projection(files, f"{name}.gate_up_proj", experts)
     down = _projection(files, f"{name}.down_proj", experts)
     count, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
     if gate_up[0].shape != (count, 2 * width, hidden // 2):
         raise ValueError(
             f"{files.describe(f'{name}.gate_up_proj_blocks')} has (E, N, K) "
-            f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(count, 2 * width, hidden)}, as "
-            "down_proj has them"
+            f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(count, 2 * width, hidden)}, to "
+            "match down_proj"
         )
     parted = (torch.cat((each[:, 0::2], each[:, 1::2]), 1).to(device) for each in gate_up)
     return MXFP4Experts(*parted, *(each.to(device, copy=True) for each in down))
 
 
 def gpt_oss_names(name: str) -> list[str]:
-    """The tensors of a gpt-oss layer's experts."""
+    """Return the names of the tensors of a gpt-oss layer's experts."""
     return [f"{name}.{part}_{suffix}" for part in ("gate_up_proj", "down_proj")
             for suffix in ("blocks", "scales", "bias")]  # fmt: skip
 
 
 def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (E, N, K/2), scales (E, N, K/32), bias (E, N)."""
+    """Return codes (E, N, K/2), scales (E, N, K/32) and bias (E, N) of one projection."""
     blocks, scales, bias = (_of_experts(files, f"{name}_{suffix}", experts) for suffix in ("blocks", "scales", "bias"))
     for suffix, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype != torch.uint8:
@@ -113,5 +113,7 @@ def _of_experts(files: Files, name: str, experts: tuple[int, int] | None) -> Ten
     begin, end = experts
     count = files.shape(name)[0]
     if not 0 <= begin < end <= count:
-        raise ValueError(f"{files.describe(name)} is of {count} experts; expected some of them, got {begin} to {end}")
-    return files.read_part(name, 0, begin, end)
+        raise ValueError(
+            f"{files.describe(name)} holds {count} experts; expected a range of these, got {begin} to {end}"
+        )
+    return files.read_slice(name, 0, begin, end)

@@ -1,9 +1,10 @@
-"""Filling a model from a checkpoint, one tensor at a time."""
+"""Fill a model from a checkpoint, one tensor at a time."""
 
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,42 +23,52 @@ from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 
 SHOWN = 8
-"""Names that a message lists."""
+"""Number of names that a message lists."""
 
 
-@torch.no_grad()
+class LoadOptions(NamedTuple):
+    """Keyword arguments of :func:`load_`, which documents them."""
+
+    activations: Activations = "auto"
+    device: torch.device | str | None = None
+    merged: Mapping[str, Sequence[str]] = _names.MERGED
+    ignore: str | Iterable[str] = ()
+    progress: Progress | None = None
+
+
 def load_(
     model: nn.Module,
     path: str | Path,
     *,
     activations: Activations = "auto",
     device: torch.device | str | None = None,
-    merged: Mapping[str, Sequence[str]] = _names.PARTS,
+    merged: Mapping[str, Sequence[str]] = _names.MERGED,
     ignore: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Fill a model from a checkpoint, in place: its linear layers become quantised ones where the checkpoint's are.
+    """Fill a model from a checkpoint, in place. Linear layers that the checkpoint quantises become quantised layers.
 
-    Whether a layer is quantised, its tensors say; how, the configuration does. Layers that are not stay ``nn.Linear``.
-    Experts that the model has in two parameters, ``gate_up_proj`` and ``down_proj`` of three dimensions, and the
-    checkpoint as layers of each expert, or in gpt-oss's form, become :class:`torch_cute_ops.nn.QuantExperts`. Tensors
-    are read one at a time, so that the peak of memory is the model and its largest layer, twice; of experts, their
-    scales twice. Where it raises, the model is partly loaded.
+    The checkpoint's tensors show whether a layer is quantised; its configuration says how. Other layers stay
+    ``nn.Linear``. Experts become :class:`torch_cute_ops.nn.QuantExperts` if the model stores them in two
+    three-dimensional parameters, ``gate_up_proj`` and ``down_proj``, and the checkpoint stores a layer for each expert
+    or uses gpt-oss's form. Tensors are read one at a time: peak memory is the model plus twice its largest layer, and
+    for experts plus twice their scales. If ``load_`` raises, the model is partly loaded.
 
     Args:
-        model: with ``nn.Linear`` layers under the checkpoint's names; on the meta device, or any other, whose numbers
-            are replaced. What is not quantised gets the dtype that the model has.
-        path: the checkpoint's folder: ``config.json`` or ``hf_quant_config.json``, and ``model.safetensors`` or shards
+        model: model with ``nn.Linear`` layers under the checkpoint's names, on the meta device or any other; its values
+            are replaced. Tensors that are not quantised are converted to the model's dtype.
+        path: folder of the checkpoint: ``config.json`` or ``hf_quant_config.json``, and ``model.safetensors`` or shards
             with ``model.safetensors.index.json``.
-        activations: as of the layers of :mod:`torch_cute_ops.nn`: ``"auto"`` is 16-bit ones beside FP4 weights, and FP8
-            ones beside FP8.
-        device: where tensors go; ``None``: where those of the model are, or from the meta device to the CPU.
-        merged: layers of the model that are several of the checkpoint, side by side, by the last part of their names:
-            ``qkv_proj`` of q, k and v, and ``gate_up_proj`` of gate and up, if nothing is said. Used where the
-            checkpoint has no such layer itself.
-        ignore: tensors of the checkpoint that the model need not have, one pattern or several: names, wildcards, or
-            regular expressions behind ``re:``.
-        progress: given the names and modules in the order in which they are filled, returns what iterates over them, as
+        activations: value for the layers' ``activations``; ``"auto"`` selects 16-bit activations for FP4 weights and
+            FP8 activations for FP8 weights.
+        device: device of the loaded tensors. ``None`` keeps the model's device, or uses the CPU for tensors on the meta
+            device.
+        merged: names of the model's merged layers, each with the names of the checkpoint's layers that it concatenates;
+            all names are last components. The default merges q, k and v in ``qkv_proj`` and gate and up in
+            ``gate_up_proj``. An entry is ignored if the checkpoint itself contains the merged layer.
+        ignore: checkpoint tensors that the model may lack: a pattern or several. A pattern is a name, a wildcard, or a
+            regular expression after ``re:``.
+        progress: function that takes the (name, module) pairs in loading order and returns an iterable over them, as
             ``tqdm`` does.
 
     Returns:
@@ -65,31 +76,34 @@ def load_(
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: for a configuration that is not understood; a truncated file; a tensor that is missing, unknown or
-            of a wrong shape, dtype or value, by name and file; quantised tensors of a layer that shares its weight with
-            another module, such as a tied embedding.
+        ValueError: for an unsupported configuration; a truncated file; a tensor that is missing or unknown, or that has
+            a wrong shape, dtype or value (the message names tensor and file); a quantised layer whose weight the model
+            shares with another module, such as a tied embedding.
     """
-    spec = read_spec(path)
+    return fill(model, path, read_spec(path), LoadOptions(activations, device, merged, ignore, progress))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, path: str | Path, spec: QuantSpec, options: LoadOptions) -> nn.Module:
+    """Fill a model as :func:`load_` does, with a ``spec`` that has been read from ``path``."""
     with Files(path) as files:
-        Loader(model, files, spec, activations, device, merged).load(_names.as_patterns(ignore), progress)
+        Loader(model, files, spec, options).load(stacklevel=6)
     return model
 
 
 class Loader:
-    """One call of ``load_``; arguments are its own, and the files and the configuration of the checkpoint."""
+    """Fills one model from an open checkpoint.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        files: Files,
-        spec: QuantSpec,
-        activations: Activations,
-        device: torch.device | str | None,
-        merged: Mapping[str, Sequence[str]],
-    ) -> None:
-        self.model, self.files, self.spec, self.activations = model, files, spec, activations
-        self.device = None if device is None else torch.device(device)
-        self.merged = merged
+    Args:
+        model: model to fill.
+        files: tensors of the checkpoint.
+        spec: quantisation of the checkpoint.
+        options: arguments of :func:`load_`.
+    """
+
+    def __init__(self, model: nn.Module, files: Files, spec: QuantSpec, options: LoadOptions) -> None:
+        self.model, self.files, self.spec, self.options = model, files, spec, options
+        self.device = None if options.device is None else torch.device(options.device)
         self.used: set[str] = set()
         self.places: defaultdict[object, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
@@ -106,8 +120,9 @@ class Loader:
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
 
-    def load(self, ignore: tuple[str, ...], progress: Progress | None) -> None:
-        """Fill the model."""
+    def load(self, stacklevel: int) -> None:
+        """Fill the model. ``stacklevel`` of a warning about unused scales counts from ``warnings.warn``."""
+        ignore, progress = _names.as_patterns(self.options.ignore), self.options.progress
         modules = [*self.model.named_modules()]
         for name, module in modules if progress is None else progress(modules):
             experts = float_experts(module)
@@ -119,8 +134,8 @@ class Loader:
                 self._load_own(name, module)
         missing = [name for key, name in self.missing if key not in self.filled]
         if missing:
-            raise ValueError(f"{self.files.path} has no {listed(missing)}")
-        self.warn_of_kv_scales(stacklevel=5)
+            raise ValueError(f"{self.files.path} contains no {listed(missing)}")
+        self.warn_of_kv_scales(stacklevel)
         self.refuse_unused(
             name for name in self.files.file_of if not any(_names.fits(name, pattern) for pattern in ignore)
         )
@@ -131,25 +146,26 @@ class Loader:
             if tensor is not None and tensor.is_meta
         ]
         if lost:
-            raise ValueError(f"on the meta device, and in no checkpoint: {listed(lost)}; make them on a real device")
+            raise ValueError(
+                f"{listed(lost)} is on the meta device and not in the checkpoint; create it on a real device"
+            )
         guard_saving(self.model)
 
     def warn_of_kv_scales(self, stacklevel: int) -> None:
-        """Say which scales of the KV cache there are, if any."""
+        """Warn that scales of the KV cache are not used, if the checkpoint contains any."""
         kv_scales = sorted(name for name in self.files.file_of if name.rpartition(".")[2] in KV_SCALES)
         if kv_scales:
             warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
 
     def refuse_unused(self, names: Iterable[str]) -> None:
-        """Raise a ``ValueError`` for tensors of the checkpoint among these that nothing has been loaded from, but for
-        scales of the KV cache."""
+        """Raise ``ValueError`` if any of these checkpoint tensors was not loaded. Scales of the KV cache are exempt."""
         left = [name for name in names if name not in self.used and name.rpartition(".")[2] not in KV_SCALES]
         if left:
-            raise ValueError(f"the model has no place for {listed([self.files.describe(name) for name in left])}")
+            raise ValueError(f"the model does not use {listed([self.files.describe(name) for name in left])}")
 
     def absent_modules(self) -> list[str]:
-        """The linear layers and experts of the model that the checkpoint has no weight of, but for layers that share
-        theirs with another module."""
+        """Return the names of linear layers and experts whose weight the checkpoint lacks, without layers with a tied
+        weight."""
         modules = {parent for name in self.files.file_of for parent in _names.parents(name)}
 
         def is_absent(name: str, module: nn.Module) -> bool:
@@ -161,10 +177,10 @@ class Loader:
         return [name for name, module in self.model.named_modules() if is_absent(name, module)]
 
     def quantised_modules(self) -> dict[str, nn.Module]:
-        """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint.
+        """Return the model's current linear layers and experts, by name, that the checkpoint quantises.
 
         Raises:
-            ValueError: for one that shares its weight with another module.
+            ValueError: if one of them shares its weight with another module.
         """
         found: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
@@ -186,7 +202,7 @@ class Loader:
         return found
 
     def load_module(self, name: str, module: nn.Module) -> None:
-        """Load one of ``quantised_modules``."""
+        """Load a module that ``quantised_modules`` returned."""
         experts = float_experts(module)
         if experts is not None:
             self._load_experts(name, experts)
@@ -200,12 +216,15 @@ class Loader:
         quantised = [source for source in sources if self._is_quantised(source)]
         if not quantised:
             if isinstance(module, QuantLinear):
-                raise ValueError(f"{self.files.path} has no quantised {name}, which is a {type(module).__name__}")
+                kind = type(module).__name__
+                raise ValueError(f"{self.files.path} does not quantise {name}; the model's layer is a {kind}")
             self._load_own(name, module, sources)
             return
         if len(quantised) < len(sources):
             others = sorted({*sources} - {*quantised})
-            raise ValueError(f"{name} merges {', '.join(quantised)}, quantised, and {', '.join(others)}, not")
+            raise ValueError(
+                f"{name} merges {', '.join(quantised)} (quantised) and {', '.join(others)} (not quantised)"
+            )
         self._refuse_tied(name, module, sources)
         device = self._device_of(module.weight)
         bias_dtype = None if module.bias is None else module.bias.dtype
@@ -213,8 +232,8 @@ class Loader:
         for source in sources:
             scheme = self._scheme(source)
             if scheme is None:
-                raise ValueError(f"{self._describe(source)} is quantised, and {self.spec.path} does not say how")
-            layers.append(read_layer(self.files, source, scheme, self.activations, device, bias_dtype))
+                raise ValueError(f"{self._describe(source)} is quantised, but {self.spec.path} does not say how")
+            layers.append(read_layer(self.files, source, scheme, self.options.activations, device, bias_dtype))
             self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
         try:
             layer = layers[0] if len(layers) == 1 else merge(layers)
@@ -222,9 +241,7 @@ class Loader:
             raise ValueError(f"{name}: {error}") from error
         got, want = ((each.out_features, each.in_features, each.bias is not None) for each in (layer, module))
         if got != want:
-            raise ValueError(
-                f"{self._describe(sources[0])} has N, K and whether there is a bias {got}; expected {want}, of {name}"
-            )
+            raise ValueError(f"{self._describe(sources[0])}: (N, K, has bias) is {got}; expected {want}, as in {name}")
         _names.replace(self.model, module, layer)
 
     def _refuse_tied(self, name: str, module: nn.Module, sources: Sequence[str]) -> None:
@@ -235,28 +252,28 @@ class Loader:
             )
 
     def stored(self, name: str) -> str:
-        """What the checkpoint calls what the model calls ``name``."""
+        """Return the checkpoint's name of the module ``name``."""
         for ours, theirs in self.renamed:
             name = f".{name}.".replace(ours, theirs)[1:-1]
         return name
 
     def sources(self, name: str) -> list[str]:
-        """The layers of the checkpoint that a layer of the model is made of."""
+        """Return the names of the checkpoint's layers that make up a layer of the model."""
         name = self.stored(name)
         parent, _, last = name.rpartition(".")
-        if not self.files.suffixes(name) and last in self.merged:
-            parts = [f"{parent}.{part}".lstrip(".") for part in self.merged[last]]
-            if any(self.files.suffixes(part) for part in parts):
-                return parts
+        if not self.files.suffixes(name) and last in self.options.merged:
+            layers = [f"{parent}.{layer}".lstrip(".") for layer in self.options.merged[last]]
+            if any(map(self.files.suffixes, layers)):
+                return layers
         return [name]
 
     def _is_quantised(self, source: str) -> bool:
-        """Whether a layer of the checkpoint has anything but a weight of plain numbers and a bias."""
+        """Return True if a checkpoint layer contains more than an unquantised weight and a bias."""
         suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
     def _scheme(self, source: str) -> LayerScheme | None:
-        """How a layer of the checkpoint is quantised that is."""
+        """Return the scheme of a quantised checkpoint layer."""
         if self.spec.style == "torchao":
             return torchao.scheme_of(self.files, source)
         return self.spec.scheme_of_tensors(source)
@@ -268,10 +285,16 @@ class Loader:
     # Experts
 
     def expert_layers(self, name: str, experts: int) -> list[list[str]] | None:
-        """Gate, up and down in the checkpoint, of each of the experts ``name``; ``None``: it has no such layers."""
+        """Return the checkpoint's gate, up and down layer of each expert, or None if it does not store experts as
+        layers.
+
+        Args:
+            name: module name of the experts.
+            experts: number of experts.
+        """
         stored = self.stored(name)
-        parts = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
-        return parts and [[f"{stored}.{expert}.{part}" for part in parts] for expert in range(experts)]
+        names = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
+        return names and [[f"{stored}.{expert}.{layer}" for layer in names] for expert in range(experts)]
 
     def _load_experts(self, name: str, given: FloatExperts) -> None:
         stored = self.stored(name)
@@ -291,11 +314,11 @@ class Loader:
                 return
             if len(quantised) < len(every):
                 others = sorted({*every} - {*quantised})
-                raise ValueError(f"{self._describe(quantised[0])} is quantised, and {listed(others)} not")
+                raise ValueError(f"{self._describe(quantised[0])} is quantised, but {listed(others)} is not")
             new = self._read_experts(given, layers)
         gate_up, down = new
         if given.swiglu is None:
-            raise ValueError(f"{name} is quantised, and its gate is no SwiGLU")
+            raise ValueError(f"{name} is quantised, but its gate is not SwiGLU")
         try:
             experts = QuantExperts(gate_up, down, given.experts, swiglu=given.swiglu, topk=topk_of(self.model, name))
         except ValueError as error:
@@ -303,15 +326,15 @@ class Loader:
         _names.replace(self.model, given.module, experts)
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
-        """The stacks of what is quantised, layer by layer."""
+        """Stack the quantised layers of all experts; return the gate-and-up stack and the down stack."""
         schemes = {self._scheme(layer) for each in layers for layer in each}
         first = layers[0][0]
         scheme = schemes.pop()
         if scheme is None or schemes:
-            how = "does not say how" if scheme is None else "has several schemes for the experts of this layer"
-            raise ValueError(f"{self._describe(first)} is quantised, and {self.spec.path} {how}")
+            how = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
+            raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {how}")
         if scheme.format not in FORMATS:
-            raise ValueError(f"{self._describe(first)} is {scheme.format}; experts can be {', '.join(FORMATS)}")
+            raise ValueError(f"{self._describe(first)} is {scheme.format}; expected {', '.join(FORMATS)} for experts")
         device = self._device_of(given.module.down_proj)
 
         def stacked(sources: Sequence[str], n: int, k: int, has_bias: bool) -> QuantLinear:
@@ -324,9 +347,11 @@ class Loader:
                 tensors = dict(read_tensors(self.files, source, scheme))
                 got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if scheme.format == "fp8_block" else 2))
                 if got != (n, k):
-                    raise ValueError(f"{self._describe(source)} has N and K {got}; expected {(n, k)}")
+                    raise ValueError(f"{self._describe(source)}: (N, K) is {got}; expected {(n, k)}")
                 if (f"{source}.bias" in self.files) != has_bias:
-                    raise ValueError(f"{source} has {'no' if has_bias else 'a'} bias in {self.files.path}")
+                    raise ValueError(
+                        f"{source} in {self.files.path} {'lacks a' if has_bias else 'contains an unexpected'} bias"
+                    )
                 if bias is not None:
                     bias[i * n : (i + 1) * n] = self.files.read(f"{source}.bias")
                 self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
@@ -346,12 +371,12 @@ class Loader:
     def _gpt_oss_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
         if self.spec.style != "gpt-oss":
             tensor = self.files.describe(f"{stored}.gate_up_proj_blocks")
-            raise ValueError(f"{tensor} is of gpt-oss, and {self.spec.path} does not say that it is MXFP4")
+            raise ValueError(f"{tensor} is in gpt-oss's form, but {self.spec.path} does not say that it is MXFP4")
         read = mxfp4_experts(self.files, stored, self._device_of(given.module.down_proj))
         got, want = read.down.shape, (given.experts, given.hidden, given.width // 2)
         if got != want:
             tensor = self.files.describe(f"{stored}.down_proj_blocks")
-            raise ValueError(f"{tensor} has E, N and K {(*got[:2], 2 * got[2])}; expected {(*want[:2], given.width)}")
+            raise ValueError(f"{tensor}: (E, N, K) is {(*got[:2], 2 * got[2])}; expected {(*want[:2], given.width)}")
         self.used.update(gpt_oss_names(stored))
         dtype = given.module.down_proj.dtype
         return tuple(
@@ -365,7 +390,7 @@ class Loader:
         )  # type: ignore[return-value]
 
     def _torchao_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        names = [f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")]
+        names = [f"{stored}.gate_up_proj", f"{stored}.down_proj"]
         device = self._device_of(given.module.down_proj)
         for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
             bias = self.files.read(f"{stored}.{key}").to(device, getattr(given.module, key).dtype, copy=True)
@@ -380,9 +405,12 @@ class Loader:
             raise ValueError(f"{self.files.describe(f'{stored}._gate_up_proj_qdata')}: {error}") from error
 
     def _load_float_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> None:
-        """Layers of experts that are not quantised, into the two parameters."""
+        """Copy the layers of unquantised experts into the model's two parameters."""
         if given.is_transposed or given.is_interleaved or given.has_bias:
-            raise ValueError(f"{self._describe(layers[0][0])} is of one expert, and the model's have another order")
+            raise ValueError(
+                f"{self._describe(layers[0][0])} is the layer of one expert; the model's experts are transposed, "
+                "interleaved or have a bias"
+            )
         gate_up, down = (
             torch.empty_like(each, device=self._device_of(each))
             for each in (given.module.gate_up_proj, given.module.down_proj)
@@ -399,10 +427,10 @@ class Loader:
         given.module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
         given.module.down_proj = nn.Parameter(down, requires_grad=False)
 
-    # What is not quantised
+    # Tensors that are not quantised
 
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
-        """Load the module's own parameters, and the buffers that belong into a state dict."""
+        """Load the module's own parameters and persistent buffers."""
         for key, old in _names.own_tensors(module).items():
             names = [f"{source}.{key}".lstrip(".") for source in sources or (self.stored(name),)]
             identity = _names.identity(old)
@@ -427,12 +455,12 @@ class Loader:
         if key in module._buffers:
             module._buffers[key] = new
             return
-        if identity in self.filled:  # the places of a tied parameter have the first one already
+        if identity in self.filled:  # an alias has already filled this tied parameter
             current = module._parameters[key]
             assert current is not None
             if not torch.equal(current, new):
                 first = self.files.describe(self.filled[identity])
-                raise ValueError(f"{self.files.describe(names[0])} differs from {first}, and the model ties them")
+                raise ValueError(f"{self.files.describe(names[0])} differs from {first}, but the model ties them")
             return
         parameter = nn.Parameter(new, requires_grad=old.requires_grad)
         for owner, attribute in self.places[identity]:
@@ -445,6 +473,6 @@ class Loader:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names, or the first of them, for messages."""
+    """Return the names as text, at most ``SHOWN`` of them, for messages."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""Writing a model with quantised layers as others read it."""
+"""Write a model with quantised layers as a checkpoint that other software reads."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
 
 
 class _Entry(NamedTuple):
-    """Tensors that are made when they are written.
+    """Tensors that are created when they are written.
 
     Attributes:
-        size: bytes.
-        make: the tensors by name.
+        size: size in bytes.
+        make: function that returns the tensors by name.
     """
 
     size: int
@@ -42,31 +42,32 @@ def save(
     style: Literal["modelopt", "compressed-tensors"],
     *,
     config: Mapping[str, Any] | None = None,
-    merged: Mapping[str, Sequence[str]] = _names.PARTS,
+    merged: Mapping[str, Sequence[str]] = _names.MERGED,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model's tensors and configuration, in a format of others.
+    """Write a model's tensors and configuration in another producer's format.
 
-    ``load_`` reads the same bits, but for one case: ModelOpt stores what multiplies, compressed-tensors its reciprocal,
-    and a global scale that came from the one may have no exact reciprocal for the other; it is the nearest then.
+    :func:`load_` reads the same bits, with one exception. ModelOpt stores a global scale as a factor,
+    compressed-tensors stores its reciprocal. A factor can lack an exact float32 reciprocal; then the nearest is
+    written.
 
     Args:
-        model: with layers of :mod:`torch_cute_ops.nn`. Other modules' parameters and buffers are written as they are,
-            tied ones once.
-        path: a folder, made if need be, in which none of the files is that are written. Of a model of Hugging Face
-            ``generation_config.json`` is one of them; the tokenizer's are not.
-        style: ``"modelopt"``, for NVFP4, FP8 of the tensor with static activations, and FP8 of channels with dynamic
-            ones; or ``"compressed-tensors"``, for every format.
-        config: what ``config.json`` has beside its ``quantization_config``; ``None``: the model's ``config``, if it has
-            one, as models of Hugging Face have.
-        merged: names of the layers that are merged in one, as for :func:`load_`: each is written by itself, as each
-            layer of an expert is.
-        shard_bytes: files do not exceed this, but for a layer that does.
+        model: model with layers of :mod:`torch_cute_ops.nn`. Parameters and buffers of other modules are written
+            unchanged, tied parameters once.
+        path: output folder, created if missing; it must not contain any file that is written. A Hugging Face model's
+            ``generation_config.json`` is written too; tokenizer files are not.
+        style: ``"modelopt"``, for NVFP4, FP8 per tensor with static activations and FP8 per channel with dynamic
+            activations; or ``"compressed-tensors"``, for every format.
+        config: contents of ``config.json`` without ``quantization_config``; ``None`` uses the model's ``config`` if it
+            is a Hugging Face model.
+        merged: names of merged layers and of the layers that each concatenates, as for :func:`load_`; these layers are
+            written separately, and so is each layer of an expert.
+        shard_bytes: largest file size in bytes, unless one layer alone is larger.
 
     Raises:
-        FileExistsError: where a file is already.
-        ValueError: for a model without quantised layers or with one that ranks divide, a format that the style does not
-            have, and a merged layer whose parts have no names in ``merged``.
+        FileExistsError: if a file exists already.
+        ValueError: for a model without quantised layers or with a layer that is divided among ranks; for a format that
+            the style does not support; for a merged layer whose layers are not named in ``merged``.
     """
     if style not in ("modelopt", "compressed-tensors"):
         raise ValueError(f"save: style is {style!r}; expected 'modelopt' or 'compressed-tensors'")
@@ -77,7 +78,9 @@ def save(
     within: set[nn.Module] = set()
     for own_name, module in model.named_modules():
         if hasattr(module, "divided"):
-            raise ValueError(f"save: ranks divide {own_name or 'the model'}; save the model before, as a whole")
+            raise ValueError(
+                f"save: {own_name or 'the model'} is divided among ranks; save the model before you divide it"
+            )
         name = f".{own_name}.".replace(*RENAMED[0])[1:-1] if is_mixtral else own_name
         if isinstance(module, QuantExperts):
             within.update(module.children())
@@ -88,9 +91,9 @@ def save(
         if module in within:
             continue
         if isinstance(module, QuantLinear):
-            parts = _part_names(name, module, merged)
-            schemes |= dict.fromkeys(parts, _scheme_of(module, style))
-            entries.append(_Entry(_bytes(module.buffers()), _layer(module, parts, style)))
+            names = _layer_names(name, module, merged)
+            schemes |= dict.fromkeys(names, _scheme_of(module, style))
+            entries.append(_Entry(_bytes(module.buffers()), _layer(module, names, style)))
             continue
         if _is_matrix(module):
             plain.append(name)
@@ -115,18 +118,18 @@ def save(
 # Tensors
 
 
-def _part_names(name: str, layer: QuantLinear, merged: Mapping[str, Sequence[str]]) -> list[str]:
+def _layer_names(name: str, layer: QuantLinear, merged: Mapping[str, Sequence[str]]) -> list[str]:
     if len(layer.parts) == 1:
         return [name]
     parent, _, last = name.rpartition(".")
-    parts = merged.get(last, ())
-    if len(parts) != len(layer.parts):
-        raise ValueError(f"save: {name} merges {len(layer.parts)} layers, and merged has {len(parts)} names for them")
-    return [f"{parent}.{part}".lstrip(".") for part in parts]
+    names = merged.get(last, ())
+    if len(names) != len(layer.parts):
+        raise ValueError(f"save: {name} merges {len(layer.parts)} layers, but merged gives {len(names)} names for it")
+    return [f"{parent}.{each}".lstrip(".") for each in names]
 
 
-def _expert_names(name: str, experts: int, parts: Sequence[str]) -> list[str]:
-    return [f"{name}.{expert}.{part}" for expert in range(experts) for part in parts]
+def _expert_names(name: str, experts: int, layers: Sequence[str]) -> list[str]:
+    return [f"{name}.{expert}.{layer}" for expert in range(experts) for layer in layers]
 
 
 def _bytes(tensors: Any) -> int:
@@ -174,17 +177,17 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
     taken = [name for name in (*files, SINGLE, INDEX, *documents) if (folder / name).exists()]
     if taken:
         raise FileExistsError(f"{folder / taken[0]} exists; expected a folder without a checkpoint")
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     total = 0
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: each for entry in shard for name, each in entry.make().items()}
-        # Copies, because no two tensors of a file may share memory.
+        # Copies: two tensors of a file must not share memory.
         tensors = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
         load_safetensors().torch.save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        file_of |= dict.fromkeys(tensors, file)
         total += _bytes(tensors.values())
     if len(shards) > 1:
-        documents[INDEX] = {"metadata": {"total_size": total}, "weight_map": where}
+        documents[INDEX] = {"metadata": {"total_size": total}, "weight_map": file_of}
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -193,28 +196,28 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Whether others may take a module that is not quantised for a linear layer, such as the router of experts."""
+    """Return True if a reader could mistake an unquantised module for a linear layer, such as the router of experts."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
     document = _document(getattr(model, "config", None))
-    # Missing where the model was made and not loaded; serving engines look for it.
+    # A model that was never loaded lacks this key; serving engines need it.
     if document and not document.get("architectures"):
         document["architectures"] = [type(model).__name__]
     return document
 
 
 def _document(config: Any) -> dict[str, Any]:
-    """What a configuration of Hugging Face's says; of anything else, nothing."""
+    """Return a Hugging Face configuration as a dict, or an empty dict for any other object."""
     return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
 
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # An input scale says that a checkpoint is for FP4 activations; without one, only MXFP4 ones are possible. Of FP8 it
-    # says that they are static.
+    # An input scale marks a checkpoint for FP4 activations; only MXFP4 supports them without one. In FP8 it marks
+    # static activations.
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
@@ -275,18 +278,18 @@ def _algorithm_of(scheme: LayerScheme) -> str:
             return name
     able = " or ".join(repr(activations) for fmt, activations in MODELOPT_ALGORITHMS.values() if fmt == scheme.format)
     raise ValueError(
-        f"style 'modelopt' has no {scheme.format} with activations {scheme.activations!r}; expected {able}, or style "
-        "'compressed-tensors'"
+        f"style 'modelopt' does not support {scheme.format} with activations {scheme.activations!r}; expected {able}, "
+        "or style 'compressed-tensors'"
     )
 
 
 def _group_size(fmt: str) -> dict[str, int]:
-    """What ModelOpt says of the scales of a format."""
+    """Return ModelOpt's ``group_size`` entry for a format, if it uses one."""
     return {"group_size": 16} if fmt == "nvfp4" else {}
 
 
 def _modelopt_group(scheme: LayerScheme) -> dict[str, Any]:
-    """What ModelOpt says of weights and activations."""
+    """Return ModelOpt's description of weights and activations."""
     numbers = {
         "dynamic": False, "num_bits": 4 if scheme.format == "nvfp4" else 8, "type": "float",
         **_group_size(scheme.format),
@@ -320,7 +323,7 @@ def _modelopt_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str]) -
 
 
 def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as ModelOpt's own file says it."""
+    """Convert a ModelOpt ``quantization_config`` to the contents of ``hf_quant_config.json``."""
     quantization = {
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": None,

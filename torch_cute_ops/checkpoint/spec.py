@@ -1,4 +1,4 @@
-"""How a checkpoint says that it is quantised: ``config.json`` and ``hf_quant_config.json``."""
+"""Quantisation settings of a checkpoint, read from ``config.json`` or ``hf_quant_config.json``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +13,16 @@ Style = Literal["modelopt", "compressed-tensors", "deepseek", "gpt-oss", "torcha
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How a linear layer is quantised.
+    """Quantisation of one linear layer.
 
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
-        style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or ``"torchao"``.
-        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"`` (with computed scales), or
-            ``"fp8_static"``, FP8 under an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input
-            scales. What is computed is chosen at load, but for static FP8.
+        style: naming convention of the tensors: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or
+            ``"torchao"``.
+        activations: format of the activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"``
+            (scales computed at run time), or ``"fp8_static"`` (FP8 with a calibrated input scale). In NVFP4, ``"fp4"``
+            means that the layer stores input scales. The caller of ``load_`` chooses the format that is computed,
+            except for static FP8.
     """
 
     format: str
@@ -30,15 +32,16 @@ class LayerScheme:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """What a checkpoint's configuration says about its linear layers.
+    """Quantisation of a checkpoint's linear layers, as its configuration describes it.
 
     Attributes:
-        path: of the file that says it.
-        style: who wrote it: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"``, ``"gpt-oss"`` or ``"torchao"``;
-            ``None``: the checkpoint is not quantised. How torchao quantised a layer, the metadata of its file says.
-        groups: schemes, and the layers that each is for: ``"Linear"`` is every one, others are names, wildcards, or
-            regular expressions behind ``re:``.
-        ignore: layers that are not quantised, and those within them.
+        path: configuration file.
+        style: producer: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"``, ``"gpt-oss"`` or ``"torchao"``;
+            ``None`` if the checkpoint is not quantised. For torchao, the metadata of the safetensors files gives each
+            layer's scheme.
+        groups: pairs of a scheme and its target layers: ``"Linear"`` for every linear layer, names, wildcards, or
+            regular expressions after ``re:``.
+        ignore: layers or modules that are not quantised; a module includes everything inside it.
     """
 
     path: Path
@@ -47,9 +50,9 @@ class QuantSpec:
     ignore: tuple[str, ...] = ()
 
     def scheme(self, name: str) -> LayerScheme | None:
-        """That of the linear layer ``name``; ``None``: it is not quantised.
+        """Return the scheme of the linear layer ``name``, or ``None`` if it is not quantised.
 
-        A name goes before a wildcard or regular expression, and these before ``"Linear"``.
+        An exact name takes precedence over a wildcard or regular expression, and these over ``"Linear"``.
         """
         if any(_names.fits(name, pattern) or name.startswith(f"{pattern}.") for pattern in self.ignore):
             return None
@@ -60,21 +63,24 @@ class QuantSpec:
         return next((scheme for scheme, targets in self.groups if "Linear" in targets), None)
 
     def scheme_of_tensors(self, name: str) -> LayerScheme | None:
-        """That of a layer whose tensors are quantised, also where ``ignore`` names it, if only one is possible."""
+        """Return the scheme of a layer whose tensors are quantised.
+
+        If ``ignore`` names the layer, return the checkpoint's only scheme, or ``None`` if it uses several.
+        """
         schemes = {scheme for scheme, _ in self.groups}
         return self.scheme(name) or (schemes.pop() if len(schemes) == 1 else None)
 
 
 def read_spec(path: str | Path) -> QuantSpec:
-    """Read how a checkpoint is quantised.
+    """Read the quantisation settings of a checkpoint.
 
     Args:
-        path: the checkpoint's folder: ``config.json`` with a ``quantization_config``, or without it ModelOpt's
-            ``hf_quant_config.json``.
+        path: folder of the checkpoint. It contains ``config.json`` with a ``quantization_config``, or otherwise
+            ModelOpt's ``hf_quant_config.json``.
 
     Raises:
-        FileNotFoundError: without either file.
-        ValueError: for a method, algorithm, scheme, transform or zero point that these modules do not compute.
+        FileNotFoundError: if the folder contains neither file.
+        ValueError: for a method, algorithm, scheme, transform or zero point that this package does not support.
     """
     folder = Path(path)
     config, modelopt = folder / "config.json", folder / "hf_quant_config.json"
@@ -91,7 +97,11 @@ def read_spec(path: str | Path) -> QuantSpec:
 
 
 def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
-    """What a ``quantization_config`` says, of the file ``path``.
+    """Parse a ``quantization_config``.
+
+    Args:
+        path: file that contains it, for messages.
+        quantization: the ``quantization_config`` object.
 
     Raises:
         ValueError: as :func:`read_spec`.
@@ -106,7 +116,7 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
 
 
 def _expect(path: Path, where: str, given: Mapping[str, Any], **expected: Any) -> None:
-    """Each value is one of those expected."""
+    """Check that each named value in ``given`` is among its expected values."""
     for name, allowed in expected.items():
         if given.get(name) not in allowed:
             values = " or ".join(map(repr, allowed))
@@ -121,7 +131,7 @@ MODELOPT_ALGORITHMS = {
     "FP8": ("fp8_tensor", "fp8_static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", "fp8"),
 }
-"""Formats of the weights, and of their activations."""
+"""Formats of weights and activations, by ModelOpt's ``quant_algo``."""
 
 
 def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -130,7 +140,7 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     if algorithm == "MIXED_PRECISION":
         layers = given.get("quantized_layers")
         if not layers:
-            raise ValueError(f"{path}: quant_algo is 'MIXED_PRECISION', and there are no quantized_layers")
+            raise ValueError(f"{path}: quant_algo is 'MIXED_PRECISION', but quantized_layers is missing or empty")
         groups = [(_modelopt_scheme(path, f"of {name}, ", layer), (name,)) for name, layer in layers.items()]
         return QuantSpec(path, "modelopt", tuple(groups), ignore)
     return QuantSpec(path, "modelopt", ((_modelopt_scheme(path, "", given), ("Linear",)),), ignore)
@@ -164,7 +174,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
 
 
 def compressed_arguments(fmt: str) -> dict[str, Any]:
-    """What compressed-tensors says of a weight in a format."""
+    """Return the weight arguments that compressed-tensors writes for a format."""
     return {"type": "float", "symmetric": True, "dynamic": False, **_GROUPS[fmt]}
 
 
@@ -180,14 +190,14 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
             (_compressed_scheme(path, f"group {name}: ", group, given.get("format")), tuple(group.get("targets") or ()))
         )
     if not groups:
-        raise ValueError(f"{path}: there are no config_groups")
+        raise ValueError(f"{path}: config_groups is missing or empty")
     return QuantSpec(path, "compressed-tensors", tuple(groups), tuple(given.get("ignore") or ()))
 
 
 def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
-    # A format with several strategies has a scheme for each.
+    # One compressed-tensors format can stand for several strategies, and each strategy is a scheme.
     of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
     if not of_strategy:
         expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))
@@ -216,7 +226,7 @@ def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall
     return LayerScheme(fmt, "compressed-tensors", "fp8" if inputs["dynamic"] else "fp8_static")
 
 
-# DeepSeek-V3, and what follows it
+# DeepSeek-V3 and models with the same format
 
 
 def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -228,17 +238,17 @@ def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# gpt-oss: experts alone are quantised, and they are no linear layers
+# gpt-oss: only experts are quantised, and they are not linear layers
 
 
 def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "gpt-oss", (), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# torchao: each tensor says in the file's metadata what it is
+# torchao: the files' metadata describes each tensor
 
 TORCHAO_CONFIGS = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
-"""Configurations whose weights are in NVFP4."""
+"""Configurations that quantise weights to NVFP4."""
 _TORCHAO_MX = "MXDynamicActivationMXWeightConfig"
 _TORCHAO_BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
 

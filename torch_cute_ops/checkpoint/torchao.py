@@ -1,4 +1,4 @@
-"""Weights that torchao quantised to FP4: what their tensors mean, in memory and on disk. Needs no torchao."""
+"""Weights that torchao quantised to FP4: their tensors in memory and on disk. This module does not need torchao."""
 
 import json
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts
 
 FP4: Final = "float4_e2m1fn_x2"
-"""torch's name of e2m1, two a byte: the ``elem_dtype`` of an ``MXTensor`` that is MXFP4."""
+"""torch's name for packed e2m1, two codes per byte: the ``elem_dtype`` of an MXFP4 ``MXTensor``."""
 
 _FORMATS: Final = {"NVFP4Tensor": ("nvfp4", 16, torch.float8_e4m3fn), "MXTensor": ("mxfp4", 32, torch.uint8)}
-"""By torchao's class: the format, its block size, and the dtype of scales."""
+"""Format, block size and dtype of the scales, by torchao's class name."""
 
 
 class Weight(NamedTuple):
-    """A weight (N, K), or one for each of E experts, (E, N, K).
+    """A weight (N, K), or the weights of E experts, (E, N, K).
 
     Attributes:
         format: ``"nvfp4"`` or ``"mxfp4"``.
         codes: (..., N, K/2) uint8, element 0 in the low nibble.
-        scale: (..., N, K / block size), or as many as 128x4 has, of any shape, if ``is_swizzled``; e4m3, or ue8m0 as
-            uint8.
-        is_swizzled: whether scales lie in 128x4.
-        factor: float32, one, or (E, 1, 1): what multiplies decoded numbers, as ``weight_scale_2`` of our layers;
-            ``None``: 1.
-        input_scale: float32, one element: the same of activations, from calibration.
+        scale: block scales (..., N, K / block size), e4m3 or ue8m0 as uint8; in the 128x4 layout, of any shape, if
+            ``is_swizzled``.
+        is_swizzled: True if the scales are in the 128x4 layout.
+        factor: float32, one element or (E, 1, 1), by which decoded weights are multiplied, like ``weight_scale_2`` of
+            our layers; ``None`` means 1.
+        input_scale: float32, one element, by which decoded activations are multiplied, from calibration; or ``None``.
     """
 
     format: str
@@ -52,29 +52,30 @@ def weight_of(
     is_swizzled: bool | None,
     elem_dtype: str | None,
 ) -> Weight:
-    """The weight that a tensor of torchao's is.
+    """Check the tensors of a torchao tensor subclass and return them as a :class:`Weight`.
 
     Args:
-        kind: the name of its class.
-        tensors: its ``qdata``, ``scale``, ``per_tensor_scale`` and ``act_per_tensor_scale``; those that it has not are
-            missing or ``None``.
-        block_size, is_swizzled, elem_dtype: what it says of itself, or ``None``; of an ``NVFP4Tensor`` the last is
-            none. torch's name of a dtype, without ``torch.``
+        kind: class name of the torchao tensor.
+        tensors: its ``qdata``, ``scale``, ``per_tensor_scale`` and ``act_per_tensor_scale``; absent tensors are omitted
+            or ``None``.
+        block_size: its ``block_size``, or ``None``.
+        is_swizzled: its ``is_swizzled_scales``, or ``None``.
+        elem_dtype: torch's dtype name without ``torch.``; ``None`` for an ``NVFP4Tensor``.
 
     Raises:
-        ValueError: for another class, dtype, block size or shape, and where it does not say how scales lie.
+        ValueError: for an unsupported class, dtype, block size or shape, or if ``is_swizzled`` is ``None``.
     """
-    of = f" of {elem_dtype}" if kind == "MXTensor" else ""
-    if kind not in _FORMATS or of not in ("", f" of {FP4}"):
-        raise ValueError(f"it is torchao's {kind}{of}; expected NVFP4Tensor, or MXTensor of {FP4}")
+    elements = f" of {elem_dtype}" if kind == "MXTensor" else ""
+    if kind not in _FORMATS or elements not in ("", f" of {FP4}"):
+        raise ValueError(f"the class is torchao's {kind}{elements}; expected NVFP4Tensor, or MXTensor of {FP4}")
     fmt, block, dtype = _FORMATS[kind]
     if block_size != block:
         raise ValueError(f"block_size is {block_size}; expected {block}")
     if is_swizzled is None:
-        raise ValueError("is_swizzled_scales is missing, and scales can lie in either way")
+        raise ValueError("is_swizzled_scales is missing; the layout of the scales is unknown without it")
     codes, scale = tensors.get("qdata"), tensors.get("scale")
     if codes is None or scale is None:
-        raise ValueError(f"there is no {'qdata' if codes is None else 'scale'}")
+        raise ValueError(f"{'qdata' if codes is None else 'scale'} is missing")
     if codes.dim() not in (2, 3) or codes.stride(-1) != 1 or codes.itemsize != 1:
         raise ValueError(f"qdata has shape {tuple(codes.shape)} and strides {codes.stride()}; expected rows of bytes")
     codes, scale = codes.view(torch.uint8), scale.view(torch.uint8) if scale.itemsize == 1 else scale
@@ -93,10 +94,10 @@ def weight_of(
 
 
 def linear_tensors(weight: Weight) -> dict[str, Tensor]:
-    """The tensors of a layer of this package that has the weight (N, K), by name; scales are linear.
+    """Return the tensors of a layer of this package with the weight (N, K), by name; scales are linear.
 
     Raises:
-        ValueError: for a weight of experts, and scales that do not fit.
+        ValueError: for the weights of several experts, or scales of a wrong size.
     """
     codes, fmt = weight.codes, weight.format
     if codes.dim() != 2:
@@ -119,22 +120,22 @@ def _linear_scales(weight: Weight, n: int, k: int) -> Tensor:
 def expert_stacks(
     gate_up: Weight, down: Weight, given: FloatExperts, device: torch.device | None = None
 ) -> tuple[QuantLinear, QuantLinear]:
-    """The two layers of experts, gate and up of each apart, with the biases that ``given`` has.
+    """Build the gate-and-up stack and the down stack of experts, with the biases of ``given``.
 
     Args:
         gate_up: (E, 2I, H).
-        down: (E, H, I), of the same format.
-        given: the experts that are replaced.
-        device: of the layers; ``None``: that of the weights.
+        down: (E, H, I), in the same format.
+        given: experts that are replaced.
+        device: device of the result; ``None`` uses the device of the weights.
 
     Raises:
-        ValueError: for weights that do not fit, and parameters whose last dimension is not that of the sum: a scale is
-            of several rows there.
+        ValueError: for weights of a wrong shape or of different formats, and for transposed experts, whose blocks do
+            not run along K.
     """
     if given.is_transposed:
-        raise ValueError("experts are transposed: blocks of torchao's would run along their columns")
+        raise ValueError("experts are transposed, so that torchao's blocks do not run along K; expected (E, N, K)")
     if gate_up.format != down.format:
-        raise ValueError(f"gate_up_proj is {gate_up.format}, and down_proj {down.format}; expected one format")
+        raise ValueError(f"gate_up_proj is {gate_up.format} and down_proj is {down.format}; expected one format")
     experts, width, hidden = given.experts, given.width, given.hidden
     biases = given.biases()
 
@@ -142,8 +143,8 @@ def expert_stacks(
         if weight.codes.shape != (experts, n, k // 2):
             raise ValueError(f"{name} has qdata of shape {tuple(weight.codes.shape)}; expected {(experts, n, k // 2)}")
         if weight.is_swizzled and n % 128:
-            raise ValueError(f"{name} has tiled scales and {n} rows an expert; expected a multiple of 128")
-        # Tiles end with an expert's rows, so that the stack's are those of the experts.
+            raise ValueError(f"{name} has tiled scales and {n} rows per expert; expected a multiple of 128")
+        # An expert's rows fill whole tiles, so the scales of all experts convert as one matrix.
         scale = _linear_scales(weight, experts * n, k).unflatten(0, (experts, n))
         factor = torch.ones(1, device=scale.device) if weight.factor is None else weight.factor
         factors = factor.reshape(-1).expand(experts)
@@ -152,7 +153,7 @@ def expert_stacks(
             for codes, own, one in zip(weight.codes, scale, factors, strict=True)
         ]
 
-    def of_gate_or_up(i: int) -> dict[str, Tensor]:
+    def gate_or_up(i: int) -> dict[str, Tensor]:
         own = both[i // 2]
         halves = {name: given.halves(own[name])[i % 2] for name in ("weight", "weight_scale")}
         return {**own, **halves}
@@ -160,21 +161,16 @@ def expert_stacks(
     both, downs = rows_of(gate_up, "gate_up_proj", 2 * width, hidden), rows_of(down, "down_proj", hidden, width)
     cls, target = FORMATS[gate_up.format], device or gate_up.codes.device
     return (
-        stack(cls, hidden, [width] * (2 * experts), of_gate_or_up, device=target, bias=biases[0]),
+        stack(cls, hidden, [width] * (2 * experts), gate_or_up, device=target, bias=biases[0]),
         stack(cls, width, [hidden] * experts, downs.__getitem__, device=target, bias=biases[1]),
     )
 
 
-# On disk: the tensors of a.b.weight are a.b._weight_qdata and so on, and the files' metadata says what they are
-
-
-def is_torchao(files: Files) -> bool:
-    """Whether the files' metadata says that torchao wrote them."""
-    return any(_described(files, name) is not None for name in files.metadata)
+# On disk: the tensors of ``a.b.weight`` are ``a.b._weight_qdata`` and so on; the files' metadata describes them
 
 
 def scheme_of(files: Files, module: str) -> LayerScheme | None:
-    """That of the linear layer ``module``; ``None``: torchao did not quantise it."""
+    """Return the scheme of the linear layer ``module``, or None if torchao did not quantise it."""
     described = _described(files, f"{module}.weight")
     if described is None:
         return None
@@ -184,29 +180,29 @@ def scheme_of(files: Files, module: str) -> LayerScheme | None:
 
 
 def tensor_names(files: Files, name: str) -> dict[str, str]:
-    """The stored tensors of the parameter ``name``, by torchao's names of them.
+    """Return the stored names of the tensors of the parameter ``name``, by torchao's attribute names.
 
     Raises:
-        ValueError: if the metadata does not say what they are.
+        ValueError: if the metadata does not describe the parameter.
     """
     described = _described(files, name)
     if described is None:
-        raise ValueError(f"{files.path} does not say in its metadata what {name} of torchao is")
+        raise ValueError(f"the metadata of {files.path} does not describe {name}")
     module, _, parameter = name.rpartition(".")
     return {part: f"{module}._{parameter}_{part}".lstrip(".") for part in described.get("_tensor_data_names", ())}
 
 
 def read_weight(files: Files, name: str) -> Weight:
-    """The parameter ``name``, on the CPU; its tensors may lie in the files themselves.
+    """Read the parameter ``name`` on the CPU; its tensors may be mapped from the files.
 
     Raises:
-        ValueError: for a tensor that is missing or of a wrong shape, dtype or value, and another kind of weight.
+        ValueError: for a tensor that is missing or has a wrong shape, dtype or value, and for an unsupported class.
     """
     names, described = tensor_names(files, name), _described(files, name) or {}
     about: Mapping[str, Any] = described.get("_data", {})
     tensors = {part: files.read(stored) for part, stored in names.items()}
     for part in ("per_tensor_scale", "act_per_tensor_scale"):
-        # The scale of a weight that is zero may be zero.
+        # Zero is valid only for the scale of a weight whose elements are all zero.
         value = tensors.get(part, torch.ones(1))
         bad = ~(value.isfinite() & ((value > 0) if part.startswith("act") else (value >= 0)))
         if bad.any():
@@ -226,7 +222,8 @@ def read_weight(files: Files, name: str) -> Weight:
 
 
 def read_linear(files: Files, name: str) -> dict[str, Tensor]:
-    """The tensors of a linear layer whose weight is ``name``, as :func:`linear_tensors`; errors name the file."""
+    """Read the tensors of the linear layer with the weight ``name``, as :func:`linear_tensors`. Errors name the
+    file."""
     weight = read_weight(files, name)
     try:
         return linear_tensors(weight)
@@ -235,7 +232,7 @@ def read_linear(files: Files, name: str) -> dict[str, Tensor]:
 
 
 def _described(files: Files, name: str) -> dict[str, Any] | None:
-    """What the metadata says of a parameter; ``None``: nothing, or that it is a plain tensor."""
+    """Return the metadata of a parameter, or None if it is missing or describes a plain tensor."""
     try:
         described = json.loads(files.metadata.get(name, "null"))
     except ValueError:

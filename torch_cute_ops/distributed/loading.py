@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.experts import gpt_oss_names
-from torch_cute_ops.checkpoint.load import Loader, Progress
+from torch_cute_ops.checkpoint.load import Loader, LoadOptions, Progress
 from torch_cute_ops.checkpoint.spec import read_spec
 from torch_cute_ops.distributed.compare import compare
 from torch_cute_ops.distributed.divided_experts import DividedExperts
@@ -33,7 +33,7 @@ def load_(
     *,
     activations: Activations = "auto",
     device: torch.device | str | None = None,
-    merged: Mapping[str, Sequence[str]] = _names.PARTS,
+    merged: Mapping[str, Sequence[str]] = _names.MERGED,
     ignore: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -64,10 +64,10 @@ def load_(
     """
     check_mesh("load_", mesh)
     chosen = _resolve(model, plan)
-    spec = read_spec(path)
+    spec, options = read_spec(path), LoadOptions(activations, device, merged, ignore, progress)
     whole: dict[str, list[int]] = {}
     with _Parts(path) as files:
-        loader = Loader(model, files, spec, activations, device, merged)
+        loader = Loader(model, files, spec, options)
         quantised = loader.quantised_modules()
         for name, style in chosen.items():
             if isinstance(style, DividedExperts):
@@ -81,7 +81,7 @@ def load_(
             files.cuts.update(dict.fromkeys(sources, style.cut(mesh)))
             assert isinstance(module, nn.Linear)
             _names.replace(model, module, _resized(module, files, sources))
-        Loader(model, files, spec, activations, device, merged).load(_names.as_patterns(ignore), progress)
+        Loader(model, files, spec, options).load(stacklevel=5)
     for name, style in chosen.items():
         loaded = model.get_submodule(name)
         if isinstance(style, DividedExperts):
@@ -263,4 +263,4 @@ class _Parts(Files):
             ValueError: if there is no such tensor.
         """
         part = self._part(name)
-        return super().read(name) if part is None else self.read_part(name, *part).contiguous()
+        return super().read(name) if part is None else self.read_slice(name, *part).contiguous()

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint._layers import KV_SCALES
-from torch_cute_ops.checkpoint.load import Loader, listed
+from torch_cute_ops.checkpoint.load import Loader, LoadOptions, listed
 from torch_cute_ops.checkpoint.spec import read_spec, spec_of
 from torch_cute_ops.nn import _names, merge_
 from torch_cute_ops.nn._base import Activations
@@ -166,7 +166,7 @@ class CuteQuantizer(HfQuantizer):
                 yield name
 
     def _loader(self, model: Any, files: Files) -> Loader:
-        return Loader(model, files, read_spec(self.folder), self.activations, self.device, {})
+        return Loader(model, files, read_spec(self.folder), LoadOptions(self.activations, self.device, {}))
 
     def is_serializable(self) -> bool:
         """Not by transformers."""

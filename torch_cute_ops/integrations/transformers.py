@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint import read_spec
+from torch_cute_ops.checkpoint.load import LoadOptions, fill
 from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_, random_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import Scheme
@@ -85,7 +85,7 @@ def from_pretrained(
         _refuse_unless_name(path)
         files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
         folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
-    read_spec(folder)  # before anything is built
+    spec = read_spec(folder)  # refuses an unsupported checkpoint before the model is built
     settings, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config)
     if unknown:
         hint = "; use device" if "device_map" in unknown else ""
@@ -96,14 +96,13 @@ def from_pretrained(
     model = _on_meta(settings, None if dtype == "auto" else dtype)
     _fill_buffers(model)
     target = _device(device)
-    model = checkpoint.load_(
-        model,
-        folder,
-        activations=activations,
-        device=target,
+    options = LoadOptions(
+        activations,
+        target,
         ignore=(*_names.as_patterns(ignore), *_unused(model)),
         progress=_bar if progress else None,
     )
+    model = fill(model, folder, spec, options)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return _ready(model, target, merge)

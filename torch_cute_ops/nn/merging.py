@@ -12,7 +12,7 @@ from torch_cute_ops.nn._base import QuantLinear, merge
 
 
 @torch.no_grad()
-def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.PARTS) -> nn.Module:
+def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED) -> nn.Module:
     """Merge the quantised layers of a model that have the same input, in place: one GEMM in place of two or three.
 
     A module that has, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` in their place. Its ``forward``

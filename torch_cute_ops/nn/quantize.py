@@ -115,7 +115,7 @@ def _quantize_experts(model: nn.Module, scheme: Any, ignore: tuple[str, ...]) ->
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
     """The largest magnitude in the weights of the layers that share an input, of those that have siblings."""
-    group_of = {part: merged for merged, parts in _names.PARTS.items() for part in parts}
+    group_of = {part: merged for merged, parts in _names.MERGED.items() for part in parts}
     groups = defaultdict(list)
     for name in linears:
         parent, _, last = name.rpartition(".")
