@@ -47,8 +47,8 @@ def grouped_mm_fp8(
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
-        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
-            all of them.
+        counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
+            of them.
         alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
             expert. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.

@@ -51,8 +51,8 @@ def grouped_mm_fp8_fp4(
             uint8 or float8_e8m0fnu (MXFP4).
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
-        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
-            all of them.
+        counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
+            of them.
         alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
             expert. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.

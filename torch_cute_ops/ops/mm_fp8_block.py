@@ -49,8 +49,7 @@ def mm_fp8_block(
             kernel may then read them before that launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
             next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 64 rows bring its first 8 MB into L2
-            when they have nothing else to load. The result does not depend on it, and it may be written at the same
-            time.
+            after their own loads. The result does not depend on it, and it may be written at the same time.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 UNIT = 8
-"""What the length of a row is a multiple of: elements of two bytes that a thread takes at once."""
+"""Multiple that the length of a row must be: the 2-byte elements that a thread copies at once."""
 
 
 class _Call(NamedTuple):

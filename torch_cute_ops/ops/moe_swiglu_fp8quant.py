@@ -167,8 +167,8 @@ def moe_swiglu_fp8quant(
             bfloat16, float16 or float32; I is a multiple of 64. Rows may be strided.
         offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 512.
             Required for an (R, 2I) input, otherwise ``None``.
-        counts: (E,) int32: rows of each expert, at most the rows that it has room for. ``None`` with ``offsets`` means
-            all rows up to the next offset, which is faster and needs rows without padding.
+        counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
+            rows up to the next offset, which is faster and needs rows without padding.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         out: contiguous tensors to write ``(y, scale)`` into.
