@@ -20,7 +20,7 @@ from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import DENSE, ROUTED, FP4T
 from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Tactic
 from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
 from torch_cute_ops.testing.resources import compile_for
 
@@ -117,7 +117,7 @@ def line(
     config: Any = spec.config
     if registers is not None and config not in registers:
         registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
-    flops = 2 * ROWS * config.stage.columns * CHUNK
+    flops = 2 * ROWS * config.stage.columns * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
     # All experts are as much as one with the k of all.
@@ -126,7 +126,7 @@ def line(
     return Line(
         *(n, k, m, mode, tactic, config, 0 if registers is None else registers[config]),
         mma_clocks=flops / arch.fp4_flops_per_clock,
-        byte_clocks=(ROWS + config.stage.own_columns) * operand.row_bytes(CHUNK) / bytes_per_clock,
+        byte_clocks=(ROWS + config.stage.own_columns) * operand.row_bytes(K_TILE) / bytes_per_clock,
         us=backend.estimate(problem, m, tactic, target) * 1e6,
         floor_us=floor * 1e6,
     )
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tbps = cost.bytes_per_second(target) / 1e12
     pflops = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ / 1e15
     rates = {"tbps": tbps, "pflops": pflops}
-    print(ABOUT.format(arch=arch.name, sms=target.sms, fmt=fmt.name, chunk=CHUNK, experts=FC2_EXPERTS, **rates))
+    print(ABOUT.format(arch=arch.name, sms=target.sms, fmt=fmt.name, chunk=K_TILE, experts=FC2_EXPERTS, **rates))
     print()
     print(report.table(HEADER, [cells(one) for one in lines]))
     return 0

@@ -28,7 +28,7 @@ from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
-from torch_cute_ops.kernels.common.core.layouts import BY_WARP, Epilogue
+from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, Epilogue
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -153,7 +153,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
     # Of units that warps multiply by themselves see docs/limits.md.
-    strict = by_warpgroups or case.group > BY_WARP
+    strict = by_warpgroups or case.group > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)

@@ -15,7 +15,7 @@ from support.host_grids import Placed, call_apart, grids
 from support.kernel_grid import BF16, FP8_TARGETS, WHAT, Case, MoeCase
 
 from ptx_emulator.adapter import run_kernel
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

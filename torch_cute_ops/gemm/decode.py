@@ -8,7 +8,7 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_dequant
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_ROWS, WeightTile
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -98,9 +98,9 @@ def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None
     layout = weight_scales(problem)
     if not layout.is_linear:
         return None
-    if width % CHUNK:
-        return f"in the linear layout {what} has to be a multiple of {CHUNK}"
-    return WeightChunks(fp4_format(problem), layout, TILE_ROWS).reason_not_copied
+    if width % K_TILE:
+        return f"in the linear layout {what} has to be a multiple of {K_TILE}"
+    return WeightTile(fp4_format(problem), layout, SCALE_TILE_ROWS).reason_not_copied
 
 
 def decoding_kernel(problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype) -> KernelSpec:

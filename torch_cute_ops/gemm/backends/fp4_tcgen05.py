@@ -9,7 +9,7 @@ from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
@@ -23,7 +23,7 @@ class FP4Tcgen05(Tcgen05Backend):
     kernel = fp4_tcgen05.KERNEL
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        chunks = -(-problem.k // CHUNK)
+        chunks = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_tcgen05.TILES[1], m)
         # Several tiles of few rows read the weight again for each.
         least = min(widest, self.least_columns)
@@ -38,16 +38,16 @@ class FP4Tcgen05(Tcgen05Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, group, splits = map(int, tactic)
-        rows, chunks = ROWS * group, -(-problem.k // CHUNK)
+        rows, chunks = ROWS * group, -(-problem.k // K_TILE)
         tiles = -(-problem.n // rows) * -(-m // tokens)
         teams = cost.places(target.sms, group * splits) // (group * splits)
         waves = -(-tiles // teams)
         # Of a CTA and a chunk. Tiles of tokens that run together read the weight from memory once.
-        line = problem.b.row_bytes(CHUNK)
+        line = problem.b.row_bytes(K_TILE)
         again = min(-(-m // tokens), self.l2_shares)
         weight, activations = ROWS * line / again, tokens // group * line / self.l2_shares
         read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * ROWS * max(tokens, self.least_columns) * CHUNK
+        flops = 2 * ROWS * max(tokens, self.least_columns) * K_TILE
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-chunks // splits) * cost.overlapped(computed, read, order=8)
         stored = ROWS * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ

@@ -9,7 +9,7 @@ from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -64,8 +64,8 @@ class FP4Wgmma(FP4KernelBackend):
     groupings = ("none", "k")
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        if problem.grouping.over == "k" and problem.expert_k % CHUNK:
-            return f"an expert's width is {problem.expert_k}; it has to be a multiple of {CHUNK}"
+        if problem.grouping.over == "k" and problem.expert_k % K_TILE:
+            return f"an expert's width is {problem.expert_k}; it has to be a multiple of {K_TILE}"
         return reason_not_linear(problem, problem.k, "k")
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
@@ -93,7 +93,7 @@ class FP4Wgmma(FP4KernelBackend):
         ctas = parts.workers * tiles
         waves = -(-ctas // cost.places(target.sms, split if parts.clusters else 1))
         chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
-        weights = parts.rows * CHUNK
+        weights = parts.rows * K_TILE
         width = _width(problem)
         share, order = (MMA_SHARE, READ_ORDER) if width is None else (EXPERTS_MMA_SHARE, EXPERTS_READ_ORDER)
         # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
@@ -108,7 +108,7 @@ class FP4Wgmma(FP4KernelBackend):
             arranged += QUANTISE_SECONDS * tokens if problem.quantises_input is not None else 0.0
             computed = cost.overlapped(computed, arranged, order=4)
         if width is not None:
-            computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
+            computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * K_TILE / width
         # The CTAs of a wave share the bandwidth, however few they are. A tile of the weight is read from memory once.
         sharing = min(target.sms, ctas / waves) * (1 + (tiles - 1) * L2_SHARE) / tiles
         read = sharing * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
@@ -186,7 +186,7 @@ class _Parts(NamedTuple):
 
 def _parts(problem: GemmProblem, tactic: Tactic, target: Target) -> _Parts:
     tokens, rows, split = map(int, tactic)
-    chunks = -(-problem.k // CHUNK)
+    chunks = -(-problem.k // K_TILE)
     arranges, clusters = _arranges(problem, tactic), _clusters(problem, tactic)
     row_tiles = -(-problem.n // rows)
     # At least a chunk each, because the kernel waits for the partial sums of every worker.

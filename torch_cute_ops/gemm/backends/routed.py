@@ -6,7 +6,7 @@ from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile
 from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_experts
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -62,7 +62,7 @@ class Routed(RoutedBackend):
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), unit_clocks(group))
-        computed *= (HALVED if config.chunk < CHUNK else 1.0) * (PARTED if config.parts > 1 else 1.0)
+        computed *= (HALVED if config.chunk < K_TILE else 1.0) * (PARTED if config.parts > 1 else 1.0)
         read = tiles * slices * touched * rows * problem.b.row_bytes(width) / bytes_per_second(target)
         seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
         if classes > 1:

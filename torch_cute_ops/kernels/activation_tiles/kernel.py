@@ -4,10 +4,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_cute_ops.kernels.activation_tiles.config import THREADS, Arguments, Config
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -23,7 +22,7 @@ class ActivationTilesKernel:
         return Arguments(
             a=a,
             scale=scale,
-            tiles=TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=16),
+            tiles=TensorArg("Uint8", (Dim("tile_bytes", ATOM_BYTES, bits=64),), (1,), align=16),
             flags=TensorArg("Int32", (Dim("flags"),), (1,), align=4),
             alpha=None,
             factors=None,
@@ -36,7 +35,7 @@ class ActivationTilesKernel:
 
     def ctas(self, a):
         """CTAs for these activations."""
-        chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
+        chunks = cute.ceil_div(self.activations.width(a), self.config.k_tile)
         return cute.ceil_div(a.shape[0] * chunks * self.activations.pieces, THREADS)
 
     @cute.jit
@@ -55,8 +54,8 @@ class ActivationTilesKernel:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         thread = cta * THREADS + tid
-        chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
-        group_bytes = TILE_TOKENS * self.config.token_bytes  # of a chunk
+        chunks = cute.ceil_div(self.activations.width(a), self.config.k_tile)
+        group_bytes = ATOM_M * self.config.token_bytes  # of a chunk
         groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
         # The next kernel may start to read its weight.
         pdl_start(self.config.pdl)
@@ -74,7 +73,7 @@ class ActivationTilesKernel:
         if thread < a.shape[0] * chunks * self.activations.pieces:
             pieces = self.activations.pieces
             piece, chunk, token = thread % pieces, thread // pieces % chunks, thread // pieces // chunks
-            base = tiles.iterator + cute.assume(chunk * groups * group_bytes, divby=TILE_BYTES)
-            start = chunk * self.config.chunk
+            base = tiles.iterator + cute.assume(chunk * groups * group_bytes, divby=ATOM_BYTES)
+            start = chunk * self.config.k_tile
             words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, piece)
             self.activations.store(words, groups, piece, token, base)

@@ -6,8 +6,8 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words, words_per
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.fp4_dequant.config import THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

@@ -7,13 +7,13 @@ from typing import Final
 import torch
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
-from torch_cute_ops.kernels.common.core.layouts import BY_WARP, GROUP_ROWS, first_fit
+from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
 from torch_cute_ops.kernels.common.experts.layouts import LIST_BYTES, PAIR_BYTES, SCANNED, TokenListLayout
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, ActivationLayout, WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, WeightTile
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import Arch
 
-ROWS: Final = GROUP_ROWS
+ROWS: Final = WGMMA_M
 """Rows of the weight of a CTA: those of a warpgroup."""
 BANDS: Final = ROWS // 16
 """Warps that share the rows of a unit, 16 rows each."""
@@ -25,7 +25,7 @@ GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile. A wider tile has fewer stages."""
-WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))
+WAYS: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """Elements of k of a chunk, slots (units that a CTA works on at a time), and warps that share the k of 16 rows.
 ``plan`` takes the first that fits."""
 CLASSES: Final = 8
@@ -98,7 +98,7 @@ class Config:
     @property
     def by_warp(self) -> bool:
         """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.group <= BY_WARP
+        return self.group <= WARP_MMA_TILE_M
 
     @property
     def expert_chunks(self) -> int:
@@ -129,12 +129,12 @@ class Config:
     @property
     def arranged(self) -> ActivationLayout:
         """How the activations are rearranged."""
-        return self.operands.arranged(by_warp=self.by_warp, chunk=self.chunk)
+        return self.operands.arranged(by_warp=self.by_warp, k_tile=self.chunk)
 
     @property
-    def chunks(self) -> WeightChunks:
+    def chunks(self) -> WeightTile:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.operands.fmt, self.operands.layout, ROWS, self.chunk, self.spread)
+        return WeightTile(self.operands.fmt, self.operands.layout, ROWS, self.chunk, self.spread)
 
     @property
     def stage_bytes(self) -> int:

@@ -10,18 +10,18 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import next_stage, pdl_start
+from torch_cute_ops.kernels.common.core.pipeline import next_stage, release
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factors_argument
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.lists import TokenLister, TokenLists
 from torch_cute_ops.kernels.common.experts.units import ExpertUnits
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.decode import sum_scale
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
-from torch_cute_ops.kernels.common.fp4.mma import UnitMma, free
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.decode import acc_scale
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
+from torch_cute_ops.kernels.common.fp4.mma import KTileMma
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_experts.config import BANDS, ROWS, Arguments, Config
 from torch_cute_ops.kernels.fp4_experts.totals import Share, Smem, Totals
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
@@ -57,11 +57,11 @@ class FP4ExpertsKernel:
     def __init__(self, config: Config):
         self.config = config
         self.totals = Totals(config)
-        self.ring = WeightRing(config.chunks, config.stages)
+        self.ring = WeightStages(config.chunks, config.stages)
         self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
         self.units = ExpertUnits(config.tokens, config.group, config.classes)
-        self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width)
+        self.mma = KTileMma(self.ring, config.arranged, config.group, config.stages, config.width)
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
@@ -164,7 +164,7 @@ class FP4ExpertsKernel:
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # The sums; and the activations, of which a unit that is not full overwrites only some
-        clear(smem.sums, c.sum_bytes + c.stages * self.mma.stage_tokens, tid, c.threads)
+        clear(smem.sums, c.sum_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
         self.units.gather(alpha, lists.counts, tile, share.m, tid, warp, c.warps, c.threads, (begins, ends), smem.units)
@@ -183,7 +183,7 @@ class FP4ExpertsKernel:
         scales = base + c.stages * self.ring.code_bytes
         sums = scales + c.stages * self.ring.scale_bytes
         tokens = sums + c.sum_bytes
-        pairs = tokens + c.stages * self.mma.stage_tokens
+        pairs = tokens + c.stages * self.mma.activation_bytes
         units, end = self.units.lists(pairs + c.stages * c.group * PAIR_BYTES)
         barriers = cute.recast_ptr(end, dtype=Int64)
         return Smem(
@@ -263,7 +263,7 @@ class FP4ExpertsKernel:
         position = (unit - units.begins[index]) * c.group
         entry = self.lister.entry(share.tile, units.experts[index], share.experts)
         tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
-        target = smem.tokens + cute.assume(stage * self.mma.stage_tokens, divby=self.mma.stage_tokens)
+        target = smem.tokens + cute.assume(stage * self.mma.activation_bytes, divby=self.mma.activation_bytes)
         pairs = c.group * PAIR_BYTES
         barrier = smem.full + stage
         with cute.arch.elect_one():
@@ -343,11 +343,11 @@ class FP4ExpertsKernel:
                 stage, parity = next_stage(stage, parity, depth)
                 if const_expr(c.by_warp):
                     if chunk + 1 < c.expert_chunks:
-                        free(smem.free + (first + last), consumer.leads)
+                        release(smem.free + (first + last), consumer.leads)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
-            free(smem.free + (first + last), consumer.leads)
+            release(smem.free + (first + last), consumer.leads)
             # After the warp with the same rows that has the part of k before, or the unit before
             if (unit > 0) | (consumer.part > 0):
                 ptx.wait(consumer.chain + consumer.place, turn)
@@ -363,7 +363,7 @@ class FP4ExpertsKernel:
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
         def free_before() -> None:
-            free(smem.free + before, consumer.leads, chunk > 0)
+            release(smem.free + before, consumer.leads, chunk > 0)
 
         done = free_before if c.expert_chunks > 1 else None
         self.mma.multiply(start, part, c.parts, chunk, stage, chunk > 0, rows, consumer.lane, sums, smem, done, phase)
@@ -383,8 +383,8 @@ class FP4ExpertsKernel:
         their factors."""
         c = self.config
         offsets, factors = [], []
-        for group in range(c.group // TILE_TOKENS):
-            at = stage * (c.group * PAIR_BYTES) + (group * TILE_TOKENS + consumer.quad * 2) * PAIR_BYTES
+        for group in range(c.group // ATOM_M):
+            at = stage * (c.group * PAIR_BYTES) + (group * ATOM_M + consumer.quad * 2) * PAIR_BYTES
             words = cute.recast_ptr(smem.pairs + cute.assume(at, divby=16), dtype=Uint32)
             loaded = load_words(cute.make_tensor(words, cute.make_layout(4)))
             offsets += [Int32(loaded[0]), Int32(loaded[2])]
@@ -395,7 +395,7 @@ class FP4ExpertsKernel:
     def _add(self, sums, offsets, factors, bias, consumer, smem):
         """Add a unit's sums, with the bias of the two rows, times the factors, to those of the tile."""
         c = self.config
-        scale = Float32(sum_scale(c.operands.fmt, c.operands.decodes_both))
+        scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
         places = [(i, r) for i in range(c.group // 4) for r in range(2)]
         at = [smem.sums + self.totals.sum_offset(offsets[i], consumer.row + 8 * r) for i, r in places]
         # All are loaded before the first is stored.

@@ -10,10 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, by_four, load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, as_vectors, load_words, pack, store_words
 from torch_cute_ops.kernels.common.experts.lists import TokenLists
 from torch_cute_ops.kernels.common.experts.units import UnitLists
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.fp4_experts.config import ROWS, Config
 
 WARP = 32
@@ -80,7 +80,7 @@ class Totals:
     def token_offset(self, token):
         """Offset of a token's sums, in bytes. ``sum_offset`` permutes groups of eight rows by its low bits, so that
         tokens are in different banks."""
-        return token * (ROWS * 4) + token % TILE_TOKENS * 32
+        return token * (ROWS * 4) + token % ATOM_M * 32
 
     def sum_offset(self, token_offset, row):
         """Offset of a row's sum, in bytes."""
@@ -118,14 +118,14 @@ class Totals:
         sums, flags = share.left
         slot = share.tile * share.workers + worker
         at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=ROWS * 4)
-        return by_four(at, self.config.sum_bytes), flags.iterator + slot
+        return as_vectors(at, self.config.sum_bytes), flags.iterator + slot
 
     @cute.jit
     def _leave(self, tid, share, smem):
         """Write the sums to the workspace for another worker, and clear them."""
         c = self.config
         threads = c.warps * WARP
-        here = by_four(smem.sums, c.sum_bytes)
+        here = as_vectors(smem.sums, c.sum_bytes)
         there, flag = self._left(share.worker, share)
         for i in range(tid, cute.size(here, mode=[0]), threads):
             store_words(load_words(here[i, None]), there[i, None])
@@ -139,7 +139,7 @@ class Totals:
     def _collect(self, slice_, tid, share, smem):
         """Add other workers' partial sums of this slice, in the order of their classes; this worker's come last."""
         c = self.config
-        here = by_four(smem.sums, c.sum_bytes)
+        here = as_vectors(smem.sums, c.sum_bytes)
         # The worker that has the slice's first class: portions are rounded down.
         tasks = cute.ceil_div(share.n, ROWS) * c.classes
         first = ((slice_ * c.classes + 1) * share.workers - 1) // tasks

@@ -7,9 +7,9 @@ from typing import Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.core.layouts import BY_WARP, GROUP_ROWS, first_fit
+from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
 from torch_cute_ops.kernels.common.experts.layouts import LIST_BYTES, SCANNED, TokenListLayout
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, ActivationLayout, WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, WeightTile
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import Arch
 
@@ -157,12 +157,12 @@ class Config:
     @property
     def by_warp(self) -> bool:
         """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.group <= BY_WARP
+        return self.group <= WARP_MMA_TILE_M
 
     @property
     def k_chunks(self) -> int:
         """Chunks of k."""
-        return -(-self.width // CHUNK)
+        return -(-self.width // K_TILE)
 
     @property
     def scans(self) -> bool:
@@ -178,7 +178,7 @@ class Config:
     @property
     def arranged(self) -> ActivationLayout:
         """How the activations are rearranged."""
-        return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
+        return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
 
     @property
     def lists(self) -> TokenListLayout:
@@ -197,9 +197,9 @@ class Config:
         return max(1, self.stages // self.slots - 2)
 
     @property
-    def chunks(self) -> WeightChunks:
+    def chunks(self) -> WeightTile:
         """Chunks of the gate's rows, or of up's: two for each stage."""
-        return WeightChunks(self.operands.fmt, self.operands.layout, self.columns)
+        return WeightTile(self.operands.fmt, self.operands.layout, self.columns)
 
     @property
     def stage_bytes(self) -> int:
@@ -245,8 +245,8 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if not self.by_warp and self.rows < GROUP_ROWS:
-            return f"{self.group} tokens are multiplied by warpgroups, which take {GROUP_ROWS} rows; not {self.rows}"
+        if not self.by_warp and self.rows < WGMMA_M:
+            return f"{self.group} tokens are multiplied by warpgroups, which take {WGMMA_M} rows; not {self.rows}"
         if self.slots == 1 and self.parts > 1 and self.group > MAX_TWICE:
             return f"warps have no registers for the sums of two parts of {self.group} tokens"
         if self.columns % self.finish.block:

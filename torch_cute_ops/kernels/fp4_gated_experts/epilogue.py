@@ -13,7 +13,7 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms, silu_mul, swiglu
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_byte, store_words
-from torch_cute_ops.kernels.common.fp4.decode import scale_argument, sum_scale
+from torch_cute_ops.kernels.common.fp4.decode import acc_scale, scale_argument
 from torch_cute_ops.kernels.common.fp4.encode import fp4_block
 from torch_cute_ops.kernels.fp4_gated_experts.config import Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
@@ -102,7 +102,7 @@ class GatedEpilogue:
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
         """A result of two sums."""
         operands = self.config.operands
-        scale = sum_scale(operands.fmt, operands.decodes_both)
+        scale = acc_scale(operands.fmt, operands.decodes_both)
         values = []
         for half, total in enumerate((gate, up)):
             value = total if scale == 1.0 else ptx.mul_rn(total, Float32(scale))

@@ -9,16 +9,16 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage, pdl_start
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage, release
 from torch_cute_ops.kernels.common.experts.factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.experts.lists import TokenLister, TokenLists
 from torch_cute_ops.kernels.common.experts.units import ExpertUnits, UnitLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_ROWS, TILE_TOKENS
-from torch_cute_ops.kernels.common.fp4.mma import UnitMma, free
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, K_TILE, SCALE_TILE_ROWS
+from torch_cute_ops.kernels.common.fp4.mma import KTileMma
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
     ARRANGED,
     GAP,
@@ -117,11 +117,11 @@ class FP4GatedExpertsKernel:
 
     def __init__(self, config: Config):
         self.config = config
-        self.ring = WeightRing(config.chunks, 2 * config.stages)
+        self.ring = WeightStages(config.chunks, 2 * config.stages)
         self.activations = Activations(config.arranged)
         self.lister = TokenLister(config.lists, self.activations)
         self.units = ExpertUnits(config.tokens, config.group)
-        self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width, config.token_pitch)
+        self.mma = KTileMma(self.ring, config.arranged, config.group, config.stages, config.width, config.token_pitch)
         self.epilogue = GatedEpilogue(config)
 
     def arguments(self) -> Arguments:
@@ -236,7 +236,7 @@ class FP4GatedExpertsKernel:
         pieces = self.activations.pieces
         for i in range(thread, m * (c.k_chunks * pieces), threads):
             piece, chunk, token = i % pieces, i // pieces % c.k_chunks, i // (pieces * c.k_chunks)
-            start = chunk * CHUNK
+            start = chunk * K_TILE
             words = self.activations.read(a, a_scale, token, start, c.width - start, piece)
             self.activations.store_row(words, piece, self._row_at(lists.tiles, token, chunk))
         if const_expr(not c.scans):
@@ -261,7 +261,7 @@ class FP4GatedExpertsKernel:
         experts = routing.shape[1]
         width = outputs.y.shape[1] * (2 if const_expr(self.epilogue.is_fp4) else 1) // experts
         slices = width // c.columns
-        siblings = Int32(max(1, TILE_ROWS // c.columns))
+        siblings = Int32(max(1, SCALE_TILE_ROWS // c.columns))
         siblings = ptx.select((slices % siblings == 0) & (workers % siblings == 0), siblings, Int32(1))
         share = Share(
             m=routing.shape[0],
@@ -291,7 +291,7 @@ class FP4GatedExpertsKernel:
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
         # Of the activations a unit that is not full overwrites only some.
-        clear(smem.tokens, c.stages * self.mma.stage_tokens, tid, c.threads)
+        clear(smem.tokens, c.stages * self.mma.activation_bytes, tid, c.threads)
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
         self.units.gather(routing, lists.counts, tile, share.m, tid, warp, WARPS, c.threads, (None, None), smem.units)
@@ -318,7 +318,7 @@ class FP4GatedExpertsKernel:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         tokens = base + 2 * c.stages * self.ring.code_bytes
-        scales = tokens + c.stages * self.mma.stage_tokens
+        scales = tokens + c.stages * self.mma.activation_bytes
         sums = scales + 2 * c.stages * self.ring.scale_bytes
         values = sums + c.sum_bytes
         units, end = self.units.lists(values + c.value_bytes)
@@ -396,8 +396,8 @@ class FP4GatedExpertsKernel:
             if const_expr(not c.by_warp):
                 # Of each eight tokens that of four lanes; one that exists
                 own = [
-                    cute.arch.shuffle_sync(token, cutlass.min(i * TILE_TOKENS + lane // QUAD, tokens - 1))
-                    for i in range(c.group // TILE_TOKENS)
+                    cute.arch.shuffle_sync(token, cutlass.min(i * ATOM_M + lane // QUAD, tokens - 1))
+                    for i in range(c.group // ATOM_M)
                 ]
             begin, behind = self._chunks(task.first, task.last, slot)
             for chunk in range(begin, behind, c.slots):
@@ -410,8 +410,8 @@ class FP4GatedExpertsKernel:
                             handed = done
                     ptx.wait(free, parity)
                     self._load_weight(index, task, chunk, first + stage, weight, share, smem)
-                at = (first + stage) * self.mma.stage_tokens
-                target = smem.tokens + cute.assume(at, divby=self.mma.stage_tokens)
+                at = (first + stage) * self.mma.activation_bytes
+                target = smem.tokens + cute.assume(at, divby=self.mma.activation_bytes)
                 if const_expr(c.by_warp):
                     full = smem.full + (first + stage)
                     if lane == 0:
@@ -422,11 +422,11 @@ class FP4GatedExpertsKernel:
                         ptx.copy_bulk(to, row, self.lister.token_bytes, full)
                     cute.arch.sync_warp()
                 else:
-                    for i in range_constexpr(c.group // TILE_TOKENS):
-                        if i * TILE_TOKENS < tokens:
+                    for i in range_constexpr(c.group // ATOM_M):
+                        if i * ATOM_M < tokens:
                             row = self._row_at(share.lists.tiles, own[i], chunk)
-                            exists = i * TILE_TOKENS + lane // QUAD < tokens
-                            to = target + i * (TILE_TOKENS * self.lister.token_bytes)
+                            exists = i * ATOM_M + lane // QUAD < tokens
+                            to = target + i * (ATOM_M * self.lister.token_bytes)
                             self.activations.copy_rows(to, row, exists, lane)
                     cute.arch.cp_async_commit_group()
                 done += 1
@@ -530,10 +530,10 @@ class FP4GatedExpertsKernel:
                     last = stage
                     stage, parity = next_stage(stage, parity, depth)
                     if const_expr(c.by_warp):
-                        free(smem.free + (first + last), consumer.leads)
+                        release(smem.free + (first + last), consumer.leads)
                 if const_expr(not c.by_warp):
                     warpgroup.wait_group(0)
-                    free(smem.free + (first + last), consumer.leads, begin < behind)
+                    release(smem.free + (first + last), consumer.leads, begin < behind)
                 if const_expr(c.slots > 1):
                     # After the warp with the same rows that has the chunks, the part or the task before
                     ptx.wait(chain + slot, turn)
@@ -559,11 +559,11 @@ class FP4GatedExpertsKernel:
         rows = []
         for half in range(2):
             # A tile of scales has the rows of several slices.
-            inside = ((expert * 2 + half) * share.width + first_column) % TILE_ROWS
+            inside = ((expert * 2 + half) * share.width + first_column) % SCALE_TILE_ROWS
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 
         def free_before() -> None:
-            free(smem.free + before, consumer.leads, adds)
+            release(smem.free + before, consumer.leads, adds)
 
         done = free_before if c.k_chunks > c.slots else None
         self.mma.multiply(start, 0, 1, chunk, stage, adds, rows, consumer.lane, sums, smem, done)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.core.layouts import Epilogue, SumTile, first_fit
-from torch_cute_ops.kernels.common.fp4.layouts import reason_beyond
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums, first_fit
+from torch_cute_ops.kernels.common.fp4.layouts import reason_undecodable
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS = 128
@@ -98,9 +98,9 @@ class Config:
         return self.code_bytes + self.scale_bytes + self.token_bytes + self.token_scale_bytes
 
     @property
-    def sum_tile(self) -> SumTile:
+    def sum_tile(self) -> PartialSums:
         """The sums in shared memory."""
-        return SumTile(self.tokens, ROWS)
+        return PartialSums(self.tokens, ROWS)
 
     @property
     def smem_bytes(self) -> int:
@@ -118,7 +118,7 @@ class Config:
             return f"needs block-scaled mma.sync; this is {arch.name}"
         if self.layout.tile_rows not in (0, ROWS):
             return f"the layout {self.layout.name} is not for scales of weights"
-        reason = self.epilogue.reason_unsupported() or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+        reason = self.epilogue.reason_unsupported() or reason_undecodable(self.dtype, self.fmt, self.smem_bytes, arch)
         if reason is not None:
             return reason
         if (self.smem_bytes + RESERVED) * self.ctas_per_sm > arch.smem_per_sm:

@@ -7,17 +7,17 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, cons
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.cluster_sums import leave_sums, sum_columns, write_sums
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, store_words
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, store_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.fp4.decode import (
+    acc_scale,
     decode,
     pair_activations,
     rows_of_bytes,
     scale_argument,
     scale_factors,
-    sum_scale,
 )
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Arguments, Config
 from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, multiply_codes
@@ -169,17 +169,17 @@ class FP4MmaKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
         sum_tile = c.sum_tile
-        terms = self.epilogue.terms(alpha, bias, *sum_columns(sum_tile, THREADS, tid, part.first_row), part.n)
-        leave_sums(sum_tile, sums, base, part.row, part.quad)
+        terms = self.epilogue.terms(alpha, bias, *thread_columns(sum_tile, THREADS, tid, part.first_row), part.n)
+        store_partial_sums(sum_tile, sums, base, part.row, part.quad)
         if const_expr(c.splits > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
         finish = self.epilogue.finisher(
-            self.epilogue.factor(alpha), terms, 1.0 if const_expr(self.native) else sum_scale(c.fmt)
+            self.epilogue.factor(alpha), terms, 1.0 if const_expr(self.native) else acc_scale(c.fmt)
         )
-        write_sums(sum_tile, c.splits, THREADS, finish, out, base, rank, tid, part.first_token, part.first_row)
+        reduce_partial_sums(sum_tile, c.splits, THREADS, finish, out, base, rank, tid, part.first_token, part.first_row)
         if const_expr(c.splits > 1):
             # No CTA may end while another still reads its sums.
             cute.arch.cluster_arrive()

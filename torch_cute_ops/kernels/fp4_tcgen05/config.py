@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
     BlockScaledStage,
     with_most_stages,
 )
-from torch_cute_ops.kernels.common.core.layouts import Epilogue, SumTile
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
@@ -77,9 +77,9 @@ class Config(BlockScaledConfig):
         return BlockScaledStage(self.fmt, self.layout, self.tokens, self.group)
 
     @property
-    def sum_tile(self) -> SumTile:
+    def sum_tile(self) -> PartialSums:
         """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
-        return SumTile(self.tokens, ROWS)
+        return PartialSums(self.tokens, ROWS)
 
     @property
     def accumulators(self) -> int:

@@ -18,14 +18,13 @@ from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import (
 from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
 from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP, STORING_WARPS
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.cluster_sums import sum_columns, write_sums
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.memory import pack
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
-from torch_cute_ops.kernels.common.core.tile_order import tile_of
 from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -136,7 +135,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     def _tile(self, number, part):
         """The tile of rows and that of tokens."""
-        return tile_of(number, part.row_tiles, part.token_tiles)
+        return raster_tile(number, part.row_tiles, part.token_tiles)
 
     # Copies
 
@@ -168,7 +167,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
         first = chunk * stage.scale_tiles
-        size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE
+        size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES
         token_row_tile = token_tile * c.tokens // ROWS
         token_tiles = cutlass.min(cute.ceil_div(part.m, ROWS) - token_row_tile, Int32(stage.scale_row_tiles))
         row_tiles = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_tile, Int32(1)), Int32(0))
@@ -189,7 +188,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             rows = part.b_scale, (row_tile * c.group + half) * ROWS + lane, part.n
             tokens = part.a_scale, token_tile * c.tokens + lane, part.m
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
-                first = chunk * (CHUNK // c.fmt.block_size)
+                first = chunk * (K_TILE // c.fmt.block_size)
                 turn, stage, parity = self._arrange_chunk(
                     turn, lane, rows, tokens, first, part.blocks, stage, parity, smem
                 )
@@ -342,10 +341,10 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         if tid < threads:
             at = token_tile * c.tokens, row_tile * ROWS
             terms = self.epilogue.terms(
-                part.alpha, part.bias, *sum_columns(c.sum_tile, threads, tid, row_tile * ROWS), part.n
+                part.alpha, part.bias, *thread_columns(c.sum_tile, threads, tid, row_tile * ROWS), part.n
             )
             finish = self.epilogue.finisher(self.epilogue.factor(part.alpha), terms)
-            write_sums(c.sum_tile, c.splits, threads, finish, part.out, smem.stages, part.rank, tid, *at)
+            reduce_partial_sums(c.sum_tile, c.splits, threads, finish, part.out, smem.stages, part.rank, tid, *at)
         cute.arch.sync_warp()
         # No CTA may end while another still reads its sums.
         cute.arch.cluster_arrive()

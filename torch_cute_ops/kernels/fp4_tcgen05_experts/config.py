@@ -15,7 +15,7 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
     BlockScaledStage,
     with_most_stages,
 )
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = (32, 64, 128)
@@ -89,7 +89,7 @@ class Config(BlockScaledConfig):
     @property
     def chunks(self) -> int:
         """Chunks of an expert."""
-        return -(-self.width // CHUNK)
+        return -(-self.width // K_TILE)
 
     @property
     def bias_bytes(self) -> int:

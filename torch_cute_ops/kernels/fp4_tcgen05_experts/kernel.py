@@ -13,12 +13,12 @@ from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
 from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import next_stage, pdl_start
+from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import ACCUMULATORS, GROUP, LOADED, WORD, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -232,7 +232,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     def _first_tile(self, expert, chunk):
         """The tile of scales that a chunk begins in."""
-        return (expert * self.config.width + chunk * CHUNK) // self.stage.tile_elements
+        return (expert * self.config.width + chunk * K_TILE) // self.stage.tile_elements
 
     # Copies
 
@@ -267,8 +267,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
         first = self._first_tile(expert, chunk)
-        end = expert * c.width + cutlass.min(chunk * CHUNK + CHUNK, Int32(c.width))
-        size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE
+        end = expert * c.width + cutlass.min(chunk * K_TILE + K_TILE, Int32(c.width))
+        size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE_BYTES
         rows = ScaleTiles(part.b_scale, unit.row_tile * c.columns // ROWS, 1, ptx.EVICT_FIRST)
         tokens = ScaleTiles(part.a_scale, unit.token_tile, 1, None)
         self._copy_scales(tokens, rows, first, size, base, barrier)

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import fence_async_global, pdl_start
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
+from torch_cute_ops.kernels.common.core.pipeline import fence_async_global
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, ExpertLayout
 from torch_cute_ops.kernels.fp4_to_fp8.config import (
     COLUMNS,

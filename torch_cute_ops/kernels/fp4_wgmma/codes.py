@@ -17,10 +17,9 @@ from cutlass import Float8E4M3FN, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.fp4.decode import E4M3_EXPONENT, e4m3_words
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS
-from torch_cute_ops.kernels.common.fp4.mma import free
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 from torch_cute_ops.kernels.fp4_wgmma.config import CODE_TILES
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Stages
 from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
@@ -30,7 +29,7 @@ STEPS: Final = 4
 """Words of a lane's codes in half a chunk, each for an MMA of 32 elements of k."""
 MMA_K: Final = 32
 """Elements of k of an MMA."""
-FACTORS_AT: Final = HALVES * TILE_BYTES
+FACTORS_AT: Final = HALVES * ATOM_BYTES
 """Where the factors of the blocks are in a stage, behind the B operands of both halves."""
 
 
@@ -43,7 +42,7 @@ class CodeActivations(RowActivations):
         quad, word = piece // (HALVES * STEPS), piece % (HALVES * STEPS)
         half, step = word // STEPS, word % STEPS
         column = quad * 2 + step // 2
-        line = base + cute.assume(half * TILE_BYTES + column * TILE_LINE + quad * 4, divby=4)
+        line = base + cute.assume(half * ATOM_BYTES + column * ATOM_ROW_BYTES + quad * 4, divby=4)
         for i, four in enumerate(e4m3_words(codes)):
             at = line + cute.assume(((step * 2 + i) ^ column) * 16, divby=16)
             cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))[0] = four
@@ -61,13 +60,13 @@ class CodeMma(RowMma):
         of activations, to sums of their own, which they replace."""
 
         def tiled() -> cute.TiledMma:
-            shape, mode = (GROUP_ROWS, TILE_TOKENS, MMA_K), OperandMajorMode.K
+            shape, mode = (WGMMA_M, ATOM_M, MMA_K), OperandMajorMode.K
             sources = warpgroup.OperandSource.RMEM, mode, mode
             return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
         tiles = self.config.token_stages * CODE_TILES
-        layout = cute.tile_to_shape(atom, (TILE_TOKENS, TILE_LINE, tiles), order=(0, 1, 2))
+        layout = cute.tile_to_shape(atom, (ATOM_M, ATOM_ROW_BYTES, tiles), order=(0, 1, 2))
         tokens = cute.make_tensor(cute.recast_ptr(smem.tokens, layout.inner, dtype=Float8E4M3FN), layout.outer)
         mma = tiled()
         operand = mma.make_fragment_B(mma.get_slice(0).partition_B(tokens))
@@ -76,7 +75,7 @@ class CodeMma(RowMma):
             layout = cute.make_layout(((4, 2, 2), 1, STEPS), stride=((1, 4, 8), 0, 16))
             weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
             mma = tiled()
-            accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((GROUP_ROWS, TILE_TOKENS)))
+            accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((WGMMA_M, ATOM_M)))
             tile = stage * CODE_TILES + half
             warpgroup.fence()
             for step in range(STEPS):
@@ -88,12 +87,12 @@ class CodeMma(RowMma):
 
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
         stage, parity, token_stage, token_parity, _ = stages
-        ptx.wait(smem.full + stage, parity)
+        smem.weight_pipeline.wait_full(stage, parity)
         existing, quad = self._existing(first + i, consumer, part), consumer.quad
         codes = [self.ring.codes(smem.codes, stage, row, quad) for row in (consumer.row, consumer.row + 8)]
         rows = (consumer.scale_row, consumer.scale_row + 8)
         scales = [self._scales(smem.scales, stage, row, quad, existing) for row in rows]
-        free(smem.free + stage, consumer.leads)
+        smem.weight_pipeline.release(stage, consumer.leads)
         totals = []
         for half in range(HALVES):
             words = cute.make_rmem_tensor((4 * STEPS,), Uint32)
@@ -102,11 +101,11 @@ class CodeMma(RowMma):
                     for j, four in enumerate(e4m3_words(row[half * STEPS + step])):
                         words[4 * step + 2 * j + r] = four
             if half == 0:
-                ptx.wait(smem.tokens_full + token_stage, token_parity)
+                smem.a_pipeline.wait_full(token_stage, token_parity)
             total = cute.make_rmem_tensor((self.config.sums,), Float32)
             start(words, half, token_stage, total)
             totals.append(total)
-        factors_at = token_stage * (CODE_TILES * TILE_BYTES) + FACTORS_AT + quad * 16
+        factors_at = token_stage * (CODE_TILES * ATOM_BYTES) + FACTORS_AT + quad * 16
         factors = self._factors(smem.tokens + cute.assume(factors_at, divby=16))
         for half, total in enumerate(totals):
             warpgroup.wait_group(HALVES - 1 - half)
@@ -115,5 +114,5 @@ class CodeMma(RowMma):
                 scale = ptx.mul_rn(scales[e // 2][at], factors[at])
                 sums[e] = ptx.fma_rn(total[e], scale, sums[e])
         cute.arch.sync_warp()
-        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
         return self._after(stages)

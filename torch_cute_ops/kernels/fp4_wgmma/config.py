@@ -6,22 +6,22 @@ from typing import Final
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common.core.layouts import (
-    BY_WARP,
-    GROUP_ROWS,
     SCHEDULERS,
+    WARP_MMA_TILE_M,
     WARPGROUP,
+    WGMMA_M,
     Epilogue,
-    SumTile,
+    PartialSums,
     first_fit,
 )
 from torch_cute_ops.kernels.common.fp4.layouts import (
-    CHUNK,
-    SCALE_TILE,
-    TILE_BYTES,
-    TILE_LINE,
-    TILE_TOKENS,
+    ATOM_BYTES,
+    ATOM_M,
+    ATOM_ROW_BYTES,
+    K_TILE,
+    SCALE_TILE_BYTES,
     ActivationLayout,
-    WeightChunks,
+    WeightTile,
 )
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import Arch
@@ -43,9 +43,9 @@ REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4,
 """Registers per thread of consumers and of other warps, by the warpgroups of both, where the CTAs rearrange the
 activations."""
 BARRIER_BYTES: Final = 512
-CHUNK_BLOCKS: Final = CHUNK // 16
+CHUNK_BLOCKS: Final = K_TILE // 16
 """Blocks of NVFP4 of a chunk."""
-ROW_BYTES: Final = CHUNK * 2
+ROW_BYTES: Final = K_TILE * 2
 """A chunk of one row of activations, float16."""
 ROW_STAGE_BYTES: Final = 640
 """A stage of one row: a chunk, and an fp32 factor for each block. Whole lines, for ``ZEROS_AT``."""
@@ -79,12 +79,12 @@ EXPERT_TILES: Final = (16, 32, 64, 128)
 def rows_of(tokens: int) -> tuple[int, ...]:
     """Rows of the weight of a tile with this many tokens: what consumer warpgroups have, and fewer for clusters that
     then use more SMs."""
-    return ROWS.get(tokens, (TILES[tokens] * GROUP_ROWS,))
+    return ROWS.get(tokens, (TILES[tokens] * WGMMA_M,))
 
 
 def mma_tokens(tokens: int) -> int:
     """Columns of the MMAs of a tile with this many tokens: one for each, and at least those of one MMA."""
-    return max(tokens, TILE_TOKENS)
+    return max(tokens, ATOM_M)
 
 
 def arranges(tokens: int, splits: int) -> bool:
@@ -95,7 +95,7 @@ def arranges(tokens: int, splits: int) -> bool:
 def by_codes(operands: FP4Operands, tokens: int, rows: int) -> bool:
     """Whether a tile of one row is multiplied as codes, by FP8 MMAs of warpgroups: in FP4, beside whole warpgroups of
     rows of the weight."""
-    return tokens == 1 and operands.decodes_both and rows % GROUP_ROWS == 0
+    return tokens == 1 and operands.decodes_both and rows % WGMMA_M == 0
 
 
 def sends(tokens: int, splits: int) -> bool:
@@ -220,7 +220,7 @@ class Config:
     @property
     def by_warp(self) -> bool:
         """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.tokens <= BY_WARP and not self.by_codes
+        return self.tokens <= WARP_MMA_TILE_M and not self.by_codes
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -240,9 +240,9 @@ class Config:
         return self.splits > 1 or self.turns > 1 or self.tokens == 1
 
     @property
-    def sum_tile(self) -> SumTile:
+    def sum_tile(self) -> PartialSums:
         """The accumulators of a CTA, in place of the codes, where they go through shared memory."""
-        return SumTile(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
+        return PartialSums(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
 
     @property
     def sums(self) -> int:
@@ -252,12 +252,12 @@ class Config:
     @property
     def groups_of_tokens(self) -> int:
         """Groups of tokens that are rearranged together."""
-        return mma_tokens(self.tokens) // TILE_TOKENS
+        return mma_tokens(self.tokens) // ATOM_M
 
     @property
     def arranged(self) -> ActivationLayout:
         """How the activations are rearranged."""
-        return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
+        return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
 
     @property
     def ahead(self) -> int | None:
@@ -274,7 +274,7 @@ class Config:
     def first_chunks(self) -> int:
         """Chunks of activations that the consumers rearrange together, before they have any of the weight: of 16 bits,
         one for each team (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
-        return self.teams if self.tokens <= BY_WARP and self.operands.a_layout is None else 0
+        return self.teams if self.tokens <= WARP_MMA_TILE_M and self.operands.a_layout is None else 0
 
     @property
     def sends(self) -> bool:
@@ -285,14 +285,14 @@ class Config:
         """Bytes of workspace for each tile of tokens: the rearranged activations, over experts the factors, and, if
         ``workers`` leave partial sums for each other, these and their flags. Each of these parts is contiguous over all
         tiles."""
-        activations = self.tokens * -(-k // CHUNK) * self.arranged.token_bytes
+        activations = self.tokens * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.width is None else self.tokens * (k // self.width) * 4
         return activations + factors + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
 
     @property
-    def chunks(self) -> WeightChunks:
+    def chunks(self) -> WeightTile:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.operands.fmt, self.operands.layout, self.rows)
+        return WeightTile(self.operands.fmt, self.operands.layout, self.rows)
 
     @property
     def span(self) -> int:
@@ -302,13 +302,13 @@ class Config:
     @property
     def quarter_bytes(self) -> int:
         """Activations of a quarter."""
-        return self.tokens * TILE_LINE
+        return self.tokens * ATOM_ROW_BYTES
 
     @property
     def token_bytes(self) -> int:
         """Activations of a stage."""
         if self.by_codes:
-            return CODE_TILES * TILE_BYTES
+            return CODE_TILES * ATOM_BYTES
         return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
 
     @property
@@ -326,7 +326,7 @@ class Config:
     def token_ring_bytes(self) -> int:
         """The stages of activations, and the zeros before them: whole tiles of scales, which follow."""
         size = self.zeros_bytes + self.token_stages * self.token_bytes
-        return -(-size // SCALE_TILE) * SCALE_TILE
+        return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
     @property
     def factor_bytes(self) -> int:
@@ -351,8 +351,8 @@ class Config:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
-        if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
-            return f"over experts, widths are multiples of {CHUNK}, tiles have {EXPERT_TILES} tokens, without clusters"
+        if self.width is not None and (self.width % K_TILE or self.tokens not in EXPERT_TILES or self.splits):
+            return f"over experts, widths are multiples of {K_TILE}, tiles have {EXPERT_TILES} tokens, without clusters"
         if self.width is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
             return "over experts there is no bias, and alpha is that of tokens and experts"
         reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)

@@ -1,20 +1,20 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
-from torch_cute_ops.kernels.common.core.cluster_sums import tokens_of
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.memory import clear, prefetch_argument
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.tile_order import tile_of
+from torch_cute_ops.kernels.common.core.partial_sums import reduced_rows
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline
 from torch_cute_ops.kernels.common.experts.factors import factors_argument
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_BYTES, TILE_TOKENS
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, K_TILE
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.codes import CodeActivations, CodeMma
 from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config
 from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
@@ -34,7 +34,7 @@ class FP4WgmmaKernel:
     def __init__(self, config: Config):
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
-        self.ring = WeightRing(config.chunks, config.stages)
+        self.ring = WeightStages(config.chunks, config.stages)
         if config.by_codes:
             self.activations = CodeActivations(config.arranged)
             mma = CodeMma(config, self.ring, self.activations)
@@ -45,7 +45,7 @@ class FP4WgmmaKernel:
             self.activations = Activations(config.arranged)
             mma = (WarpMma if config.by_warp else WarpgroupMma)(config, self.ring)
         self.copies = Copies(config, self.ring, self.activations)
-        self.consumers = Consumers(config, mma, Results(config, self.epilogue, mma.sum_scale))
+        self.consumers = Consumers(config, mma, Results(config, self.epilogue, mma.acc_scale))
         self.arrange = ActivationTilesKernel(activation_tiles.Config(**vars(config.arranged), pdl=config.pdl))
 
     def arguments(self) -> Arguments:
@@ -77,7 +77,9 @@ class FP4WgmmaKernel:
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         shared = None
         if const_expr(not c.arranges):
-            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], self.ring.line), workers, shares)
+            shared = self._share(
+                workspace, token_tiles, cute.ceil_div(b.shape[0], self.ring.row_bytes), workers, shares
+            )
             by_expert = alpha if const_expr(c.width is not None) else None
             ctas = ctas_unless_overlapping(self.arrange.ctas(a), written, read)
             self.arrange.launch(ctas, a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
@@ -99,18 +101,18 @@ class FP4WgmmaKernel:
         """The fields of ``Workspace``."""
         c = self.config
         slots = token_tiles * workers * shares
-        tile_bytes = Int64(token_tiles) * (c.tokens * self.ring.line * QUARTERS) * chunks
+        tile_bytes = Int64(token_tiles) * (c.tokens * self.ring.row_bytes * QUARTERS) * chunks
         sums = Int64(slots) * (c.rows * c.tokens)
         tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
-        after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
+        after = workspace.iterator + cute.assume(tile_bytes, divby=ATOM_BYTES)
         factors = None
         if const_expr(c.width is not None):
-            experts = chunks * CHUNK // c.width
+            experts = chunks * K_TILE // c.width
             layout = cute.make_layout((c.tokens, experts, token_tiles))
             factors = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), layout)
-            after = after + cute.assume(Int64(4 * c.tokens) * experts * token_tiles, divby=4 * TILE_TOKENS)
+            after = after + cute.assume(Int64(4 * c.tokens) * experts * token_tiles, divby=4 * ATOM_M)
         partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
-        after = after + cute.assume(4 * sums, divby=4 * TILE_TOKENS)
+        after = after + cute.assume(4 * sums, divby=4 * ATOM_M)
         flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
         return tiles, factors, partials, flags
 
@@ -124,16 +126,12 @@ class FP4WgmmaKernel:
         smem = self._allocate()
         if tid == 0:
             self.ring.prefetch(weight)
-            for i in range_constexpr(c.stages):
-                cute.arch.mbarrier_init(smem.full + i, 1)
-                cute.arch.mbarrier_init(smem.free + i, c.warps)
-            for i in range_constexpr(c.token_stages):
-                cute.arch.mbarrier_init(smem.tokens_full + i, c.members)
-                cute.arch.mbarrier_init(smem.tokens_free + i, c.warps)
+            smem.weight_pipeline.init(full=1, empty=c.warps)
+            smem.a_pipeline.init(full=c.members, empty=c.warps)
             if const_expr(c.sends):
                 cute.arch.mbarrier_init(smem.sums_full, 1)
                 tokens, rows = existing(c, part)
-                own = tokens_of(c.sum_tile, c.splits, part.worker % c.splits, tokens)
+                own = reduced_rows(c.sum_tile, c.splits, part.worker % c.splits, tokens)
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_full, own * rows * (c.splits * 4))
         cute.arch.mbarrier_init_fence()
         if const_expr(c.cleared_bytes > 0):
@@ -165,12 +163,12 @@ class FP4WgmmaKernel:
         """The part of a CTA."""
         c = self.config
         n, half, _ = weight[1].shape
-        chunks = cute.ceil_div(half, self.ring.line)
+        chunks = cute.ceil_div(half, self.ring.row_bytes)
         row_tiles = cute.ceil_div(n, c.rows)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         # A worker, or a cluster of them, takes the place of a tile of rows.
         together = max(c.splits, 1)
-        worker, token_tile = tile_of(cta // together, workers // together, token_tiles)
+        worker, token_tile = raster_tile(cta // together, workers // together, token_tiles)
         units = Int64(row_tiles) * chunks
         if c.splits == 0:
             begin, end = Int32(worker * units // workers), Int32((worker + 1) * units // workers)
@@ -221,9 +219,7 @@ class FP4WgmmaKernel:
             scales=scales,
             factors=factors,
             received=received,
-            full=barriers,
-            free=barriers + c.stages,
-            tokens_full=barriers + 2 * c.stages,
-            tokens_free=barriers + 2 * c.stages + c.token_stages,
+            weight_pipeline=Pipeline.at(barriers, c.stages),
+            a_pipeline=Pipeline.at(barriers + 2 * c.stages, c.token_stages),
             sums_full=barriers + 2 * (c.stages + c.token_stages),
         )

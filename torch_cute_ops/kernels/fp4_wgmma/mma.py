@@ -11,14 +11,14 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
-from torch_cute_ops.kernels.common.fp4.decode import sum_scale
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
-from torch_cute_ops.kernels.common.fp4.mma import WORD_STEPS, multiply_word, warpgroup_mma
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.decode import acc_scale
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
+from torch_cute_ops.kernels.common.fp4.mma import WORD_STEPS, warp_mma, warpgroup_mma
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import tokens_at
 
-QUARTER_WORDS = CHUNK // QUARTERS // 16 // WORD_STEPS
+QUARTER_WORDS = K_TILE // QUARTERS // 16 // WORD_STEPS
 """Words of a lane's codes that a quarter of the activations of a chunk is multiplied with."""
 
 
@@ -66,11 +66,11 @@ class Mma:
     """The interface of all MMAs. What does nothing here is for those of some kinds alone.
 
     Attributes:
-        sum_scale: the factor from their sums to true sums, a power of two.
+        acc_scale: the factor from their sums to true sums, a power of two.
     """
 
-    def __init__(self, config: Config, ring: WeightRing, sum_scale: float):
-        self.config, self.ring, self.sum_scale = config, ring, sum_scale
+    def __init__(self, config: Config, ring: WeightStages, acc_scale: float):
+        self.config, self.ring, self.acc_scale = config, ring, acc_scale
 
     def start_of(self, smem) -> Callable | None:
         """What ``multiply`` starts MMAs of the warpgroup with; ``None``: they are the warp's own."""
@@ -94,10 +94,10 @@ class Mma:
         """Leave a chunk to another warp of the band. The warp waits for it and frees it all the same: a wait by parity
         takes whoever has seen every phase of the barrier."""
         stage, parity, token_stage, token_parity, _ = stages
-        ptx.wait(smem.full + stage, parity)
-        ptx.arrive_if(smem.free + stage, consumer.leads)
-        ptx.wait(smem.tokens_full + token_stage, token_parity)
-        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        smem.weight_pipeline.wait_full(stage, parity)
+        smem.weight_pipeline.arrive_empty(stage, consumer.leads)
+        smem.a_pipeline.wait_full(token_stage, token_parity)
+        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
         return self._after(stages)
 
     def _after(self, stages: Stages) -> Stages:
@@ -119,15 +119,15 @@ class Mma:
         """Make totals of a segment's sums, where these are parts of them."""
 
     def _existing(self, chunk, consumer: Consumer, part) -> Uint32:
-        """The mask of a lane's scales of a chunk, for ``WeightRing.factors``."""
+        """The mask of a lane's scales of a chunk, for ``WeightStages.factors``."""
         return ptx.select(chunk == part.chunks - 1, consumer.existing, Uint32(0xFFFFFFFF))
 
 
 class TileMma(Mma):
     """MMAs with several rows of activations: codes are decoded and multiplied by their scales before them."""
 
-    def __init__(self, config: Config, ring: WeightRing):
-        super().__init__(config, ring, sum_scale(config.operands.fmt, config.operands.decodes_both))
+    def __init__(self, config: Config, ring: WeightStages):
+        super().__init__(config, ring, acc_scale(config.operands.fmt, config.operands.decodes_both))
         self.dtype = DSL_DTYPES[config.operands.dtype]
 
     def _load(self, stage, existing, consumer: Consumer, smem) -> tuple[list, list]:
@@ -146,26 +146,26 @@ class WarpMma(TileMma):
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
         c = self.config
         stage, parity, token_stage, token_parity, _ = stages
-        ptx.wait(smem.full + stage, parity)
+        smem.weight_pipeline.wait_full(stage, parity)
         codes, factors = self._load(stage, self._existing(first + i, consumer, part), consumer, smem)
         for word in range(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if word == 0:
-                ptx.wait(smem.tokens_full + token_stage, token_parity)
+                smem.a_pipeline.wait_full(token_stage, token_parity)
             at = tokens_at(c, token_stage, smem)
-            multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, consumer.lane, sums, self.dtype)
+            warp_mma(pairs, word, c.tokens, at, c.arranged.token_bytes, consumer.lane, sums, self.dtype)
             if word == self.ring.words // 2:
                 # All lanes have read their codes. (That this MMA takes a word of the last load does not ensure it:
                 # ptxas moves it, and so the first use of a load, behind the arrival.)
                 fence_async()
                 cute.arch.sync_warp()
-                ptx.arrive_if(smem.free + stage, consumer.leads)
-                stage, parity = next_stage(stage, parity, c.stages)
+                smem.weight_pipeline.arrive_empty(stage, consumer.leads)
+                stage, parity = smem.weight_pipeline.next(stage, parity)
         if not c.arranges:
             fence_async()
         cute.arch.sync_warp()
-        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
-        return Stages(stage, parity, *next_stage(token_stage, token_parity, c.token_stages), token_stage)
+        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
+        return Stages(stage, parity, *smem.a_pipeline.next(token_stage, token_parity), token_stage)
 
 
 class WarpgroupMma(TileMma):
@@ -173,34 +173,34 @@ class WarpgroupMma(TileMma):
 
     def start_of(self, smem) -> Callable:
         c = self.config
-        sizes = c.tokens, c.span * CHUNK // QUARTERS, c.token_stages
+        sizes = c.tokens, c.span * K_TILE // QUARTERS, c.token_stages
         return warpgroup_mma(self.dtype, *sizes, (0, 1, 2), smem.tokens)
 
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
         c = self.config
         stage, parity, token_stage, token_parity, last = stages
         words = QUARTER_WORDS * c.span
-        ptx.wait(smem.full + stage, parity)
+        smem.weight_pipeline.wait_full(stage, parity)
         codes, factors = self._load(stage, self._existing(first + i, consumer, part), consumer, smem)
         for word in range(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if word % words == 0:
-                ptx.wait(smem.tokens_full + token_stage, token_parity)
+                smem.a_pipeline.wait_full(token_stage, token_parity)
             start(pairs, word % words, token_stage, adds if word == 0 else True, sums)
             if word == self.ring.words // 2:
                 # All lanes have read their codes, since this wgmma takes a word of the last load. (An arrival does
                 # not wait for loads whose results are not used yet: on an H200 copies overtook them.)
                 cute.arch.sync_warp()
-                ptx.arrive_if(smem.free + stage, consumer.leads)
-                stage, parity = next_stage(stage, parity, c.stages)
+                smem.weight_pipeline.arrive_empty(stage, consumer.leads)
+                stage, parity = smem.weight_pipeline.next(stage, parity)
             # The MMAs of the word before are done, and its registers free.
             warpgroup.wait_group(1)
             if word % words == 0:
                 leads = consumer.leads if word else ptx.select(i > 0, consumer.leads, Uint32(0))
-                ptx.arrive_if(smem.tokens_free + last, leads)
+                smem.a_pipeline.arrive_empty(last, leads)
             if word % words == words - 1:
                 last = token_stage
-                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+                token_stage, token_parity = smem.a_pipeline.next(token_stage, token_parity)
         return Stages(stage, parity, token_stage, token_parity, last)
 
     def wait(self) -> None:
@@ -208,4 +208,4 @@ class WarpgroupMma(TileMma):
 
     def end(self, stages: Stages, consumer: Consumer, smem) -> None:
         self.wait()
-        ptx.arrive_if(smem.tokens_free + stages.last, consumer.leads)
+        smem.a_pipeline.arrive_empty(stages.last, consumer.leads)

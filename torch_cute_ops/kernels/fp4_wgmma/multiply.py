@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, Config
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Mma, Stages
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before
@@ -59,7 +59,7 @@ class Consumers:
                         stages = self.mma.pass_by(stages, consumer, smem)
             else:
                 totals.fill(0.0)
-                width, i = c.width // CHUNK, Int32(0)
+                width, i = c.width // K_TILE, Int32(0)
                 while i < count:
                     begin = i
                     end = cutlass.min(((first + i) // width + 1) * width - first, count)

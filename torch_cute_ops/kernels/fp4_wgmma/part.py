@@ -2,13 +2,15 @@
 and its shared memory."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 
 
@@ -65,7 +67,8 @@ class Part(NamedTuple):
     prefetch: cute.Tensor | None
 
 
-class Smem(NamedTuple):
+@dataclass(frozen=True)
+class Smem:
     """Shared memory: the stages of codes, scales, activations (``tokens``) and factors; sums that the CTAs of the
     cluster have sent; the barriers of both rings, of which a stage's are full, or free, and the one of the sums."""
 
@@ -74,10 +77,8 @@ class Smem(NamedTuple):
     scales: cute.Pointer
     factors: cute.Pointer
     received: cute.Pointer
-    full: cute.Pointer
-    free: cute.Pointer
-    tokens_full: cute.Pointer
-    tokens_free: cute.Pointer
+    weight_pipeline: Pipeline
+    a_pipeline: Pipeline
     sums_full: cute.Pointer
 
 
@@ -98,4 +99,4 @@ def existing(config: Config, part: Part) -> tuple[Int32, Int32]:
 def tokens_at(config: Config, stage, smem: Smem) -> cute.Pointer:
     """Where a stage of activations begins."""
     size = config.token_bytes
-    return smem.tokens + cute.assume(stage * size, divby=math.gcd(size, TILE_BYTES))
+    return smem.tokens + cute.assume(stage * size, divby=math.gcd(size, ATOM_BYTES))

@@ -5,20 +5,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.cluster_sums import (
-    leave_sums,
-    send_sums,
-    sum_columns,
-    tokens_of,
-    write_received,
-    write_sums,
-)
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.partial_sums import (
+    reduce_partial_sums,
+    reduce_received,
+    reduced_rows,
+    send_partial_sums,
+    store_partial_sums,
+    thread_columns,
+)
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.experts.factors import factor_counts
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp4_wgmma.part import existing
 
@@ -26,10 +26,10 @@ COLLECTED = 8  # groups of eight tokens whose sums are added up at once
 
 
 class Results:
-    """The results of one ``Config``, of sums that ``sum_scale`` makes true sums of."""
+    """The results of one ``Config``, of sums that ``acc_scale`` makes true sums of."""
 
-    def __init__(self, config: Config, epilogue: EpilogueOps, sum_scale: float):
-        self.config, self.epilogue, self.sum_scale = config, epilogue, sum_scale
+    def __init__(self, config: Config, epilogue: EpilogueOps, acc_scale: float):
+        self.config, self.epilogue, self.acc_scale = config, epilogue, acc_scale
 
     @cute.jit
     def end_segment(self, sums, tile, first, count, factor, tid, consumer, part, smem):
@@ -51,9 +51,9 @@ class Results:
         """Multiply an expert's sums by its factors, which that stage of activations has, and add them to the totals. A
         factor of zero adds nothing."""
         c = self.config
-        scale = Float32(self.sum_scale)
-        for j in range(c.tokens // TILE_TOKENS):
-            at = smem.factors + cute.assume(stage * c.factor_bytes + (j * TILE_TOKENS + consumer.quad * 2) * 4, divby=8)
+        scale = Float32(self.acc_scale)
+        for j in range(c.tokens // ATOM_M):
+            at = smem.factors + cute.assume(stage * c.factor_bytes + (j * ATOM_M + consumer.quad * 2) * 4, divby=8)
             pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
             for e in range(2):
                 factor = ptx.float_of(pair[e])
@@ -70,7 +70,7 @@ class Results:
         c = self.config
         slot = (Int64(part.token_tile) * part.workers + worker) * (c.rows * c.tokens)
         start = slot + (consumer.group * WARPGROUP + consumer.thread) * 4
-        layout = cute.make_layout((4, c.tokens // TILE_TOKENS), stride=(1, c.groups * WARPGROUP * 4))
+        layout = cute.make_layout((4, c.tokens // ATOM_M), stride=(1, c.groups * WARPGROUP * 4))
         return cute.make_tensor(
             cute.recast_ptr(part.workspace.partials.iterator + cute.assume(start, divby=4), dtype=Uint32), layout
         )
@@ -88,7 +88,7 @@ class Results:
     def _leave(self, sums, consumer, part):
         """Write this worker's partial sums to the workspace, for the one that has the tile's last chunk."""
         to = self._partials_of(part.worker, consumer, part)
-        for j in range_constexpr(self.config.tokens // TILE_TOKENS):
+        for j in range_constexpr(self.config.tokens // ATOM_M):
             store_words([ptx.bits_of(sums[4 * j + i]) for i in range(4)], to[None, j])
         self._meet(consumer)
         if consumer.thread == 0:
@@ -99,7 +99,7 @@ class Results:
     def _collect(self, sums, tile, consumer, part):
         """Add other workers' partial sums of this tile, in the order of k; this worker's come last."""
         c = self.config
-        count = c.tokens // TILE_TOKENS
+        count = c.tokens // ATOM_M
         # The worker that has the tile's first chunk: portions are rounded down.
         start = Int64(tile) * part.chunks
         first = Int32(((start + 1) * part.workers - 1) // part.units)
@@ -126,15 +126,15 @@ class Results:
         """Add up the sums of the cluster's CTAs, and those of the warps of shared bands; finish and store them."""
         c = self.config
         threads, finishers = c.warps * 32, c.bands * 32
-        columns = sum_columns(c.sum_tile, finishers, tid, tile * c.rows)
+        columns = thread_columns(c.sum_tile, finishers, tid, tile * c.rows)
         terms = self.epilogue.terms(part.alpha, part.bias, *columns, part.n)
-        finish = self.epilogue.finisher(factor, terms, self.sum_scale)
+        finish = self.epilogue.finisher(factor, terms, self.acc_scale)
         # All warps have read the codes, which the sums replace.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         row = consumer.row
         if const_expr(c.turns > 1):
-            row += consumer.turn * c.sum_tile.shared
-        leave_sums(c.sum_tile, sums, smem.codes, row, consumer.quad)
+            row += consumer.turn * c.sum_tile.split_n
+        store_partial_sums(c.sum_tile, sums, smem.codes, row, consumer.quad)
         rank = part.worker % c.splits
         at = part.token_tile * c.tokens, tile * c.rows
         if const_expr(c.sends):
@@ -142,16 +142,16 @@ class Results:
             # The peers' barriers are initialised.
             cute.arch.cluster_wait()
             tokens, rows = existing(c, part)
-            own = tokens_of(c.sum_tile, c.splits, rank, tokens)
+            own = reduced_rows(c.sum_tile, c.splits, rank, tokens)
             if tid < finishers:
                 sent = smem.codes, smem.received, smem.sums_full
-                send_sums(c.sum_tile, c.splits, finishers, *sent, rank, tid, tokens, rows)
+                send_partial_sums(c.sum_tile, c.splits, finishers, *sent, rank, tid, tokens, rows)
                 ptx.wait(smem.sums_full, 0)
-                write_received(c.sum_tile, c.splits, finishers, finish, part.out, smem.received, rank, tid, own, *at)
+                reduce_received(c.sum_tile, c.splits, finishers, finish, part.out, smem.received, rank, tid, own, *at)
         else:
             self._meet_cluster(threads)
             if tid < finishers:
-                write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
+                reduce_partial_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
             if const_expr(c.splits > 1):
                 # No CTA may end while another still reads its sums.
                 self._meet_cluster(threads)
@@ -168,12 +168,12 @@ class Results:
     def _write(self, sums, tile, factor, consumer, part):
         """Finish the sums, and store them. Over experts they have been scaled."""
         c = self.config
-        scale = self.sum_scale if c.width is None else 1.0
+        scale = self.acc_scale if c.width is None else 1.0
         rows = [tile * c.rows + consumer.row + 8 * r for r in range(2)]
         terms = [self.epilogue.terms(part.alpha, part.bias, row, 1, part.n) for row in rows]
         finish = [self.epilogue.finisher(factor, one, scale) for one in terms]
         first_token = part.token_tile * c.tokens
-        for j in range_constexpr(c.tokens // TILE_TOKENS):
+        for j in range_constexpr(c.tokens // ATOM_M):
             values = [finish[i // 2](sums[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
                 # Two tokens of a row of the weight; other lanes have the other seven rows.

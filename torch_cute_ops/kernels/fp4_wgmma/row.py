@@ -20,8 +20,7 @@ from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_wo
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.fp4.decode import float16_pairs, pair_activations
 from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout
-from torch_cute_ops.kernels.common.fp4.mma import free
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import CHUNK_BLOCKS, ROW_BYTES, ROW_STAGE_BYTES, ZEROS_AT, Config
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Mma, Stages
 
@@ -114,7 +113,7 @@ class RowMma(Mma):
 
     exponent = 2 * CODE_EXPONENT
 
-    def __init__(self, config: Config, ring: WeightRing, activations: RowActivations):
+    def __init__(self, config: Config, ring: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
         # Of bfloat16 the factors have the codes' power of two, and FP4 has codes on both sides.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
@@ -124,8 +123,8 @@ class RowMma(Mma):
 
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
         stage, parity, token_stage, token_parity, _ = stages
-        ptx.wait(smem.full + stage, parity)
-        ptx.wait(smem.tokens_full + token_stage, token_parity)
+        smem.weight_pipeline.wait_full(stage, parity)
+        smem.a_pipeline.wait_full(token_stage, token_parity)
         existing, quad = self._existing(first + i, consumer, part), consumer.quad
         rows, scale_rows = ((row, row + 8) for row in (consumer.row, consumer.scale_row))
         codes = [self.ring.codes(smem.codes, stage, row, quad) for row in rows]
@@ -149,9 +148,9 @@ class RowMma(Mma):
             for e in range(4):
                 sums[e] = ptx.fma_rn(total[e], scales[e // 2][2 * half + e % 2], sums[e])
             if half == 0:
-                free(smem.free + stage, consumer.leads)
+                smem.weight_pipeline.release(stage, consumer.leads)
         cute.arch.sync_warp()
-        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
         return self._after(stages)
 
     def _scales(self, scales_at: cute.Pointer, stage, row, quad, existing) -> list:

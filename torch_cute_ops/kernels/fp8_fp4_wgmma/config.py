@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Final
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, NARROW_SPLITS, SPLITS, Arguments
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 
@@ -16,12 +16,12 @@ PAIR: Final = 256
 LEAST: Final = 32
 """Rows of ``a`` of the smallest tile: for fewer each format has a kernel of its own, which is faster."""
 TILES: Final = (
-    *((tokens, COLUMNS, splits) for tokens in (LEAST, GROUP_ROWS) for splits in SPLITS),
+    *((tokens, COLUMNS, splits) for tokens in (LEAST, WGMMA_M) for splits in SPLITS),
     # Under random routing most experts of a mean of 32 or 64 rows have no more than these.
     *((tokens, COLUMNS, 1) for tokens in (48, 80, 96, fp8_wgmma.MANY, PAIR)),
     # Two CTAs share k, each of which finishes the rows of one consumer warpgroup.
-    *((fp8_wgmma.MANY, columns, 2) for columns in (GROUP_ROWS, COLUMNS)),
-    *((tokens, GROUP_ROWS, splits) for tokens in (LEAST, 48, GROUP_ROWS, 80, 96) for splits in NARROW_SPLITS),
+    *((fp8_wgmma.MANY, columns, 2) for columns in (WGMMA_M, COLUMNS)),
+    *((tokens, WGMMA_M, splits) for tokens in (LEAST, 48, WGMMA_M, 80, 96) for splits in NARROW_SPLITS),
 )
 """Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
 
@@ -68,7 +68,7 @@ class Config(UnitsConfig):
     @property
     def together(self) -> int:
         # More sums would leave too few registers for the decoding warps.
-        return 2 if self.mma_columns < GROUP_ROWS else 1
+        return 2 if self.mma_columns < WGMMA_M else 1
 
     @property
     def unrolls(self) -> bool:
@@ -76,7 +76,7 @@ class Config(UnitsConfig):
 
     @property
     def scales_ahead(self) -> int:
-        return 2 if self.mma_columns < GROUP_ROWS else 1
+        return 2 if self.mma_columns < WGMMA_M else 1
 
     @property
     def own_bytes(self) -> int:

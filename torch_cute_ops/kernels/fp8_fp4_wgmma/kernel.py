@@ -5,7 +5,7 @@ from cutlass import Int32, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import PIECE
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.config import Config
@@ -51,7 +51,7 @@ class FP8FP4WgmmaKernel(UnitScales):
     @cute.jit
     def _share_rows(self, stage, first, rows: int, share, smem):
         """Send the rows that a warp has decoded, from ``first`` on, to the other CTA, and expect as many from there."""
-        decoded = smem.own + cute.assume((stage * self.config.columns + first) * BLOCK, divby=PIECE)
+        decoded = smem.own + cute.assume((stage * self.config.columns + first) * BLOCK, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
             ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.part ^ 1)
 
@@ -63,10 +63,10 @@ class FP8FP4WgmmaKernel(UnitScales):
         at = record.iterator + cute.assume(Int32(half) * 2, divby=2)
         first, second = load_words(cute.make_tensor(at, cute.make_layout(2)))
         # Swizzles permute pieces by the number of the 128 bytes that they are in.
-        codes_at = (stage * c.copied_columns + row) * c.line + (half * 2 ^ row // 2 % 4) * PIECE
+        codes_at = (stage * c.copied_columns + row) * c.line + (half * 2 ^ row // 2 % 4) * VECTOR_BYTES
         codes = []
         for piece in range_constexpr(2):
-            codes += load_words(self._piece(smem.columns, codes_at ^ piece * PIECE))
+            codes += load_words(self._piece(smem.columns, codes_at ^ piece * VECTOR_BYTES))
         if is_own != Uint32(0):
             self._store_half(tables_of_own_unit(first, Int32(second), c.fmt), codes, stage, place, half, smem)
         else:
@@ -74,8 +74,8 @@ class FP8FP4WgmmaKernel(UnitScales):
 
     def _store_half(self, tables: list, codes: list, stage, place, half, smem) -> None:
         c = self.config
-        to = (stage * c.columns + place) * BLOCK + (half * 4 ^ place % 8) * PIECE
+        to = (stage * c.columns + place) * BLOCK + (half * 4 ^ place % 8) * VECTOR_BYTES
         for piece in range(4):
             table = tables[piece * len(tables) // 4]
             words = [word for one in codes[2 * piece : 2 * piece + 2] for word in look_up(table, one)]
-            store_words(words, self._piece(smem.own, to ^ piece * PIECE))
+            store_words(words, self._piece(smem.own, to ^ piece * VECTOR_BYTES))

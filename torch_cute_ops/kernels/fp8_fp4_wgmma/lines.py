@@ -6,13 +6,13 @@ from cutlass import Float8E4M3FN, Int32, Uint8
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.pipeline import PIECE
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem, Tile
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4WeightStages
 
-PIECES = BLOCK // 2 // PIECE
+PIECES = BLOCK // 2 // VECTOR_BYTES
 """Pieces of 16 bytes that a row has codes in a K block."""
 
 
@@ -48,7 +48,7 @@ class LineStages(FP4WeightStages):
         """Where a piece of the codes of a row lies, swizzled as the activations."""
         c = self.config
         of_row = (place // SPAN * c.columns + row) * c.line
-        return of_row + (place % SPAN * PIECES + piece ^ row % 8) * PIECE
+        return of_row + (place % SPAN * PIECES + piece ^ row % 8) * VECTOR_BYTES
 
     def _token_operand(self, smem: Smem) -> cute.Tensor:
         """The activations of all K blocks in the ring as the B operand of MMAs."""

@@ -11,7 +11,7 @@ from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.pipeline import PIECE
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp4.decode import scale_argument
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem, Tile
@@ -100,7 +100,7 @@ class FP4WeightStages(FP8WgmmaKernel):
 
     def _piece(self, base: cute.Pointer, offset) -> cute.Tensor:
         """16 bytes of shared memory."""
-        at = base + cute.assume(offset, divby=PIECE)
+        at = base + cute.assume(offset, divby=VECTOR_BYTES)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
     def _weight_stages(self, smem: Smem) -> cute.Tensor:

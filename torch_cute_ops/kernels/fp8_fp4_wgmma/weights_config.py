@@ -5,11 +5,11 @@ from typing import ClassVar, Final
 
 from torch_cute_ops.formats import ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS
 from torch_cute_ops.runtime.arch import Arch
 
-COLUMNS: Final = GROUPS * GROUP_ROWS
+COLUMNS: Final = GROUPS * WGMMA_M
 """Rows of the weight of a tile, where each consumer warpgroup has its own."""
 FLAG_WORDS: Final = 4
 """Words for the flags of a K block: one, in a piece of 16 bytes."""

@@ -8,9 +8,9 @@ from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import PIECE, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
 from torch_cute_ops.kernels.common.fp4.decode import e4m3_words
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
@@ -90,11 +90,11 @@ class FP8MXFP4WgmmaKernel(LineStages):
         for i in range_constexpr(c.tokens * BLOCKS // 32):
             row, block = i * (32 // BLOCKS) + lane // BLOCKS, lane % BLOCKS
             # Swizzles permute the pieces of a row by its number.
-            first = row * BLOCK + (2 * block ^ row % 8) * PIECE
-            words = [word for piece in range(2) for word in load_words(self._piece(base, first ^ piece * PIECE))]
+            first = row * BLOCK + (2 * block ^ row % 8) * VECTOR_BYTES
+            words = [word for piece in range(2) for word in load_words(self._piece(base, first ^ piece * VECTOR_BYTES))]
             for piece, selector in enumerate((0x6420, 0x7531)):
                 taken = [ptx.prmt(words[2 * j], words[2 * j + 1], selector) for j in range(4)]
-                store_words(taken, self._piece(base, first ^ piece * PIECE))
+                store_words(taken, self._piece(base, first ^ piece * VECTOR_BYTES))
         (flags,) = load_words(self._flags(place, smem))
         if flags != Uint32(0):
             for i in range_constexpr(c.columns // 32):
@@ -133,7 +133,7 @@ class FP8MXFP4WgmmaKernel(LineStages):
             mma.set(warpgroup.Field.ACCUMULATE, False)
             warpgroup.fence()
             for block in range(BLOCKS):
-                shape = mma.partition_shape_C((GROUP_ROWS, c.mma_columns))
+                shape = mma.partition_shape_C((WGMMA_M, c.mma_columns))
                 sums = cute.make_tensor(partial.iterator + block * size, shape)
                 cute.gemm(mma, sums, codes[None, None, block], operand[None, None, block, place], sums)
             warpgroup.commit_group()

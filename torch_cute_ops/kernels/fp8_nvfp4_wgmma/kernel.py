@@ -9,9 +9,9 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_con
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import PIECE, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
@@ -82,12 +82,12 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
         quarters = []
         for quarter in range_constexpr(LANES):
             piece = 2 * quarter + odd ^ swizzle
-            quarters.append(load_words(self._piece(base, of_row + piece * PIECE)))
+            quarters.append(load_words(self._piece(base, of_row + piece * VECTOR_BYTES)))
         cute.arch.sync_warp()
         if lane < 2 * rows:
             for i in range_constexpr(LANES):
                 piece = LANES * odd + i ^ swizzle
-                store_words([words[i] for words in quarters], self._piece(base, of_row + piece * PIECE))
+                store_words([words[i] for words in quarters], self._piece(base, of_row + piece * VECTOR_BYTES))
 
     # Decoding
 
@@ -147,7 +147,7 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
         def multiply(place, words, partial) -> None:
             codes = self._register_operand(words, STEPS)
             mma = self._tiled_mma()
-            sums = cute.make_tensor(partial.iterator, mma.partition_shape_C((GROUP_ROWS, c.mma_columns)))
+            sums = cute.make_tensor(partial.iterator, mma.partition_shape_C((WGMMA_M, c.mma_columns)))
             warpgroup.fence()
             for step in range(STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, step > 0)
@@ -234,4 +234,4 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
 
     def _parted_sums(self, i: int, consumer, smem) -> cute.Tensor:
         """Where four sums of a thread are left, from the ``i``-th on."""
-        return self._piece(smem.own, (i // 4 * PAIR + consumer.tid) * PIECE)
+        return self._piece(smem.own, (i // 4 * PAIR + consumer.tid) * VECTOR_BYTES)

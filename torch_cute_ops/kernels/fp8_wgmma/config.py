@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, Epilogue, first_fit
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M, Epilogue, first_fit
 from torch_cute_ops.kernels.common.fp8.layouts import (
     BLOCK,
     GROUPS,
@@ -68,7 +68,7 @@ class Config(FP8TilesConfig):
     def token_parts(self) -> int:
         """Parts of the rows of ``a`` of a swapped tile: where it has rows of ``b`` for one consumer warpgroup only,
         each of the two takes half of the rows of ``a``."""
-        return GROUPS * GROUP_ROWS // self.columns if self.is_swapped else 1
+        return GROUPS * WGMMA_M // self.columns if self.is_swapped else 1
 
     @property
     def mma_columns(self) -> int:
@@ -92,7 +92,7 @@ class Config(FP8TilesConfig):
         CTAs finishes those of one consumer warpgroup, its sums of these."""
         if self.is_swapped or self.splits == 1:
             return super().received_bytes
-        return GROUP_ROWS * self.columns * 4
+        return WGMMA_M * self.columns * 4
 
     @property
     def store_bytes(self) -> int:

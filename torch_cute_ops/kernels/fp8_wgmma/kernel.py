@@ -10,7 +10,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_cons
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles
@@ -111,7 +111,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         self._meet_cluster()
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
-            exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
+            exists = True if const_expr(c.is_swapped) else rows > group * WGMMA_M
             is_last = number + share.workers >= share.count
             if exists:
                 # In swapped tiles, alpha and bias are loaded before the MMAs, which hide the latency.
@@ -262,7 +262,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
     def _tiled_mma(self) -> cute.TiledMma:
         """A k32 step of a consumer's MMAs: a new object for each place that sets whether it accumulates, which the DSL
         knows only in that scope."""
-        shape = GROUP_ROWS, self.config.mma_columns, STEP
+        shape = WGMMA_M, self.config.mma_columns, STEP
         sources = self.m_source, OperandMajorMode.K, OperandMajorMode.K
         return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 
@@ -273,7 +273,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         rows, columns = (weight, smem.tokens) if c.is_swapped else (smem.tokens, weight)
         # The rows of the second consumer follow those of the first; or both have the same, and parts of the other side.
         parts = c.token_parts
-        m_side = self._activations(rows, GROUP_ROWS, c.stages * GROUPS // parts)
+        m_side = self._activations(rows, WGMMA_M, c.stages * GROUPS // parts)
         n_side = self._activations(columns, c.mma_columns, c.stages * parts)
         mma = self._tiled_mma()
         thread = mma.get_slice(0)
@@ -282,7 +282,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
 
         def multiply(stage, partial) -> None:
             mma = self._tiled_mma()
-            shape = mma.partition_shape_C((GROUP_ROWS, c.mma_columns))
+            shape = mma.partition_shape_C((WGMMA_M, c.mma_columns))
             accumulators = cute.make_tensor(partial.iterator, shape)
             warpgroup.fence()
             for step in range(BLOCK // STEP):

@@ -5,9 +5,8 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import pack, store_words, unpack
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import pdl_start
 from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg

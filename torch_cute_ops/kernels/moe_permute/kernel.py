@@ -6,9 +6,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import unpack
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import pdl_start
 from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS

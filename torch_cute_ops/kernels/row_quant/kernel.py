@@ -10,9 +10,9 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, pdl_start
+from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.experts import fill_table, table_at

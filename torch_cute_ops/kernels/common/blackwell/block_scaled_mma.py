@@ -16,10 +16,10 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.fp4.decode import scale_argument
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-STEPS = CHUNK // STEP
+STEPS = K_TILE // STEP
 
 
 class BlockScaledMma:
@@ -81,10 +81,10 @@ class BlockScaledMma:
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
             if i < exist:
-                source = (Int64(row_tile + i) * pitch + first) * SCALE_TILE
+                source = (Int64(row_tile + i) * pitch + first) * SCALE_TILE_BYTES
                 ptx.copy_bulk(
-                    to + i * self.stage.scale_tiles * SCALE_TILE,
-                    scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                    to + i * self.stage.scale_tiles * SCALE_TILE_BYTES,
+                    scales.iterator + cute.assume(source, divby=SCALE_TILE_BYTES),
                     size,
                     barrier,
                     policy=policy,
@@ -109,7 +109,7 @@ class BlockScaledMma:
         at = base + cute.assume(stage.code_bytes + lane * 16, divby=16)
         for i, words_of_rows in enumerate(loaded):
             for j, words in enumerate(zip(*words_of_rows, strict=True)):
-                to = cute.recast_ptr(at + (i * stage.scale_tiles + j) * SCALE_TILE, dtype=Uint32)
+                to = cute.recast_ptr(at + (i * stage.scale_tiles + j) * SCALE_TILE_BYTES, dtype=Uint32)
                 store_words(list(words), cute.make_tensor(to, cute.make_layout(len(words))))
         fence_async()
         cute.arch.sync_warp()
@@ -154,10 +154,10 @@ class BlockScaledMma:
         before = 0 if const_expr(phase is None) else phase
         for i in range_constexpr(c.scale_tiles):
             if i * self.steps_per_tile < steps + before:
-                source = tcgen05.scale_descriptor(lane_scales + i * SCALE_TILE)
+                source = tcgen05.scale_descriptor(lane_scales + i * SCALE_TILE_BYTES)
                 tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.group)
                 for j in range_constexpr(c.scale_row_tiles):
-                    source = column_scales + (j * c.scale_tiles + i) * SCALE_TILE + lane * 16
+                    source = column_scales + (j * c.scale_tiles + i) * SCALE_TILE_BYTES + lane * 16
                     to = to_columns + (i * c.scale_row_tiles + j) * TILE_BLOCKS
                     tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.group)
         for step in range_constexpr(STEPS):

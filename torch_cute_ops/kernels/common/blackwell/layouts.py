@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core.layouts import first_fit
-from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
 # block scaled stage
@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.arch import Arch
 
 ROWS: Final = 128
 """Rows of the operand on the M side that a CTA has: the lanes of tensor memory."""
-LINE: Final = CHUNK // 2
+LINE: Final = K_TILE // 2
 """Bytes of codes of a row in a chunk."""
 STEP: Final = 64
 """Elements of k of an MMA."""
@@ -69,7 +69,7 @@ class BlockScaledStage:
     @property
     def scale_tiles(self) -> int:
         """Tiles of scales of 128 rows of a chunk."""
-        return CHUNK // self.tile_elements + self.spread
+        return K_TILE // self.tile_elements + self.spread
 
     @property
     def scale_row_tiles(self) -> int:
@@ -84,12 +84,12 @@ class BlockScaledStage:
     @property
     def column_scale_bytes(self) -> int:
         """Scales of the N side."""
-        return self.scale_row_tiles * self.scale_tiles * SCALE_TILE
+        return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
     def size_bytes(self) -> int:
         """All of it."""
-        size = self.code_bytes + self.column_scale_bytes + self.scale_tiles * SCALE_TILE
+        size = self.code_bytes + self.column_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     @property

@@ -79,7 +79,7 @@ class EpilogueOps:
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
         """The function that finishes sums in the columns of ``terms``: ``scale``, a power of two, first, then alpha and
-        bias. ``scale`` is for sums of decoded FP4 numbers (``fp4_weights.sum_scale``)."""
+        bias. ``scale`` is for sums of decoded FP4 numbers (``fp4_weights.acc_scale``)."""
 
         def finish(total: Float32, i: int) -> Float32:
             alpha = factor if terms.alpha is None else terms.alpha[i]

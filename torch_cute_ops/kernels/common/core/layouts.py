@@ -1,7 +1,4 @@
-"""Warpgroups (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"), and which tiles are left to single warps:
-no device code. Which configuration of a kernel fits an SM: no device code. Width of the raster in which CTAs take tiles
-of a GEMM (``kernels.common.core.tile_order``). No device code. Layout of a tile's sums in shared memory: no device
-code. What a GEMM does to a finished sum before it stores it: no device code."""
+"""Layouts and choices of GEMM kernels, for the host: no device code."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,85 +8,65 @@ import torch
 
 from torch_cute_ops.runtime.arch import Arch
 
-# warpgroup
-#
-# Warpgroups (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"), and which tiles are left to single warps:
-# no device code.
-
 WARPGROUP: Final = 128
-"""Threads."""
+"""Threads of a warpgroup."""
 SCHEDULERS: Final = 4
 """Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
-GROUP_ROWS: Final = 64
-"""Rows of the M side of a wgmma."""
-BY_WARP: Final = 8
-"""Most tokens of a tile, or of a unit of work, that warps multiply with FP4 weights each by itself, by mma.sync: 7 %
-faster than wgmma for 8 tokens, no faster for 16, since every warp reads all activations (measured on an H200).
-One row of codes is an exception (``kernels.fp4_wgmma.codes``)."""
-
-
-# fit
-#
-# Which configuration of a kernel fits an SM: no device code.
+WGMMA_M: Final = 64
+"""M of a wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions")."""
+WARP_MMA_TILE_M: Final = 8
+"""Largest ``tile_m`` that is multiplied with FP4 weights by mma.sync, not by wgmma. On an H200, mma.sync is 7 % faster
+for 8 tokens and no faster for 16, because every warp reads all activations. A tile of one row of FP4 codes is an
+exception (``kernels.fp4_wgmma.mma.CodeMma``)."""
+RASTER_WIDTH: Final = 8
+"""Tiles along M that run next to each other and share the weight in L2 (``kernels.common.core.launch``)."""
 
 
 class Fits(Protocol):
-    """A configuration that knows where it cannot run."""
+    """A configuration that can say on which architectures it runs."""
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
+        """Return the reason that this configuration cannot run on ``arch``, or None if it can."""
 
 
 Config = TypeVar("Config", bound=Fits)
 
 
 def first_fit(configs: Iterable[Config], arch: Arch) -> Config | None:
-    """The first configuration that can run on ``arch``; ``None`` if none can."""
+    """Return the first configuration that can run on ``arch``, or None if none can."""
     return next((config for config in configs if config.reason_unsupported(arch) is None), None)
 
 
-# raster
-#
-# Width of the raster in which CTAs take tiles of a GEMM (``kernels.common.core.tile_order``). No device code.
-
-RASTER_WIDTH: Final = 8
-"""Tiles of rows of activations that run side by side, and share the weight in L2."""
-
-
-# sum tile
-#
-# Layout of a tile's sums in shared memory: no device code.
-
-
 @dataclass(frozen=True)
-class SumTile:
-    """fp32 sums of ``tokens`` rows of activations with ``rows`` rows of the weight, those of a token contiguous.
+class PartialSums:
+    """Layout of a tile's partial sums in shared memory, float32: ``tile_m`` rows, each contiguous.
 
-    Of the last ``shared`` rows there are ``turns`` partial sums, one behind the other.
+    Attributes:
+        tile_m: rows, one per token.
+        tile_n: columns, one per row of the weight.
+        split_n: last columns whose k tiles are divided among several warps.
+        warp_split_k: warps that divide the k tiles of these columns. Each stores partial sums, one set after the other.
     """
 
-    tokens: int
-    rows: int
-    shared: int = 0
-    turns: int = 1
+    tile_m: int
+    tile_n: int
+    split_n: int = 0
+    warp_split_k: int = 1
 
     @property
     def pitch(self) -> int:
-        """Elements from a token to the next: those of all rows, and four to avoid bank conflicts."""
-        return self.rows + (self.turns - 1) * self.shared + 4
+        """Elements from a row to the next: all columns, and four more against bank conflicts."""
+        return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
     @property
     def size_bytes(self) -> int:
-        return self.tokens * self.pitch * 4
+        """Bytes of the partial sums."""
+        return self.tile_m * self.pitch * 4
 
-    def received_bytes(self, splits: int) -> int:
-        """What the CTAs of a cluster send to one that adds up its tokens: every ``splits``-th."""
-        return -(-self.tokens // splits) * splits * self.rows * 4
+    def received_bytes(self, split_k: int) -> int:
+        """Return the bytes that a CTA receives for its rows, every ``split_k``-th of the tile, from all CTAs."""
+        return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
-
-# epilogue
-#
-# What a GEMM does to a finished sum before it stores it: no device code.
 
 AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 
@@ -99,15 +76,15 @@ class Epilogue:
     """``out = round(fl32(fl32(sum · alpha) + bias))``, the same bits in every kernel.
 
     One fp32 multiplication and one fp32 addition, each rounded to nearest even and never contracted to an fma, then one
-    rounding to the dtype of the result. What is absent is left out.
+    rounding to the dtype of the result. Absent terms are left out.
 
     Attributes:
         out_dtype: dtype of the result.
-        alpha: fp32 factors: ``"one"`` (1,); ``"column"`` (N,), one for each column of the result; in grouped GEMMs
-            ``"expert"`` (E,) and ``"expert_column"`` (E, N); of experts' gate and up ``"expert_half"`` (E, 2), which
-            only kernels with a gate take. ``None``: there are none.
-        bias_dtype: dtype of the bias, (N,), or (E, N) in grouped GEMMs: float32, or the dtype of the result. ``None``:
-            there is none.
+        alpha: kind of the float32 factors, or None if none are applied: ``"one"`` (1,); ``"column"`` (N,), one per
+            column of the result; in grouped GEMMs ``"expert"`` (E,) and ``"expert_column"`` (E, N); in kernels with a
+            gate ``"expert_half"`` (E, 2), an expert's factors of gate and up.
+        bias_dtype: dtype of the bias, float32 or the dtype of the result, or None if no bias is added. The bias is
+            (N,), or (E, N) in grouped GEMMs.
     """
 
     out_dtype: torch.dtype
@@ -116,11 +93,11 @@ class Epilogue:
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether ``alpha`` depends on the expert; so does any bias of a grouped GEMM."""
+        """Whether ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
         return self.alpha in ("expert", "expert_column")
 
     def reason_unsupported(self, *, is_grouped: bool = False) -> str | None:
-        """Why a GEMM, or a grouped one, has no such epilogue; ``None`` if it has."""
+        """Return the reason that a GEMM, grouped or not, cannot apply this epilogue, or None if it can."""
         if self.bias_dtype not in (None, torch.float32, self.out_dtype):
             return f"bias has dtype {self.bias_dtype}; it has to be float32 or that of the result, {self.out_dtype}"
         if self.alpha == "expert_half":

@@ -1,6 +1,4 @@
-"""Conversions between the 32-bit words in memory and the fp32 values that kernels compute with. Memory as words, four
-at a time. Bringing what a later launch reads into L2 while memory has nothing else to do: where a GEMM of few rows
-ends, and the next one begins."""
+"""Memory as 32-bit words, their conversion to fp32 values, and prefetches into L2."""
 
 from typing import Final
 
@@ -14,10 +12,6 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-# convert
-#
-# Conversions between the 32-bit words in memory and the fp32 values that kernels compute with.
-
 DSL_DTYPES = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float16: cutlass.Float16,
@@ -28,12 +22,12 @@ DSL_DTYPES = {
 
 
 def words_per(elements: int, dtype) -> int:
-    """32-bit words that ``elements`` of the DSL type ``dtype`` fill."""
+    """Return the number of 32-bit words that ``elements`` of the DSL type ``dtype`` fill."""
     return elements * dtype.width // 32
 
 
 def load_words(words: cute.Tensor) -> list:
-    """A short, statically shaped tensor of words as a list, by vector loads."""
+    """Load a short, statically shaped tensor of words, by vector loads."""
     fragment = cute.make_rmem_tensor(words.shape, Uint32)
     cute.autovec_copy(words, fragment)
     return [fragment[i] for i in range(cute.size(words))]
@@ -53,7 +47,7 @@ def store_byte(destination: cute.Tensor, byte) -> None:
 
 
 def unpack(words: list, dtype) -> list:
-    """The fp32 values of packed elements of the DSL type ``dtype``, in memory order."""
+    """Return the fp32 values of packed elements of the DSL type ``dtype``, in memory order."""
     if dtype is cutlass.Float32:
         return [ptx.float_of(word) for word in words]
     if dtype is cutlass.BFloat16:
@@ -63,7 +57,7 @@ def unpack(words: list, dtype) -> list:
 
 
 def pack(values: list, dtype) -> list:
-    """Words that hold fp32 ``values`` rounded to nearest even to the DSL type ``dtype``."""
+    """Round fp32 ``values`` to nearest even to the DSL type ``dtype`` and pack them into words."""
     if dtype is cutlass.Float32:
         return [ptx.bits_of(value) for value in values]
     name = _ptx_name(dtype)
@@ -71,7 +65,7 @@ def pack(values: list, dtype) -> list:
 
 
 def add(a: list, b: list, dtype) -> list:
-    """Words that hold the sums of packed elements, rounded to nearest even to the DSL type ``dtype``."""
+    """Add packed elements of the DSL type ``dtype``, rounding to nearest even."""
     if dtype is cutlass.Float32:
         return [ptx.bits_of(ptx.float_of(x) + ptx.float_of(y)) for x, y in zip(a, b, strict=True)]
     return [ptx.add_16x2(x, y, _ptx_name(dtype)) for x, y in zip(a, b, strict=True)]
@@ -81,49 +75,42 @@ def _ptx_name(dtype) -> str:
     return "bf16" if dtype is cutlass.BFloat16 else "f16"
 
 
-# shared words
-#
-# Memory as words, four at a time.
-
-
-def by_four(at: cute.Pointer, size: int) -> cute.Tensor:
-    """``size`` bytes as words (n, 4)."""
+def as_vectors(at: cute.Pointer, size: int) -> cute.Tensor:
+    """Return ``size`` bytes as words, (size / 16, 4)."""
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout((size // 16, 4), stride=(4, 1)))
 
 
 @cute.jit
 def clear(at: cute.Pointer, size: Constexpr[int], tid, threads: Constexpr[int]):
-    """The threads of a CTA zero ``size`` bytes of shared memory, which bulk copies may overwrite when they have met."""
-    words = by_four(at, size)
+    """Zero ``size`` bytes of shared memory with a CTA's threads. After a barrier, bulk copies may overwrite them."""
+    words = as_vectors(at, size)
     for i in range(tid, cute.size(words, mode=[0]), threads):
         store_words([Uint32(0)] * 4, words[i, None])
     fence_async()
 
 
-# l2 prefetch
-#
-# Bringing what a later launch reads into L2 while memory has nothing else to do: where a GEMM of few rows ends, and
-# the next one begins.
-
-MOST_BYTES: Final = 8 << 20
-"""What is brought into L2 at most. (6, 12 and 20 MB make a layer of an 8B model as fast, on an H100.)"""
-PIECE: Final = 4096
-"""Bytes of one request."""
+PREFETCH_BYTES: Final = 8 << 20
+"""Most bytes that are prefetched. On an H100, 6, 12 and 20 MB make a layer of an 8B model equally fast."""
+REQUEST_BYTES: Final = 4096
+"""Bytes of one prefetch request."""
 
 
 def prefetch_argument() -> TensorArg:
-    """A matrix of bytes, such as the rows of a weight."""
+    """Return the argument for a matrix of bytes to prefetch, such as the rows of a weight."""
     width = Dim("prefetch_bytes", divisibility=16)
     return TensorArg("Uint8", (Dim("prefetch_rows"), width), (width, 1), align=16)
 
 
 @cute.jit
-def prefetch(matrix: cute.Tensor, share, shares) -> None:
-    """Ask for this share of the matrix's first bytes, as a converged warp. It may be written at the same
-    time."""
+def prefetch(matrix: cute.Tensor, rank, count) -> None:
+    """Prefetch every ``count``-th request of a matrix's first bytes into L2, from request ``rank`` on.
+
+    A GEMM of few rows calls this function where its own memory traffic ends, for the next launch. A converged warp
+    calls it. The matrix may be written at the same time.
+    """
     rows, width = matrix.shape
-    total = cutlass.min(Int64(rows) * width, Int64(MOST_BYTES)).to(Int32)
+    total = cutlass.min(Int64(rows) * width, Int64(PREFETCH_BYTES)).to(Int32)
     with cute.arch.elect_one():
-        for piece in range(share, cute.ceil_div(total, PIECE), shares):
-            at = cute.assume(piece * PIECE, divby=PIECE)
-            primitives.cp_async_bulk_prefetch(matrix.iterator + at, cutlass.min(total - at, Int32(PIECE)))
+        for request in range(rank, cute.ceil_div(total, REQUEST_BYTES), count):
+            at = cute.assume(request * REQUEST_BYTES, divby=REQUEST_BYTES)
+            primitives.cp_async_bulk_prefetch(matrix.iterator + at, cutlass.min(total - at, Int32(REQUEST_BYTES)))

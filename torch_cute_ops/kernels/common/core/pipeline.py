@@ -1,60 +1,112 @@
-"""Stages of a shared-memory pipeline, fences of the async proxy, and programmatic dependent launch."""
+"""Shared-memory pipelines: stages with full and empty mbarriers, and fences of the async proxy."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
 
-PIECE: Final = 16  # bytes that the swizzle moves together
+VECTOR_BYTES: Final = 16
+"""Bytes of a vector load or store. Shared-memory swizzles permute vectors within a row."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A shared-memory pipeline: a ring of stages that producers fill and consumers empty.
+
+    Each stage has a ``full`` and an ``empty`` mbarrier. Producers and consumers track a stage index and a phase parity,
+    and advance both with ``next``. Consumers start with parity 0. Producers start with parity 1, so that a wait for an
+    unused stage returns at once. The class is frozen: the DSL would carry a mutable object through every loop.
+
+    Attributes:
+        full: mbarriers, one per stage: producers have filled the stage.
+        empty: mbarriers, one per stage: consumers have read the stage.
+        stages: number of stages.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+
+    @classmethod
+    def at(cls, barriers: cute.Pointer, stages: int) -> "Pipeline":
+        """Return a pipeline whose ``2 * stages`` mbarriers begin at ``barriers``, full before empty."""
+        return cls(barriers, barriers + stages, stages)
+
+    def init(self, full: int, empty: int) -> None:
+        """Initialise the mbarriers, in one thread.
+
+        Args:
+            full: arrivals that complete a phase of a full barrier, copies' transactions aside.
+            empty: arrivals that complete a phase of an empty barrier.
+        """
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, full)
+            cute.arch.mbarrier_init(self.empty + stage, empty)
+
+    def next(self, stage, parity) -> tuple:
+        """Return the stage after ``stage`` and its parity."""
+        return next_stage(stage, parity, self.stages)
+
+    def wait_full(self, stage, parity) -> None:
+        """Wait, as a consumer, until a stage is full."""
+        ptx.wait(self.full + stage, parity)
+
+    def wait_empty(self, stage, parity, sleep: int = 0) -> None:
+        """Wait, as a producer, until a stage is empty; ``sleep`` as in ``ptx.wait``."""
+        ptx.wait(self.empty + stage, parity, sleep)
+
+    def arrive_full(self, stage, condition) -> None:
+        """Arrive at a stage's full barrier if ``condition``."""
+        ptx.arrive_if(self.full + stage, condition)
+
+    def arrive_empty(self, stage, condition) -> None:
+        """Arrive at a stage's empty barrier if ``condition``."""
+        ptx.arrive_if(self.empty + stage, condition)
+
+    def release(self, stage, leads, exists=True) -> None:
+        """Release a stage, as a warp that has read it; arguments as in the function ``release``."""
+        release(self.empty + stage, leads, exists)
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
-    """The next stage of a ring and the parity of its barriers' next phase; for a constant stage, a constant."""
+    """Return the stage after ``stage`` and its parity. If ``stage`` is a constant, both are constants."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
     wraps = stage + 1 == stages
     return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 
 
-def fence_async() -> None:
-    """Order this thread's accesses to shared memory before those of the async proxy that follow a barrier: wgmma and
-    bulk copies see what it stored, and bulk copies do not overwrite what it loads.
+def release(empty: cute.Pointer, leads, exists=True) -> None:
+    """Arrive at an empty barrier, as a warp that has read the stage.
 
-    Loads need the fence if the machine code has not used their results before the barrier: on an H200, copies of data
-    in L2 overtook them. (PTX ISA, "Memory Consistency Model": generic and async proxy.)
+    Args:
+        empty: the stage's empty barrier.
+        leads: 1 in the lane that arrives for its warp, 0 in other lanes.
+        exists: whether the warp has a stage to release.
+    """
+    # ptxas moves MMAs that use the loaded values past the arrival, so MMAs do not order the loads.
+    fence_async()
+    cute.arch.sync_warp()
+    ptx.arrive_if(empty, ptx.select(exists, leads, Uint32(0)))
+
+
+def fence_async() -> None:
+    """Order this thread's accesses to shared memory before later accesses by the async proxy (wgmma, bulk copies).
+
+    The threads must synchronise after the fence. Then wgmma and bulk copies see this thread's stores, and bulk copies
+    do not overwrite data that it is still loading. Loads need the fence if their results are first used after the
+    barrier: on an H200, copies of data in L2 overtook such loads. (PTX ISA, "Memory Consistency Model": generic and
+    async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def fence_async_global() -> None:
-    """Order this thread's accesses to global memory before bulk copies that follow a synchronisation, or behind those
-    that are before one: both sides of one between threads have it."""
-    cute.arch.fence_proxy("async.global")
+    """Order this thread's accesses to global memory after earlier, or before later, bulk copies.
 
-
-# Programmatic dependent launch (PDL)
-#
-# A kernel starts when every CTA of the previous kernel has released its dependents, or ended. Each kernel of this
-# package releases its dependents only after its own wait, which returns when the previous kernel has ended and its
-# stores are visible. Before a kernel has waited, at most one other kernel is running, so it may read only data that was
-# complete before that other kernel was launched. It writes nothing before the wait because the previous kernel may
-# still read the memory.
-#
-# Exception: memory that only the second kernel of an op touches. The previous kernel is then the op's first one, which
-# does not touch that memory and has itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
-#
-# This is the promise of ``static_weight``: the weight and its scales were complete before the previous launch. A weight
-# that the previous launch writes is not static. For the same reason the second kernel of an op may read the op's inputs
-# before the first one ends: they were complete before the first kernel passed its wait.
-
-
-def pdl_start(pdl: bool) -> None:
-    """Wait for the kernels before this one, and then let those after it start; ``pdl`` is whether launches overlap.
-
-    So all that was before this kernel has been done when one after it starts, but for what this one does.
+    If threads synchronise with each other, both must fence: one before and one after the synchronisation.
     """
-    if pdl:
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.fence_proxy("async.global")

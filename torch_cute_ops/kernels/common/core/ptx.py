@@ -172,13 +172,6 @@ def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def min_abs_of_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
-    """``min(|a|, |b|)`` of both halves; of NaN and a number, the number."""
-    text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; min.f16x2 $0, s, t;}"
-    return _pure(Uint32, text, Uint32, a, b, loc=loc, ip=ip)
-
-
-@dsl_user_op
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """The sums of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even: as those of fp32 sums are, which
     have more than twice the bits, and two."""

@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, store_words
 from torch_cute_ops.kernels.common.experts.factors import factor_counts
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES, TokenListLayout
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 
 # token words
 #
@@ -78,7 +78,7 @@ class TokenLister:
         s = self.layout
         entries = Int64(tiles) * experts * s.capacity
         token_bytes = cute.assume(entries * (s.chunks * s.token_bytes), divby=s.token_bytes)
-        pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * TILE_TOKENS)
+        pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * ATOM_M)
         pairs = at + token_bytes
         return (
             cute.make_tensor(at, cute.make_layout((token_bytes,))),
@@ -94,7 +94,7 @@ class TokenLister:
         """Where the workspace has a chunk of the eight tokens from the list's ``place``-th on."""
         s = self.layout
         at = entry * s.chunks + Int64(chunk) * s.capacity + place
-        return tiles.iterator + cute.assume(at * s.token_bytes, divby=TILE_TOKENS * s.token_bytes)
+        return tiles.iterator + cute.assume(at * s.token_bytes, divby=ATOM_M * s.token_bytes)
 
     @cute.jit
     def find(self, factors, lists, tile, expert, experts, m, number_of):
@@ -143,15 +143,15 @@ class TokenLister:
         of elements ``first_k ... first_k + width`` of their rows."""
         s = self.layout
         pieces = self.activations.pieces
-        elements = self.activations.config.chunk
+        elements = self.activations.config.k_tile
         tid, _, _ = cute.arch.thread_idx()
         for i in range(tid, total * (chunks * pieces), s.threads):
             piece, chunk = i % pieces, i // pieces % chunks + first_chunk
             place = i // (pieces * chunks)
             token, start = first_token + members[place], chunk * elements
             words = self.activations.read(a, a_scale, token, first_k + start, width - start, piece)
-            to = self.group_at(tiles, entry, chunk, place // TILE_TOKENS * TILE_TOKENS)
-            self.activations.store(words, 1, piece, place % TILE_TOKENS, to)
+            to = self.group_at(tiles, entry, chunk, place // ATOM_M * ATOM_M)
+            self.activations.store(words, 1, piece, place % ATOM_M, to)
 
     @cute.jit
     def copy_unit(self, tiles, entry, chunk, position, tokens, target, barrier):
@@ -160,11 +160,11 @@ class TokenLister:
         source = self.group_at(tiles, entry, chunk, position)
         # In the layout for mma.sync a token is contiguous, in that for wgmma eight tokens are.
         by_warp = self.activations.config.by_warp
-        whole = tokens if const_expr(by_warp) else tokens // TILE_TOKENS * TILE_TOKENS
+        whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
         if whole > 0:
             ptx.copy_bulk(target, source, whole * self.token_bytes, barrier)
         if whole < tokens:
-            after = cute.assume(whole * self.token_bytes, divby=TILE_TOKENS * self.token_bytes)
-            for i in range_constexpr(TILE_TOKENS * self.token_bytes // TILE_BYTES):
-                at = after + i * TILE_BYTES
-                ptx.copy_bulk(target + at, source + at, (tokens - whole) * TILE_LINE, barrier)
+            after = cute.assume(whole * self.token_bytes, divby=ATOM_M * self.token_bytes)
+            for i in range_constexpr(ATOM_M * self.token_bytes // ATOM_BYTES):
+                at = after + i * ATOM_BYTES
+                ptx.copy_bulk(target + at, source + at, (tokens - whole) * ATOM_ROW_BYTES, barrier)

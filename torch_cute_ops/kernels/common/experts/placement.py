@@ -22,8 +22,7 @@ from cutlass import Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.experts.layouts import ALONE_ROWS, ROWS, THREADS, WARP, ExpertPlacement
 from torch_cute_ops.kernels.common.experts.tiles import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg

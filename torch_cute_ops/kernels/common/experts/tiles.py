@@ -12,9 +12,8 @@ from cutlass import Int32, const_expr, range_constexpr
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
-from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.tile_order import tile_of
 from torch_cute_ops.kernels.common.fp8.layouts import Arguments, ExpertLayout
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -83,7 +82,7 @@ def expert_by_bisection(starts: cute.Tensor, number) -> Int32:
 #
 # A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
 # expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Those of
-# an expert are in the order of ``tile_order``.
+# an expert are in the order of ``raster_tile``.
 #
 # A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 
@@ -276,7 +275,7 @@ class ExpertTiles:
             expert = expert_by_votes(table.firsts, number // columns, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         token_tiles = cute.ceil_div(count, self.tokens)
-        column_tile, token_tile = tile_of(number - first * columns, columns, token_tiles, self.raster)
+        column_tile, token_tile = raster_tile(number - first * columns, columns, token_tiles, self.raster)
         skipped = token_tile * self.tokens
         return expert, begin + skipped, count - skipped, column_tile * self.columns
 

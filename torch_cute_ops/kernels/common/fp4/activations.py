@@ -36,7 +36,7 @@ from torch_cute_ops.kernels.common.core.epilogue import silu_mul
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4.decode import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp4.encode import fp4_block
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, ActivationLayout
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand
@@ -52,9 +52,9 @@ class Activations:
         apart: how many lanes on the next piece of a token is, where activations are quantised.
     """
 
-    def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = TILE_TOKENS):
+    def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = ATOM_M):
         self.config, self.spread, self.apart = config, spread, apart
-        self.pieces = config.chunk // QUAD // 8
+        self.pieces = config.k_tile // QUAD // 8
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
@@ -86,7 +86,7 @@ class Activations:
         """
         c, k = self.config, self.width(a)
         offset = self.offset(a, token, k) + start + piece * 8
-        begins = [q * (c.chunk // QUAD) + after * 8 for q in range(QUAD)]
+        begins = [q * (c.k_tile // QUAD) + after * 8 for q in range(QUAD)]
         exists = [piece * 8 + begin < left for begin in begins]
         if c.layout is None:
             places = self.places(a, offset, k)
@@ -160,11 +160,11 @@ class Activations:
                 to = cute.recast_ptr(start + q * 16, dtype=Uint32)
                 store_words(quarter, cute.make_tensor(to, cute.make_layout(QUAD)))
             return
-        row = token % TILE_TOKENS
+        row = token % ATOM_M
         for half in range(2):
             step = piece * 2 + half
-            tile = step // 4 * groups + token // TILE_TOKENS
-            start = base + cute.assume(tile * TILE_BYTES + row * TILE_LINE, divby=TILE_LINE)
+            tile = step // 4 * groups + token // ATOM_M
+            start = base + cute.assume(tile * ATOM_BYTES + row * ATOM_ROW_BYTES, divby=ATOM_ROW_BYTES)
             for h in range(2):
                 place = (step % 4 * 2 + h) ^ row
                 to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)
@@ -188,9 +188,9 @@ class Activations:
         Four lanes have a token, number ``lane // 4``, if it ``exists``: ``row`` is where ``store_row`` has stored it.
         """
         line, quarter = lane // QUAD, lane % QUAD
-        pieces = TILE_LINE // 16
+        pieces = ATOM_ROW_BYTES // 16
         for first in range(0, self.config.token_bytes // 16, QUAD):
-            place = first // pieces * TILE_BYTES + line * TILE_LINE + ((first % pieces + quarter) ^ line) * 16
+            place = first // pieces * ATOM_BYTES + line * ATOM_ROW_BYTES + ((first % pieces + quarter) ^ line) * 16
             source = row + cute.assume((first + quarter) * 16, divby=16)
             ptx.copy_async_16(base + cute.assume(place, divby=16), source, exists)
 

@@ -30,7 +30,7 @@ DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """A decoded number, and so a sum of them, over the true one."""
 
 
-def sum_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
+def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
     """The factor from sums of decoded numbers to true sums; ``decodes_both``: whether activations are decoded too."""
     return 1.0 / DECODED_SCALE[fmt] ** (2 if decodes_both else 1)
 

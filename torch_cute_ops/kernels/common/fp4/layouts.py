@@ -17,12 +17,12 @@ from torch_cute_ops.runtime.arch import Arch
 # Sizes of activations that are rearranged for MMAs with an FP4 weight (``kernels.common.fp4.activations``): no device
 # code.
 
-CHUNK: Final = 256
+K_TILE: Final = 256
 """Elements of k that are rearranged together; GEMMs over experts may use half of it."""
-TILE_TOKENS: Final = 8
-TILE_LINE: Final = 128
+ATOM_M: Final = 8
+ATOM_ROW_BYTES: Final = 128
 """Bytes of a token in a tile."""
-TILE_BYTES: Final = TILE_TOKENS * TILE_LINE
+ATOM_BYTES: Final = ATOM_M * ATOM_ROW_BYTES
 """Bytes of a tile of 8 tokens x 64 positions of 16 bits."""
 Quantises = Literal["plain", "scaled"]
 
@@ -39,7 +39,7 @@ class ActivationLayout:
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4; ``None`` for 16-bit ones.
         by_warp: whether the layout is that of warp-level MMAs (mma.sync), not that of wgmma.
-        chunk: elements of k of a chunk.
+        k_tile: elements of k that are rearranged together.
         gated: whether a row as given is 2K elements of 16 bits, gate and up, of which ``silu(gate) · up`` is a row of
             activations, rounded to their dtype where it is not quantised.
         quantises: whether what is given, in 16 bits, is quantised to FP4 first, as ``kernels.row_quant`` does it:
@@ -51,14 +51,14 @@ class ActivationLayout:
     fmt: FP4Format
     layout: ScaleLayout | None
     by_warp: bool
-    chunk: int
+    k_tile: int
     gated: bool = field(default=False, kw_only=True)
     quantises: Quantises | None = field(default=None, kw_only=True)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in a chunk."""
-        return self.chunk * self.dtype.itemsize
+        return self.k_tile * self.dtype.itemsize
 
     def reason_unsupported(self) -> str | None:
         """Why such activations cannot be rearranged; ``None`` if they can."""
@@ -78,7 +78,7 @@ class ActivationLayout:
 # Limits of the kernels that decode FP4 weights: no device code.
 
 
-def reason_beyond(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arch) -> str | None:
+def reason_undecodable(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arch) -> str | None:
     """Why ``dtype`` cannot hold decoded weights, or ``arch`` cannot hold a CTA; ``None`` if both can."""
     if dtype == torch.float16 and fmt != NVFP4:
         return f"decoded {fmt.name} weights exceed float16"
@@ -91,34 +91,34 @@ def reason_beyond(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arc
 #
 # Sizes of the chunks of an FP4 weight in shared memory: no device code.
 
-TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
+SCALE_TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 """Rows of a tile of scales; tiles are copied whole."""
-SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
+SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
 """Bytes of a tile of scales, 128 rows x 4 blocks."""
 BOX_BYTES: Final = 16
 """The least bytes of a row in a box of a tensor map."""
 
 
 @dataclass(frozen=True)
-class WeightChunks:
+class WeightTile:
     """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows, a multiple of 8. ``spread``: whether their k may begin
     in the middle of a tile of scales; rows may anyway."""
 
     fmt: FP4Format
     layout: ScaleLayout
-    rows: int
-    elements: int = CHUNK
+    tile_n: int
+    k_tile: int = K_TILE
     spread: bool = False
 
     @property
-    def line(self) -> int:
+    def row_bytes(self) -> int:
         """Bytes of codes of a row in a chunk: a whole cache line, or half of one."""
-        return self.elements // 2
+        return self.k_tile // 2
 
     @property
     def blocks(self) -> int:
         """Blocks of a row in a chunk."""
-        return self.elements // self.fmt.block_size
+        return self.k_tile // self.fmt.block_size
 
     @property
     def scale_columns(self) -> int:
@@ -128,24 +128,24 @@ class WeightChunks:
     @property
     def code_bytes(self) -> int:
         """Codes of a chunk."""
-        return self.rows * self.line
+        return self.tile_n * self.row_bytes
 
     @property
     def scale_row_tiles(self) -> int:
         """Most tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
-        last_start = TILE_ROWS - math.gcd(self.rows, TILE_ROWS)
-        return 0 if self.layout.is_linear else -(-(last_start + self.rows) // TILE_ROWS)
+        last_start = SCALE_TILE_ROWS - math.gcd(self.tile_n, SCALE_TILE_ROWS)
+        return 0 if self.layout.is_linear else -(-(last_start + self.tile_n) // SCALE_TILE_ROWS)
 
     @property
     def scale_bytes(self) -> int:
         """Scales of a chunk."""
-        return (self.scale_row_tiles * TILE_ROWS or self.rows) * self.scale_columns
+        return (self.scale_row_tiles * SCALE_TILE_ROWS or self.tile_n) * self.scale_columns
 
     @property
     def reason_not_copied(self) -> str | None:
         """Why a tensor map cannot copy a chunk's scales; ``None`` if one can, or none is needed."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
-            return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.elements} elements have {self.blocks}"
+            return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
         return None
 
     @property

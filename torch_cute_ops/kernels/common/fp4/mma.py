@@ -10,19 +10,18 @@ from cutlass import BFloat16, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words
-from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.fp4.activations import STEPS_BYTES
-from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS, ActivationLayout
-from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, ActivationLayout
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 
 # warp mma
 #
 # MMAs of a warp (mma.sync) with an FP4 weight that it has decoded in registers.
 
 
-def multiply_word(
+def warp_mma(
     pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, pitch: int, lane, sums: cute.Tensor, dtype
 ) -> None:
     """Add two k16 steps to the sums of 16 rows of the weight and ``tokens`` tokens.
@@ -44,8 +43,8 @@ def multiply_word(
     if pitch // STEPS_BYTES % 2 == 0:
         # Piece ``word`` is at place ``word xor token % 2``.
         place = place + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
-    for group in range(tokens // TILE_TOKENS):
-        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * pitch), divby=16)
+    for group in range(tokens // ATOM_M):
+        at = chunk_at + cute.assume(place + group * (ATOM_M * pitch), divby=16)
         activations = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         total = [sums[4 * group + i] for i in range(4)]
         for step in range(2):
@@ -87,7 +86,7 @@ def warpgroup_mma(dtype, tokens: int, elements: int, stages: int, order: tuple, 
     """
 
     def tiled() -> cute.TiledMma:
-        shape, mode = (GROUP_ROWS, tokens, 16), OperandMajorMode.K
+        shape, mode = (WGMMA_M, tokens, 16), OperandMajorMode.K
         op = warpgroup.MmaF16BF16Op(dtype, Float32, shape, warpgroup.OperandSource.RMEM, mode, mode)
         return cute.make_tiled_mma(op)
 
@@ -110,7 +109,7 @@ def warpgroup_mma(dtype, tokens: int, elements: int, stages: int, order: tuple, 
                     words[(slot + step) * 4 + high * 2 + r] = pairs[r][step][high]
         # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
         mma = tiled()
-        accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((GROUP_ROWS, tokens)))
+        accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((WGMMA_M, tokens)))
         warpgroup.fence()
         for step in range(WORD_STEPS):
             mma.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
@@ -130,11 +129,11 @@ def warpgroup_mma(dtype, tokens: int, elements: int, stages: int, order: tuple, 
 #
 # MMAs of a warp, or of a warpgroup, with rows of an FP4 weight and a unit's tokens, a chunk of k at a time.
 #
-# Both operands are in stages in shared memory: the weight in a ``WeightRing``, the tokens in the layouts of
+# Both operands are in stages in shared memory: the weight in a ``WeightStages``, the tokens in the layouts of
 # ``kernels.common.fp4.activations``. Each warp has 16 rows.
 
 
-class UnitMma:
+class KTileMma:
     """The MMAs of units of ``group`` tokens.
 
     Attributes:
@@ -144,20 +143,20 @@ class UnitMma:
 
     def __init__(
         self,
-        ring: WeightRing,
+        ring: WeightStages,
         arranged: ActivationLayout,
         group: int,
         stages: int,
         width: int,
         pitch: int | None = None,
     ):
-        self.ring, self.group, self.stages, self.chunk = ring, group, stages, arranged.chunk
+        self.ring, self.group, self.stages, self.k_tile = ring, group, stages, arranged.k_tile
         self.dtype, self.by_warp = DSL_DTYPES[arranged.dtype], arranged.by_warp
         self.pitch = pitch or arranged.token_bytes
-        self.last_blocks = width // ring.fmt.block_size if width % arranged.chunk else None
+        self.last_blocks = width // ring.fmt.block_size if width % arranged.k_tile else None
 
     @property
-    def stage_tokens(self) -> int:
+    def activation_bytes(self) -> int:
         """Activations of a stage, bytes."""
         return self.group * self.pitch
 
@@ -167,7 +166,7 @@ class UnitMma:
         if self.by_warp:
             return None
         # All elements of a group of eight tokens, then those of the next
-        return warpgroup_mma(self.dtype, self.group, self.chunk, self.stages, (1, 0, 2), tokens)
+        return warpgroup_mma(self.dtype, self.group, self.k_tile, self.stages, (1, 0, 2), tokens)
 
     def multiply(
         self, start, part: int, parts: int, chunk, stage, adds, rows, lane, sums, smem, free_before, phase=None
@@ -188,7 +187,7 @@ class UnitMma:
             sums: accumulators, four for each eight tokens.
             smem: has the pointers ``codes``, ``scales`` and ``tokens``.
             free_before: frees the stage of the chunk before.
-            phase: of the expert, as ``WeightRing.factors`` takes it.
+            phase: of the expert, as ``WeightStages.factors`` takes it.
         """
         quad = lane % 4
         existing = None
@@ -201,19 +200,11 @@ class UnitMma:
             word = part * count + i
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
             if start is None:
-                at = smem.tokens + cute.assume(stage * self.stage_tokens, divby=STEPS_BYTES)
-                multiply_word(pairs, word, self.group, at, self.pitch, lane, sums, self.dtype)
+                at = smem.tokens + cute.assume(stage * self.activation_bytes, divby=STEPS_BYTES)
+                warp_mma(pairs, word, self.group, at, self.pitch, lane, sums, self.dtype)
                 continue
             start(pairs, word, stage, adds if i == 0 else True, sums)
             # The MMAs of the word before are done, and its registers free.
             warpgroup.wait_group(1)
             if i == 0 and free_before is not None:
                 free_before()
-
-
-def free(barrier, leads, exists=True) -> None:
-    """A warp frees a stage, if it exists. ``leads``: whether this lane arrives for its warp, 1 or 0."""
-    # All lanes have read. (The MMAs do not ensure it: ptxas moves them behind the arrival.)
-    fence_async()
-    cute.arch.sync_warp()
-    ptx.arrive_if(barrier, ptx.select(exists, leads, Uint32(0)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout, Quantises, WeightChunks, reason_beyond
+from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout, Quantises, WeightTile, reason_undecodable
 from torch_cute_ops.runtime.arch import Arch
 
 
@@ -41,19 +41,19 @@ class FP4Operands:
         """Whether activations are multiplied as decoded FP4 numbers too."""
         return self.a_layout is not None or self.quantises is not None
 
-    def arranged(self, *, by_warp: bool, chunk: int) -> ActivationLayout:
+    def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
         """How the activations are rearranged for MMAs of warps, or of warpgroups."""
         kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout
-        return ActivationLayout(*kinds, by_warp, chunk, gated=self.gated, quantises=self.quantises)
+        return ActivationLayout(*kinds, by_warp, k_tile, gated=self.gated, quantises=self.quantises)
 
     def reason_unsupported(
-        self, arranged: ActivationLayout, chunks: WeightChunks, smem_bytes: int, arch: Arch
+        self, arranged: ActivationLayout, weight_tile: WeightTile, smem_bytes: int, arch: Arch
     ) -> str | None:
         """Why a kernel with these layouts cannot run on ``arch``; ``None`` if it can."""
         if not arch.has_wgmma:
             return f"{arch.name} has no wgmma instructions"
         return (
-            chunks.reason_not_copied
+            weight_tile.reason_not_copied
             or arranged.reason_unsupported()
-            or reason_beyond(self.dtype, self.fmt, smem_bytes, arch)
+            or reason_undecodable(self.dtype, self.fmt, smem_bytes, arch)
         )

@@ -17,18 +17,18 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.cluster_sums import (
-    add_accumulators,
-    leave_sums,
-    send_accumulators,
-    send_sums,
-    sum_columns,
-    tokens_of,
-    write_received,
-)
 from torch_cute_ops.kernels.common.core.epilogue import TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, prefetch, prefetch_argument, store_words
+from torch_cute_ops.kernels.common.core.partial_sums import (
+    add_accumulators,
+    reduce_received,
+    reduced_rows,
+    send_accumulators,
+    send_partial_sums,
+    store_partial_sums,
+    thread_columns,
+)
 from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
 from torch_cute_ops.kernels.common.experts.tiles import ExpertTilesKernel
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS, Arguments
@@ -357,7 +357,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """The producer warp: copy every stage of the CTA's tiles, in order.
 
         Of a static weight, the first tile's blocks that the ring has room for are copied before the kernel before this
-        one has ended (``kernels.common.core.pipeline``). Their barriers expect the activations too, which are copied
+        one has ended (``kernels.common.core.launch``). Their barriers expect the activations too, which are copied
         after that.
 
         Behind the last copy it may have its share of what a later launch reads brought into L2.
@@ -508,10 +508,10 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     def _finish(self, column, expert, consumer, share):
         """What finishes the sums that a thread stores of a swapped tile: one function for each of its two columns, or
-        in a cluster one for ``sum_columns``."""
+        in a cluster one for ``thread_columns``."""
         c, epilogue = self.config, self._epilogue(expert, share)
         if c.splits > 1:
-            return epilogue(*sum_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
+            return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
         return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
 
     @cute.jit
@@ -524,9 +524,9 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
     def _leave_sums(self, sums, consumer, smem) -> None:
         """Store the sums of a consumer's rows of ``a`` in this CTA's shared memory."""
         c = self.config
-        of_part = replace(c.sum_tile, tokens=c.mma_columns)
+        of_part = replace(c.sum_tile, tile_m=c.mma_columns)
         base = smem.stores + cute.assume(consumer.token * (4 * of_part.pitch), divby=16)
-        leave_sums(of_part, sums, base, consumer.row, consumer.quad)
+        store_partial_sums(of_part, sums, base, consumer.row, consumer.quad)
 
     def _meet_cluster(self) -> None:
         """A consumer waits until the barriers of all CTAs that share its tiles are initialised."""
@@ -545,18 +545,18 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         # All CTAs have read the sums of the tile before. (Waiting for parity 1 passes a barrier that was never used.)
         ptx.wait(smem.read, turn ^ 1)
         tokens, columns = cutlass.min(rows, Int32(c.tokens)), cutlass.min(share.n - column, Int32(c.columns))
-        own = tokens_of(c.sum_tile, c.splits, share.rank, tokens)
+        own = reduced_rows(c.sum_tile, c.splits, share.rank, tokens)
         if consumer.tid == 0:
             # What is sent may arrive before that.
             cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, own * columns * (c.splits * 4))
         self._leave_sums(sums, consumer, smem)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         tile = c.sum_tile, c.splits, threads
-        send_sums(*tile, smem.stores, smem.received, smem.sent, share.rank, consumer.tid, tokens, columns)
+        send_partial_sums(*tile, smem.stores, smem.received, smem.sent, share.rank, consumer.tid, tokens, columns)
         ptx.wait(smem.sent, turn)
         first = share.out.iterator + cute.assume(Int64(row) * share.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, share.n), stride=(share.n, 1)))
-        write_received(*tile, finish, out, smem.received, share.rank, consumer.tid, own, Int32(0), column)
+        reduce_received(*tile, finish, out, smem.received, share.rank, consumer.tid, own, Int32(0), column)
         self._tell_read(is_last, consumer, smem)
 
     @cute.jit

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
-from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP, Epilogue, SumTile
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M, Epilogue, PartialSums
 
 # row tile
 #
@@ -173,7 +173,7 @@ class FP8TilesConfig:
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
         """Whether the producer of such a kernel reads a static weight before the wait."""
-        return pdl and rows.is_plain and tokens <= GROUP_ROWS
+        return pdl and rows.is_plain and tokens <= WGMMA_M
 
     @classmethod
     def may_prefetch(cls, rows: ExpertLayout, tokens: int) -> bool:
@@ -235,9 +235,9 @@ class FP8TilesConfig:
         return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
 
     @property
-    def sum_tile(self) -> SumTile:
+    def sum_tile(self) -> PartialSums:
         """The sums of a CTA that shares a tile."""
-        return SumTile(self.tokens, self.columns)
+        return PartialSums(self.tokens, self.columns)
 
     @property
     def received_bytes(self) -> int:
@@ -252,12 +252,12 @@ class FP8TilesConfig:
     @property
     def boxes(self) -> int:
         """The most such copies of a K block."""
-        return -(-self.tokens // GROUP_ROWS)
+        return -(-self.tokens // WGMMA_M)
 
     @property
     def streams_weight(self) -> bool:
         """Whether the weight is read once, as a rule."""
-        return self.tokens < 2 * GROUP_ROWS
+        return self.tokens < 2 * WGMMA_M
 
     @property
     def stage_bytes(self) -> int:

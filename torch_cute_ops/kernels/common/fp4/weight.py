@@ -4,7 +4,7 @@ A chunk is 256 elements of k of some rows. Its codes are 128 bytes a row, a whol
 map with the 128-byte swizzle (a chunk of 128 elements is half a line, with the 64-byte swizzle). Its scales are whole
 tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows. Where the k of a weight is
 that of several experts, one after the other, a chunk ends where its expert does. Experts of an odd number of half tiles
-(``WeightChunks.spread``) begin by turns with the first half of a tile and with the second, their *phase*, 0 or 1; a
+(``WeightTile.spread``) begin by turns with the first half of a tile and with the second, their *phase*, 0 or 1; a
 chunk then has up to one tile more.
 """
 
@@ -19,14 +19,14 @@ from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words
-from torch_cute_ops.kernels.common.core.pipeline import PIECE
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp4.activations import QUAD
 from torch_cute_ops.kernels.common.fp4.decode import decode, rows_of_bytes, scale_argument, scale_factors
-from torch_cute_ops.kernels.common.fp4.layouts import SCALE_TILE, TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import SCALE_TILE_BYTES, SCALE_TILE_ROWS, WeightTile
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
-class OpenRing(NamedTuple):
+class WeightCopies(NamedTuple):
     """The copies of a weight: tensor maps, and views of the weight and of the stages as their boxes. Without a tensor
     map for scales, these are copied in bulk from ``scales`` to ``scales_at``."""
 
@@ -40,26 +40,26 @@ class OpenRing(NamedTuple):
     scales_at: cute.Pointer
 
 
-class WeightRing:
-    """A ring of ``stages`` chunks.
+class WeightStages:
+    """A ring of ``stages`` tile.
 
     Attributes:
         words: words of codes of a lane in a row of a chunk; each is two k16 steps.
     """
 
-    def __init__(self, chunks: WeightChunks, stages: int):
-        self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
-        self.blocks, self.scale_row_tiles = chunks.blocks, chunks.scale_row_tiles
-        self.spread, self.scale_columns = chunks.spread, chunks.scale_columns
-        self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
-        self.line, self.words = chunks.line, chunks.line // QUAD // 4
+    def __init__(self, tile: WeightTile, stages: int):
+        self.fmt, self.layout, self.tile_n, self.stages = tile.fmt, tile.layout, tile.tile_n, stages
+        self.blocks, self.scale_row_tiles = tile.blocks, tile.scale_row_tiles
+        self.spread, self.scale_columns = tile.spread, tile.scale_columns
+        self.code_bytes, self.scale_bytes = tile.code_bytes, tile.scale_bytes
+        self.row_bytes, self.words = tile.row_bytes, tile.row_bytes // QUAD // 4
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
         """The weight (K/2, N) and its scales."""
         half = Dim("k_bytes", divisibility=16)
         linear = self.layout.is_linear
         blocks = Dim("blocks", divisibility=16 if linear else TILE_BLOCKS)
-        scale_rows = n if linear else Dim("scale_rows", divisibility=TILE_ROWS)
+        scale_rows = n if linear else Dim("scale_rows", divisibility=SCALE_TILE_ROWS)
         codes = TensorArg("Uint8", (half, n), (1, half), align=16)
         return codes, scale_argument(self.fmt, scale_rows, blocks)
 
@@ -67,11 +67,11 @@ class WeightRing:
         """Tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
         b, scale = rows_of_bytes(b, scale)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, self.line, 1))
+        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
         scale_copy, scales = None, scale
         if self.layout.is_linear:
-            layout = cute.make_layout((self.rows, self.blocks, 1), stride=(self.blocks, 1, 0))
-            scale_copy, scales = self._map(load, scale, experts, layout, (self.rows, self.blocks, 1))
+            layout = cute.make_layout((self.tile_n, self.blocks, 1), stride=(self.blocks, 1, 0))
+            scale_copy, scales = self._map(load, scale, experts, layout, (self.tile_n, self.blocks, 1))
         return codes_copy, codes, scale_copy, scales
 
     def _map(self, load, matrix: cute.Tensor, experts, layout, box: tuple[int, int, int]) -> tuple:
@@ -83,21 +83,23 @@ class WeightRing:
     def _codes_layout(self, stages: int):
         """Codes in shared memory, (rows, line, stages)."""
         kinds = warpgroup.SmemLayoutAtomKind
-        atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.line], Uint8)
-        return cute.tile_to_shape(atom, (self.rows, self.line, stages), order=(0, 1, 2))
+        atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.row_bytes], Uint8)
+        return cute.tile_to_shape(atom, (self.tile_n, self.row_bytes, stages), order=(0, 1, 2))
 
-    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> OpenRing:
+    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> WeightCopies:
         """The copies to stages whose codes and scales lie there in shared memory."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
-        codes_to, codes_from = self._boxes(codes_copy, codes, self.line, stages)
+        codes_to, codes_from = self._boxes(codes_copy, codes, self.row_bytes, stages)
         scales_to = scales_from = None
         if self.layout.is_linear:
-            layout = cute.make_layout((self.rows, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes))
+            layout = cute.make_layout(
+                (self.tile_n, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes)
+            )
             stages = cute.make_tensor(scales_at, layout)
             scales_to, scales_from = self._boxes(scale_copy, scales, self.blocks, stages)
-        return OpenRing(
+        return WeightCopies(
             codes_copy=codes_copy,
             codes_from=codes_from,
             codes_to=codes_to,
@@ -117,7 +119,7 @@ class WeightRing:
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
         """The boxes in shared memory, by stage, and in memory, by tile of rows, chunk and expert."""
-        tiled = cute.local_tile(matrix, (self.rows, width, 1), (None, None, None))
+        tiled = cute.local_tile(matrix, (self.tile_n, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
         )
@@ -139,24 +141,24 @@ class WeightRing:
             if const_expr(self.spread):
                 before = expert * blocks // TILE_BLOCKS
                 own = cutlass.min(blocks - chunk * self.blocks, Int32(self.blocks))
-                size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE
+                size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE_BYTES
             else:
                 # An expert's blocks are whole tiles, unless it is the only one.
                 columns = cute.ceil_div(blocks, TILE_BLOCKS)
                 before = expert * columns
-                size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
+                size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE_BYTES
             pitch = weight.scales.shape[1] // TILE_BLOCKS
-            first = tile * self.rows // TILE_ROWS
-            row_tiles = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, self._scale_row_tiles(tile))
+            first = tile * self.tile_n // SCALE_TILE_ROWS
+            row_tiles = cutlass.min(cute.ceil_div(n, SCALE_TILE_ROWS) - first, self._scale_row_tiles(tile))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * row_tiles)
                 for i in range_constexpr(self.scale_row_tiles):
                     if i < row_tiles:
-                        source = (Int64(first + i) * pitch + before + column) * SCALE_TILE
-                        target = stage * self.scale_bytes + i * (TILE_ROWS * self.scale_columns)
+                        source = (Int64(first + i) * pitch + before + column) * SCALE_TILE_BYTES
+                        target = stage * self.scale_bytes + i * (SCALE_TILE_ROWS * self.scale_columns)
                         ptx.copy_bulk(
-                            weight.scales_at + cute.assume(target, divby=SCALE_TILE),
-                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                            weight.scales_at + cute.assume(target, divby=SCALE_TILE_BYTES),
+                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE_BYTES),
                             size,
                             barrier,
                             policy=ptx.EVICT_FIRST,
@@ -166,13 +168,15 @@ class WeightRing:
 
     def first_scale_row(self, tile) -> Any:
         """Where the rows of a tile of the weight begin in the first tile of scales of a stage."""
-        return 0 if self.layout.is_linear or self.rows % TILE_ROWS == 0 else tile * self.rows % TILE_ROWS
+        return (
+            0 if self.layout.is_linear or self.tile_n % SCALE_TILE_ROWS == 0 else tile * self.tile_n % SCALE_TILE_ROWS
+        )
 
     def _scale_row_tiles(self, tile) -> Int32:
         """Tiles of scales that a tile of the weight spans along the rows."""
-        if self.rows % TILE_ROWS == 0 or TILE_ROWS % self.rows == 0:
+        if self.tile_n % SCALE_TILE_ROWS == 0 or SCALE_TILE_ROWS % self.tile_n == 0:
             return Int32(self.scale_row_tiles)
-        return Int32(cute.ceil_div(self.first_scale_row(tile) + self.rows, TILE_ROWS))
+        return Int32(cute.ceil_div(self.first_scale_row(tile) + self.tile_n, SCALE_TILE_ROWS))
 
     def _copy(self, copy, source, target, barrier) -> None:
         """Start a copy by TMA of what is read once."""
@@ -181,12 +185,13 @@ class WeightRing:
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
         """A lane's words of a row: its quarter of the chunk."""
         words = []
-        pieces = self.line // PIECE
+        pieces = self.row_bytes // VECTOR_BYTES
         # The swizzle permutes pieces by the number of the 128 bytes that they are in.
-        line = row if self.line == 128 else row // (128 // self.line)
+        line = row if self.row_bytes == 128 else row // (128 // self.row_bytes)
         for i in range(pieces // QUAD):
             piece = (quad * (pieces // QUAD) + i) ^ (line % pieces)
-            at = codes_at + cute.assume(stage * self.code_bytes + row * self.line + piece * PIECE, divby=PIECE)
+            offset = stage * self.code_bytes + row * self.row_bytes + piece * VECTOR_BYTES
+            at = codes_at + cute.assume(offset, divby=VECTOR_BYTES)
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 

@@ -1,0 +1,148 @@
+"""Launches: refusing overlapping tensors, programmatic dependent launch, and the raster of a GEMM's tiles.
+
+The overlap check is host code, compiled into the launching function: about a hundred integer instructions, so that the
+fast path of a call does not look at addresses in Python. A refused call launches a grid of no CTAs. CUDA reports an
+error before anything runs, the compiled function raises, and the op's thorough checks then name the tensors that
+overlap.
+
+Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has released its dependents
+or ended. Each kernel of this package releases its dependents only after its own wait. The wait returns when the
+previous kernel has ended and its stores are visible. Therefore, at most one other kernel is running before a kernel has
+waited, and the kernel may read data that was complete before that other kernel was launched. It writes nothing before
+the wait because the previous kernel may still read the memory.
+
+The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel,
+which does not touch that memory and has itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
+
+``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
+previous launch writes is not static. For the same reason, the second kernel of an op may read the op's inputs before
+the first kernel ends: they were complete before the first kernel passed its wait.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
+
+Tensors = Sequence[cute.Tensor | None]
+
+
+def ctas_unless_overlapping(
+    ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
+) -> Int32:
+    """Return ``ctas``, or 0 if a written tensor overlaps another tensor of the call or if its own rows overlap.
+
+    Call this function in the host function (``__call__``) and launch with the result as one extent of the grid. A
+    tensor extends from its first to its last element, gaps between its rows included. An empty tensor overlaps nothing.
+
+    Args:
+        ctas: number of CTAs of the launch.
+        written: tensors that the kernel writes, None if the kernel was compiled without the tensor. They must not
+            overlap each other either.
+        read: tensors that the kernel only reads, or None.
+        may_alias: pairs of matrices of one shape, taken from ``written`` and ``read``, that may be the same view of
+            memory, or different columns of one matrix: equal row strides and no common element.
+
+    Raises:
+        ValueError: while tracing, if a matrix of a pair is not among the tensors.
+    """
+    outputs, inputs = ([_memory_of(tensor) for tensor in some if tensor is not None] for some in (written, read))
+    allowed = {frozenset(map(id, pair)) for pair in may_alias}
+    overlaps = Boolean(False)
+    for i, output in enumerate(outputs):
+        if len(output.tensor.shape) == 2:
+            overlaps |= _rows_overlap(output.tensor)
+        for other in (*outputs[i + 1 :], *inputs):
+            intersects = (output.begin < other.end) & (other.begin < output.end)
+            intersects &= output.is_occupied & other.is_occupied
+            pair = frozenset((id(output.tensor), id(other.tensor)))
+            if pair in allowed:
+                allowed.remove(pair)
+                intersects &= ~(_are_same_view(output, other) | _are_columns(output, other))
+            overlaps |= intersects
+    if allowed:
+        raise ValueError("a pair in may_alias is not among the tensors")
+    return ptx.select(overlaps, Int32(0), Int32(ctas))
+
+
+class _Memory(NamedTuple):
+    """Memory of a tensor.
+
+    Attributes:
+        tensor: the tensor.
+        begin, end: addresses of the tensor's first byte and of the byte after its last.
+        is_occupied: whether the tensor has elements.
+    """
+
+    tensor: cute.Tensor
+    begin: Int64
+    end: Int64
+    is_occupied: Boolean
+
+
+def _memory_of(tensor: cute.Tensor) -> _Memory:
+    last, is_occupied = Int64(0), Boolean(True)
+    for extent, stride in zip(tensor.shape, tensor.stride, strict=True):
+        last += (Int64(extent) - 1) * Int64(stride)
+        is_occupied &= Int64(extent) > 0
+    begin = Int64(tensor.iterator.toint())
+    return _Memory(tensor, begin, begin + (last + 1) * _itemsize(tensor), is_occupied)
+
+
+def _itemsize(tensor: cute.Tensor) -> int:
+    return tensor.element_type.width // 8
+
+
+def _row_bytes(tensor: cute.Tensor) -> Int64:
+    return Int64(tensor.shape[1]) * _itemsize(tensor)
+
+
+def _pitch(tensor: cute.Tensor) -> Int64:
+    """Return the bytes from a row to the next."""
+    return Int64(tensor.stride[0]) * _itemsize(tensor)
+
+
+def _rows_overlap(tensor: cute.Tensor) -> Boolean:
+    return (Int64(tensor.shape[0]) > 1) & (_pitch(tensor) < _row_bytes(tensor))
+
+
+def _are_same_view(a: _Memory, b: _Memory) -> Boolean:
+    # The stride of a single row means nothing.
+    is_same_stride = (Int64(a.tensor.shape[0]) <= 1) | (_pitch(a.tensor) == _pitch(b.tensor))
+    return (a.begin == b.begin) & is_same_stride
+
+
+def _are_columns(a: _Memory, b: _Memory) -> Boolean:
+    pitch = _pitch(a.tensor)
+    # A single row may have stride 0.
+    divisor = cutlass.max(pitch, Int64(1))
+    ahead = ((b.begin - a.begin) % divisor + divisor) % divisor
+    are_apart = (_row_bytes(a.tensor) <= ahead) & (ahead + _row_bytes(b.tensor) <= pitch)
+    return (pitch == _pitch(b.tensor)) & are_apart
+
+
+def pdl_start(pdl: bool) -> None:
+    """Wait for the previous kernels, then let the next kernel start, if launches are programmatic (``pdl``).
+
+    The next kernel then starts when all work except this kernel's is complete.
+    """
+    if pdl:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def raster_tile(number, n_tiles, m_tiles, raster: int = RASTER_WIDTH) -> tuple:
+    """Return tile ``number`` of a GEMM in raster order: its index along N and its index along M.
+
+    Tiles run in strips of up to ``raster`` tiles along M, each over all tiles along N. CTAs that run at the same time
+    then share both operands in L2.
+    """
+    strip = number // (n_tiles * raster)
+    width = cutlass.min(m_tiles - strip * raster, Int32(raster))
+    place = number - strip * (n_tiles * raster)
+    return place // width, strip * raster + place % width
