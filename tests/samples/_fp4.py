@@ -14,12 +14,12 @@ FORMATS = (NVFP4, MXFP4)
 
 
 def random_global_scale(device: torch.device) -> torch.Tensor:
-    """One fp32 element, of an ordinary size, with a full significand."""
+    """Return one fp32 element of moderate size with a full significand."""
     return torch.rand(1, device=device) * 400 + 10
 
 
 def named(fmt: FP4Format, layout: str) -> dict[str, Any]:
-    """The arguments that choose ``fmt`` and ``layout``."""
+    """Return the arguments that choose ``fmt`` and ``layout``."""
     return {"block_size": fmt.block_size, "scale_layout": layout}
 
 
@@ -45,7 +45,7 @@ _VIEWED = {
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Format × layout × dtype; rows and blocks that leave padding in both directions."""
+    """Yield each format, layout and dtype, with rows and blocks that leave padding in both directions."""
     tile_rows = {"linear": 5, "128x4": 130, "8x4": 19}
     for fmt in FORMATS:
         for layout in SCALE_LAYOUTS:

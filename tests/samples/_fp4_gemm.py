@@ -35,29 +35,30 @@ def random_matrix(
     device: torch.device,
     scales: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a matrix (rows, K): any code; scale bytes out of ``range(*scales)``; padding is NaN."""
+    """Return random codes and scales of a (rows, K) matrix. Scale bytes come from ``range(*scales)``; padding is
+    NaN."""
     low, high, step = (*(scales or SCALE_BYTES[fmt.scale_format]), 1)[:3]
     linear = torch.randint(0, (high - low - 1) // step + 1, (rows, k // fmt.block_size), device=device) * step + low
     placed = from_linear(linear.to(torch.uint8) + 1, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
-    # Bytes of padding are zero here; what an op does not read may be anything.
+    # ``from_linear`` fills padding with zeros. NaN shows if the op reads padding.
     nan = 0x7F if fmt == NVFP4 else 0xFF
     return codes, torch.where(placed == 0, nan, placed - 1).to(torch.uint8).view(fmt.scale_dtype)
 
 
 @dataclass(frozen=True)
 class FP4Samples:
-    """What samples of the ops that multiply an FP4 weight share.
+    """Samples shared by the ops that multiply an FP4 weight.
 
     Attributes:
-        has_a_scale: whether ``a`` is in FP4.
+        has_a_scale: flag of an ``a`` in FP4.
     """
 
     has_a_scale: bool
     sizes: ClassVar[tuple[int, int, int]]
-    """M, N, K of samples that are about values."""
+    """M, N, K of samples that test values."""
     gpu_backend: ClassVar[str] = "routed"
-    """One that no CPU has."""
+    """Backend that does not support the CPU."""
     weight: ClassVar[str] = "w"
     """Name of the weight."""
 
@@ -76,8 +77,8 @@ class FP4Samples:
         scales: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Sample:
-        """A call; ``dtype`` is that of an ``a`` that is not in FP4. Experts, where the weight has them, have 64 columns
-        each if it is not said how many there are."""
+        """Return a call. ``dtype`` is the dtype of a 16-bit ``a``. A weight with experts is split into experts of 64
+        columns unless ``experts`` is given."""
         experts = experts or n // 64
         b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
         kwargs = {**self.defaults(m, k, experts, fmt, device), **named(fmt, layout), **kwargs}
@@ -89,29 +90,29 @@ class FP4Samples:
     def matrix(
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight for ``n`` columns of the result, and its scales."""
+        """Return the weight for ``n`` columns of the result, and its scales."""
         raise NotImplementedError
 
     def a_width(self, k: int) -> int:
-        """Elements of a row of an ``a`` that is not in FP4, for sums of ``k``."""
+        """Return the row length of a 16-bit ``a``, for sums over ``k`` elements."""
         return k
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """Arguments of a sample that names none."""
+        """Return the default keyword arguments of a sample."""
         return {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arguments that ``sample`` gives by position."""
+        """Names of the arguments that ``sample`` passes by position."""
         scales = ("a_scale",) if self.has_a_scale else ()
         return "a", self.weight, *scales, f"{self.weight}_scale"
 
     def by_name(self, sample: Sample) -> dict[str, Any]:
-        """The arguments of ``sample`` that ``names`` names."""
+        """Return the positional arguments of ``sample`` by name."""
         return dict(zip(self.names, sample.args, strict=True))
 
     def changed(self, sample: Sample, name: str | None = None, /, **given: Any) -> Sample:
-        """``sample`` with other operands, and, if one is given, another name."""
+        """Return ``sample`` with some operands replaced, and with another name if given."""
         return replace(sample, name=name or sample.name, args=tuple((self.by_name(sample) | given).values()))
 
     @property
@@ -120,7 +121,7 @@ class FP4Samples:
         return tuple(SCALE_LAYOUTS) if self.has_a_scale else ("linear", "128x4")
 
     def common_values(self, device: torch.device) -> Iterator[Sample]:
-        """Scales with exact sums, and with NaN; formats and backends by name; a static weight."""
+        """Yield scales with exact sums and with NaN, formats and backends by name, and a static weight."""
         for fmt in FORMATS:
             values = (*self.sizes, fmt, "linear", device)
             yield self.sample(f"{fmt.name}-exact", *values, scales=POWERS[fmt.scale_format])
@@ -138,8 +139,8 @@ class FP4Samples:
     def common_errors(
         self, tensors: dict[str, torch.Tensor], bad: Callable[..., ErrorInput], device: torch.device
     ) -> Iterator[ErrorInput]:
-        """Bad dtypes of the operands; bad scales, layouts, formats and backends, beside good ``tensors`` in NVFP4 with
-        linear scales; ``bad`` as ``error_maker`` makes it."""
+        """Yield bad dtypes of operands, and bad scales, layouts, formats and backends, for otherwise good ``tensors``
+        in NVFP4 with linear scales. ``bad`` comes from ``error_maker``."""
         a, weight = tensors["a"], tensors[self.weight]
         for dtype in (torch.int8, torch.float32, torch.float64):
             yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
@@ -175,11 +176,11 @@ class GemmSamples(FP4Samples):
     gpu_backend = "cublas"
     weight = "b"
     prefetches: ClassVar[bool] = True
-    """Whether the op takes ``prefetch``."""
+    """Flag of an op that takes ``prefetch``."""
     smallest_k: ClassVar[int] = 64
-    """K of samples that are about something else."""
+    """K of samples that do not test values."""
     extreme_scales: ClassVar[tuple[int, int]] = (60, 190)
-    """A range of scale bytes of MXFP4 with which sums stay finite."""
+    """Range of MXFP4 scale bytes for which sums stay finite."""
 
     def matrix(
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
@@ -188,11 +189,11 @@ class GemmSamples(FP4Samples):
         return self.rows(codes), scale
 
     def rows(self, b: torch.Tensor) -> torch.Tensor:
-        """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""
+        """Return ``b`` as a row-major (N, K/2) weight, or such a weight as ``b``."""
         return b.t()
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
-        """Arguments that the op takes."""
+        """Yield the samples of the op."""
         yield from self._grid(device)
         yield from self._shapes(device)
         yield from self.common_values(device)
@@ -272,13 +273,13 @@ class GemmSamples(FP4Samples):
         yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
 
     def _prefetches(self, device: torch.device) -> Iterator[Sample]:
-        """With one row and with several."""
+        """Yield calls with ``prefetch``, with one row and with several rows."""
         for m in (1, *self.sizes[:1]):
             for name, given in prefetches(device):
                 yield self.sample(f"{name}-{m}", m, *self.sizes[1:], NVFP4, "128x4", device, prefetch=given)
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The arguments between the operands and ``out_dtype``."""
+        """Return the arguments between the operands and ``out_dtype``."""
         return torch.rand(1, device=device), torch.rand(self.sizes[1], device=device)
 
     def _views(self, device: torch.device) -> Iterator[Sample]:
@@ -319,7 +320,7 @@ class GemmSamples(FP4Samples):
         yield "2d", torch.rand((1, 1), device=device)
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """Arguments that the op refuses."""
+        """Yield the bad inputs of the op."""
         m, n, k = 4, 24, self.smallest_k
         good = self.sample("good", m, n, k, NVFP4, "linear", device)
         kwargs, b_name = good.kwargs, self.weight
@@ -345,11 +346,11 @@ class GemmSamples(FP4Samples):
             yield from prefetch_errors(bad, device)
 
     def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
-        """Bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, beside no other arguments."""
+        """Yield bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, without other arguments."""
         return epilogue_errors(n, device)
 
     def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """A weight (N, K/2) with N = K/2, by rows."""
+        """Yield calls with a row-major (N, K/2) weight, with N = K/2."""
         square = self.sample("b-untransposed", 4, 64, 128, NVFP4, "128x4", device)
         by_rows = self.changed(square, b=square.args[1].t())
         yield ErrorInput("b-untransposed", by_rows.args, by_rows.kwargs, ValueError, "pass weight.t()")

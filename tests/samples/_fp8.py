@@ -29,12 +29,12 @@ CHOICES = tuple(
 
 
 def random_scale(device: torch.device) -> torch.Tensor:
-    """One fp32 element, of an ordinary size, with a full significand."""
+    """Return one fp32 element of moderate size with a full significand."""
     return torch.rand(1, device=device) * 0.05 + 0.001
 
 
 def named(fmt: FP8Format, layout: str, device: torch.device) -> dict[str, Any]:
-    """The arguments that choose ``fmt`` and ``layout``, with a static scale where it takes one."""
+    """Return the arguments that choose ``fmt`` and ``layout``, with a static scale if the format takes one."""
     scale = {"scale": random_scale(device)} if fmt.is_static else {}
     return {"granularity": fmt.granularity, "scale_layout": layout, **scale}
 
@@ -49,7 +49,7 @@ def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Granularity × layout × dtype."""
+    """Yield each granularity, layout and dtype."""
     for fmt, layout in CHOICES:
         for dtype in DTYPES:
             rows = random_rows(19, 5 * (fmt.block_size or 16) * parts, dtype=dtype, device=device)
@@ -97,7 +97,7 @@ def _values(parts: int, device: torch.device) -> Iterator[Rows]:
         zeros = torch.zeros(3, 256 * parts, dtype=torch.bfloat16, device=device)
         yield Rows(f"zeros-{fmt.granularity}-{layout}", zeros, named(fmt, layout, device))
     for power in (-100, -60, 60, 100):
-        # Saturating, or zero; a norm is around 1 whatever the rows' size is.
+        # The static scale saturates these rows or makes them zero; a norm is about 1 for rows of any size.
         scale = (torch.rand(1, device=device) + 1) * 2.0**power
         rows = torch.randn(3, 100 * parts, device=device)
         yield Rows(f"scale-2^{power}", rows, {"granularity": "tensor", "scale": scale})
@@ -137,7 +137,7 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield bad("scale-none", ValueError, "scale is None; granularity='tensor' takes", granularity="tensor")
     for granularity in ("token", "block128"):
         text = f"scale is given; granularity='{granularity}' computes its own"
-        # Rows that fit, so that nothing else is wrong.
+        # The rows fit the granularity, so that nothing else is wrong.
         rows = good.repeat(1, 4)
         yield bad(f"scale-given-{granularity}", ValueError, text, rows, granularity=granularity, scale=one)
     yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})

@@ -1,4 +1,4 @@
-"""What the samples of the GEMMs of FP8 matrices with block scales share."""
+"""Samples shared by the GEMMs of FP8 matrices with block scales."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,32 +12,32 @@ from samples._rows import short
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 NAN = 0x7F
-"""The code of NaN."""
+"""e4m3 code of NaN."""
 
 
 def codes(*shape: int, device: torch.device) -> torch.Tensor:
-    """Codes of numbers of either sign, up to 15."""
+    """Return random codes of numbers of either sign, up to 15."""
     magnitude = torch.randint(0, 0x58, shape, device=device)
     return (magnitude + 128 * torch.randint(0, 2, shape, device=device)).to(torch.uint8).view(FP8)
 
 
 def integers(*shape: int, device: torch.device) -> torch.Tensor:
-    """Whole numbers from -3 to 3: sums of products are exact."""
+    """Return random integers from -3 to 3, whose sums of products are exact."""
     return torch.randint(-3, 4, shape, device=device).float().to(FP8)
 
 
 def scales(*shape: int, device: torch.device) -> torch.Tensor:
-    """Scales of ordinary size."""
+    """Return random scales of moderate size."""
     return torch.rand(shape, device=device) * 0.02 + 1e-3
 
 
 def powers(*shape: int, device: torch.device) -> torch.Tensor:
-    """Powers of two from 1/8 to 8."""
+    """Return random powers of two from 1/8 to 8."""
     return torch.randint(-3, 4, shape, device=device).float().exp2()
 
 
 def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix (rows, K), and its scales (⌈K/128⌉, rows)."""
+    """Return a (rows, K) matrix, and its scales (⌈K/128⌉, rows)."""
     numbers, factors = (integers, powers) if exact else (codes, scales)
     return numbers(rows, k, device=device), factors(-(-k // BLOCK), rows, device=device)
 
@@ -45,7 +45,7 @@ def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tupl
 def weight(
     *shape: int, device: torch.device, exact: bool = False, experts: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of ``shape`` (N, K), and its scales (⌈N/128⌉, ⌈K/128⌉); or those of experts."""
+    """Return a weight of ``shape`` (N, K) and its scales (⌈N/128⌉, ⌈K/128⌉), or stacked experts."""
     n, k = shape
     lead = () if experts is None else (experts,)
     numbers, factors = (integers, powers) if exact else (codes, scales)
@@ -59,13 +59,13 @@ def option_errors(
     gpu_backend: str = "mma_sync",
     experts: int | None = None,
 ) -> Iterator[ErrorInput]:
-    """Bad dtypes of a result of ``n`` columns; bad values of ``alpha`` and ``bias``, of experts if there are any; and
-    backends that there are not, on a CPU ``gpu_backend``. ``bad`` is as of ``tensor_errors``, with further arguments
-    fourth."""
+    """Yield bad dtypes of a result with ``n`` columns, bad values of ``alpha`` and ``bias`` (for experts if given), and
+    backends that do not exist or, on a CPU, ``gpu_backend``. ``bad`` is described in ``tensor_errors`` and takes
+    further arguments as its fourth."""
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
     for error in epilogue_errors(n, device, experts):
-        if error.name != f"alpha-shape-[{experts}]":  # which is right: one for each expert
+        if error.name != f"alpha-shape-[{experts}]":  # this shape is valid: one factor for each expert
             yield bad(error.name, error.error, error.match, error.kwargs)
     text = "backend='deepgemm' is unknown; use 'auto', "
     yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})
@@ -77,8 +77,8 @@ def option_errors(
 def tensor_errors(
     tensors: dict[str, torch.Tensor | None], bad: Callable[..., ErrorInput], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Bad dtypes, devices, shapes and gradients of the tensors of a call; ``bad`` makes an entry of name, error, text
-    and what is passed instead."""
+    """Yield bad dtypes, devices, shapes and gradients of the tensors of a call. ``bad`` builds an entry from a name, an
+    error, a message and the replaced arguments."""
     dtypes = {"a": FP8, "b": FP8, "offsets": torch.int32, "counts": torch.int32}
     for name, tensor in tensors.items():
         if tensor is None:

@@ -30,7 +30,8 @@ class InputGemmSamples(GemmSamples):
         return 2 * k if self.gates else k
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
-        """Those of every GEMM; gates with special values; global scales, and values that no block holds."""
+        """Yield the samples of every FP4 GEMM, gates with special values, global scales, and values outside the range
+        of blocks."""
         yield from super().samples(device)
         if self.gates:
             yield from self._gates(device)
@@ -42,7 +43,7 @@ class InputGemmSamples(GemmSamples):
         for dtype in (torch.bfloat16, torch.float16):
             sample = self.sample("", m, n, k, NVFP4, "128x4", device, dtype=dtype, out_dtype=torch.float32)
             up = sample.args[0].chunk(2, 1)[1]
-            # From where exp(-gate) overflows, over the least value of silu, to where it is the gate.
+            # Gates range from the overflow of exp(-gate), over the minimum of silu, to silu(gate) = gate.
             slope = torch.linspace(-110, 20, up.numel(), device=device).view_as(up)
             special = torch.ones_like(up)
             special[:3, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device)
@@ -60,7 +61,7 @@ class InputGemmSamples(GemmSamples):
                     name = f"global-scale-{value}-{rows}-{short(dtype)}"
                     sizes = rows, n, k + 16 * (rows > 1)
                     yield self.sample(name, *sizes, NVFP4, "linear", device, dtype=dtype, global_scale=scale, **given)
-            # Infinity and NaN; blocks of zeros, and of numbers too small for a scale; one that saturates
+            # Infinity and NaN; blocks of zeros, and of numbers too small for a scale; a block that saturates
             for fmt in FORMATS:
                 sample = self.sample(f"{fmt.name}-unusual-{rows}", rows, n, k, fmt, "128x4", device, **given)
                 a = sample.args[0].clone()

@@ -1,4 +1,4 @@
-"""Inputs of an op, good and bad, in the manner of PyTorch's ``OpInfo``."""
+"""Good and bad inputs of an op, in the manner of PyTorch's ``OpInfo``."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments that an op takes.
+    """Arguments that an op accepts.
 
     Attributes:
-        name: what is special about it; unique among the op's samples.
+        name: feature that the sample tests; unique among the op's samples.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -23,16 +23,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class ErrorInput:
-    """Arguments that an op refuses, and how.
+    """Arguments that an op refuses, and the expected error.
 
     Attributes:
-        name: what is wrong; unique among the op's error inputs.
+        name: fault of the arguments; unique among the op's error inputs.
         args: positional arguments.
         kwargs: keyword arguments.
         error: type of the exception.
         match: regular expression that its message matches somewhere.
-        out: output tensors, where they are what is wrong: only the forms of the op that take outputs refuse this.
-        is_address: whether an address is what is wrong, which fake tensors have none of.
+        out: output tensors, if these are the fault. Only forms of the op that take outputs then refuse the call.
+        is_address: flag of a fault in an address. Fake tensors have no addresses.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Routings: which rows of the experts' buffer are whose, for the samples of the ops that make or read it."""
+"""Routings of tokens to experts, for the samples of the ops that make or read the experts' row buffer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from torch_cute_ops.reference.moe_route import places_of
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of M tokens to ``topk`` experts each, as ``moe_route`` returns it.
+    """Routing of M tokens to ``topk`` experts each, as ``moe_route`` returns it.
 
     Attributes:
         expanded_to_permuted: (M, topk), the row of each pair, or -1.
         permuted_to_expanded: (R,), the pair of each row, or -1.
-        offsets: (E + 1,), where each expert's rows begin.
-        counts: (E,), how many rows each expert has.
+        offsets: (E + 1,), first row of each expert.
+        counts: (E,), number of rows of each expert.
     """
 
     expanded_to_permuted: torch.Tensor
@@ -34,13 +34,13 @@ class Routing:
 
     @property
     def padding(self) -> torch.Tensor:
-        """Which rows belong to no pair."""
+        """Mask of rows that belong to no pair."""
         return self.permuted_to_expanded < 0
 
 
 def random_ids(m: int, topk: int, experts: int, kind: str = "random") -> torch.Tensor:
-    """Experts (M, topk) of each token, on the CPU: ``"random"``, all on the first ``topk`` (``"one"``), or some of the
-    last half (``"half"``)."""
+    """Return the experts (M, topk) of each token, on the CPU: ``"random"``, ``"one"`` (all tokens on the first ``topk``
+    experts), or ``"half"`` (experts of the last half)."""
     chances = torch.rand(m, experts)
     if kind == "one":
         chances[:, :topk] += 1.0
@@ -52,7 +52,7 @@ def random_ids(m: int, topk: int, experts: int, kind: str = "random") -> torch.T
 def routing(
     ids: torch.Tensor, experts: int, device: torch.device, alignment: int = 128, max_rows: int | None = None
 ) -> Routing:
-    """The routing of these ids: contiguous, or masked with ``max_rows``."""
+    """Return the routing of these ids: contiguous, or masked with ``max_rows``."""
     return Routing(*(tensor.to(device) for tensor in places_of(ids, experts, alignment, max_rows)))
 
 
@@ -65,7 +65,7 @@ def random_routing(
     alignment: int = 16,
     max_rows: int | None = None,
 ) -> Routing:
-    """A routing of random tokens, as ``random_ids`` and ``routing`` make it."""
+    """Return a routing of random tokens, from ``random_ids`` and ``routing``."""
     return routing(random_ids(m, topk, experts, kind), experts, device, alignment, max_rows)
 
 
@@ -87,16 +87,16 @@ ROUTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no-tokens", {"m": 0, "topk": 2, "experts": 4}),
     ("no-tokens-masked", {"m": 0, "topk": 2, "experts": 4, "max_rows": 8}),
 )
-"""What routings may be like: name, and arguments of ``random_routing``."""
+"""Names of routings, and their arguments of ``random_routing``."""
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in other memory, one element beyond a multiple of 16 bytes."""
+    """Return a copy one element past a multiple of 16 bytes."""
     return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
 
 
 def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows in the experts' order, NaN where no pair is."""
+    """Return rows in the experts' order, with NaN in padding."""
     rows = random_rows(routed.rows, width, dtype=dtype, device=device)
     return rows.masked_fill_(routed.padding[:, None], torch.nan)
 
@@ -104,17 +104,18 @@ def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch
 def output_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, width: int, device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Bad outputs of an op that gives codes (rows, width) and their scales by columns."""
+    """Yield bad outputs of an op that returns codes (rows, width) and their scales by column."""
     good = {
         "y": torch.zeros(rows, width, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
         "scale": torch.zeros(width // 128, rows, device=device),
     }
-    # Scales are stored one by one, at any address.
+    # Scales are stored one at a time, so that they may start at any address.
     return (e for e in out_errors(args, kwargs, good, device) if e.name != "out-scale-unaligned")
 
 
 def integer_errors(name: str, good: torch.Tensor, args: tuple[Any, ...], place: int | str) -> Iterator[ErrorInput]:
-    """Bad values of the integers ``name``, which are ``args[place]``, or a keyword: of a wrong dtype, elsewhere."""
+    """Yield bad values of the integer tensor ``name``, which is ``args[place]`` or a keyword: a wrong dtype, a wrong
+    device."""
 
     def bad(what: str, error: type[Exception], match: str, value: torch.Tensor) -> ErrorInput:
         given, named = list(args), {}

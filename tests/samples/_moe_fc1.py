@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the GEMMs of experts with a gate behind them."""
+"""Samples and bad inputs of the expert GEMMs with a gate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ ALPHA = {"e4m3": 2.0**-7, "ue8m0": 2.0**-4}
 
 @dataclass(frozen=True)
 class GatedSamples(FP4Samples):
-    """Samples of one op. Where ``a`` is in FP4, so is the result."""
+    """Samples of one op. If ``a`` is in FP4, so is the result."""
 
     sizes = (9, 3 * 64, 128)
-    """M, E·I, H of samples that are about values; three experts."""
+    """M, E·I and H of samples that test values, with three experts."""
 
     def matrix(
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
@@ -36,13 +36,13 @@ class GatedSamples(FP4Samples):
         return codes.view(experts, rows, -1), scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """``routing`` to two experts of each token, and an ``alpha`` for each expert."""
+        """Return ``routing`` to two experts per token, and an ``alpha`` for each expert."""
         usual = ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4
         alpha = (torch.rand(experts, device=device) + 0.5) * usual
         return {"routing": top_alpha(m, experts, device), "alpha": alpha}
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
-        """Arguments that the op takes."""
+        """Yield the samples of the op."""
         yield self.sample("plain", *self.sizes, NVFP4, "128x4", device)
         for fmt in FORMATS:
             for layout in self.layouts:
@@ -174,8 +174,8 @@ class GatedSamples(FP4Samples):
     def poisoned(
         self, name: str, m: int, n: int, k: int, fmt: FP4Format, layout: str, device: torch.device, **kwargs: Any
     ) -> Sample:
-        """A call with NaN in the scales of the first expert's weight, to which no token is routed, and in the rows of
-        tokens that are routed to none; half of the zeros are negative."""
+        """Return a call with NaN in unused operands: the weight scales of the first expert, to which no token is
+        routed, and the rows of tokens without experts. Half of the zeros in ``routing`` are negative."""
         experts = n // 64
         routing = top_alpha(m, experts, device)
         routing[:, 0] = 0
@@ -197,7 +197,7 @@ class GatedSamples(FP4Samples):
     # Bad inputs
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """Arguments that the op refuses."""
+        """Yield the bad inputs of the op."""
         m, experts, k = 4, 2, 64
         good = self.sample("good", m, experts * 64, k, NVFP4, "linear", device)
         tensors, kwargs = self.by_name(good), good.kwargs
@@ -223,7 +223,7 @@ class GatedSamples(FP4Samples):
         yield from out_errors(good.args, kwargs, self._outputs(m, experts * 64, device), device)
 
     def _outputs(self, m: int, n: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Outputs with linear scales, by name."""
+        """Return outputs with linear scales, by name."""
         if not self.has_a_scale:
             return {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
         y, scale = (torch.zeros(m, size, dtype=torch.uint8, device=device) for size in (n // 2, n // 16))

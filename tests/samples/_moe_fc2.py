@@ -16,18 +16,18 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_l
 
 
 def dense_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor:
-    """Every token is for every expert."""
+    """Return weights that route every token to every expert."""
     return torch.rand(m, experts, device=device) + 0.1
 
 
 def top_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
-    """Each token is for ``top`` experts, with weights that are positive and sum to 1."""
+    """Return weights that route each token to ``top`` experts, positive and with sum 1."""
     best = torch.randn(m, experts, device=device).topk(min(top, experts), dim=1)
     return torch.zeros(m, experts, device=device).scatter(1, best.indices, best.values.softmax(1))
 
 
 def one_expert_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor:
-    """Every token is for the last expert alone."""
+    """Return weights that route every token to the last expert only."""
     alpha = torch.zeros(m, experts, device=device)
     alpha[:, -1] = torch.rand(m, device=device) + 0.5
     return alpha
@@ -42,10 +42,10 @@ class ExpertGemmSamples(GemmSamples):
     weight = "w"
     prefetches = False
     smallest_k = 128
-    extreme_scales = (80, 170)  # beside factors from 2^-47 to 2^42
+    extreme_scales = (80, 170)  # together with factors from 2^-47 to 2^42
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """``alpha`` for experts of 64 elements, two for each token."""
+        """Return ``alpha`` for experts of 64 elements, two per token."""
         return {"alpha": top_alpha(m, k // 64, device)}
 
     def rows(self, b: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,8 @@ class ExpertGemmSamples(GemmSamples):
     def poisoned(
         self, name: str, m: int, n: int, k: int, fmt: FP4Format, layout: str, device: torch.device, **kwargs: Any
     ) -> Sample:
-        """A call with NaN in ``a``, or its scales, wherever ``alpha`` is zero, and in the weight's scales of the first
-        expert, to which no token is routed; a third of the zeros are negative."""
+        """Return a call with NaN in unused operands: ``a``, or its scales, wherever ``alpha`` is zero, and the weight
+        scales of the first expert, to which no token is routed. A third of the zeros in ``alpha`` are negative."""
         experts = k // 64
         alpha = top_alpha(m, experts, device)
         alpha[:, 0] = 0
@@ -209,7 +209,7 @@ class ExpertGemmSamples(GemmSamples):
 
 
 def with_nan_scales(scale: torch.Tensor, where: torch.Tensor, k: int, fmt: FP4Format, layout: str) -> torch.Tensor:
-    """``scale`` with NaN for the experts of the rows that ``where`` (rows, E) selects."""
+    """Return ``scale`` with NaN for the experts and rows that ``where`` (rows, E) selects."""
     rows, experts = where.shape
     blocks = k // fmt.block_size
     linear = to_linear(scale, SCALE_LAYOUTS[layout], rows, blocks).view(torch.uint8)

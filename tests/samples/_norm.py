@@ -1,4 +1,4 @@
-"""What the ops that normalise rows and quantise them add: weight and eps."""
+"""Weights and eps, for the samples of the ops that normalise and quantise rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +12,14 @@ from samples._rows import DTYPES, Family, random_rows, short
 
 
 def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A norm's weight: around one, some negative, some zero."""
+    """Return a norm's weight: around 1, some elements negative, some zero."""
     weight = torch.randn(width, device=device) * 0.5 + 1
     weight[30::31] = 0
     return weight.to(dtype)
 
 
 def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """The family's rows with weights, in the input dtype and float32 in turn, and what weight and eps may be."""
+    """Yield the family's rows with weights, in the input dtype and float32 in turn, and special weights and eps."""
     for i, (name, rows, kwargs) in enumerate(family.rows(device)):
         dtype = torch.float32 if i % 2 else rows.dtype
         yield Sample(name, (rows, random_weight(rows.shape[-1], dtype, device)), kwargs)
@@ -34,7 +34,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
     yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
     yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
-    # In float32, for equal weights let ratios of shorter numbers lie halfway between two codes, several at a time.
+    # In float32: with equal weights, ratios of numbers with few bits lie halfway between two codes, several at a time.
     rows = random_rows(5, 96, dtype=torch.float32, device=device)
     yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
     weight = random_weight(96, torch.float32, device)
@@ -54,7 +54,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
 
 
 def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Bad rows, weights, and what else the ops refuse, but for outputs."""
+    """Yield bad rows, weights and other arguments, except outputs."""
     rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
     for error in family.errors(rows):
         (bad_rows,) = error.args
@@ -81,7 +81,7 @@ def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
 
 
 def norm_out_errors(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
-    """Bad outputs."""
+    """Yield bad outputs."""
     kwargs, good = family.outputs(device)
     if returns_norm:
         good["norm"] = torch.zeros(4, 512, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""What samples of the GEMMs that may bring something into L2 share."""
+"""Samples of ``prefetch``, shared by the GEMMs that take it."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,12 +8,12 @@ from samples._inputs import ErrorInput
 
 
 def prefetched(device: torch.device) -> torch.Tensor:
-    """What calls have brought into L2: the rows of another weight."""
+    """Return a weight's rows, for calls to prefetch into L2."""
     return torch.randint(0, 256, (40, 48), dtype=torch.uint8, device=device)
 
 
 def prefetches(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Bytes in any dtype, more than one request has, none, and misaligned ones; each with a name."""
+    """Yield matrices of several dtypes: larger than one request, empty, and misaligned; each with a name."""
     rows = prefetched(device)
     wide = torch.zeros(3, 4112, dtype=torch.uint8, device=device)
     yield "prefetch-uint8", rows
@@ -24,7 +24,8 @@ def prefetches(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def prefetch_errors(bad: Callable[..., ErrorInput], device: torch.device) -> Iterator[ErrorInput]:
-    """Bad dtypes, shapes, strides and devices; ``bad`` makes an entry of name, error, text and further arguments."""
+    """Yield bad dtypes, shapes, strides and devices. ``bad`` builds an entry from a name, an error, a message and
+    further arguments."""
     given = prefetched(device)
     for name, kind, text, wrong in (
         ("float32", TypeError, "prefetch has dtype torch.float32; expected one of a byte", given.float()),

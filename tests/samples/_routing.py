@@ -1,4 +1,4 @@
-"""What the samples of the ops that route tokens share: logits, scoring, and the order of rows."""
+"""Logits, scoring and orders of rows, for the samples of the ops that route tokens."""
 
 import math
 from collections.abc import Iterator
@@ -10,26 +10,26 @@ from samples._inputs import ErrorInput, Sample
 from samples._rows import DTYPES, short
 
 DEEPSEEK: dict[str, Any] = {"topk": 8, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-"""Scoring of DeepSeek-V3, beside 256 experts and a bias."""
+"""Scoring of DeepSeek-V3, together with 256 experts and a bias."""
 GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4))
-"""How many groups there are, of how many experts, and how many of them a token may have."""
+"""(groups, experts, groups per token)"""
 
 
 def choice_call(*shape: int, device: torch.device) -> Sample:
-    """A call of M tokens, all dimensions but the last, and as many experts as ``experts_for`` says."""
+    """Return a call with M tokens (all dimensions except the last) and ``experts_for(width)`` experts."""
     logits = torch.randn(math.prod(shape[:-1]), experts_for(shape[-1]), device=device)
     return Sample("call", (logits, 7), {})
 
 
 def experts_for(width: int) -> int:
-    """A number of experts for each of many widths: no number of rows that M has in some test."""
+    """Return a number of experts for a width, different from every M of the tests."""
     return 17 + width // 16 % 487
 
 
 def choice_sample(
     name: str, m: int, experts: int, topk: int, device: torch.device, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> Sample:
-    """Random logits, with a bias if ``bias`` is true."""
+    """Return a call with random logits, and with a bias if ``bias`` is true."""
     logits = torch.randn(m, experts, device=device).to(dtype)
     if kwargs.pop("bias", False):
         kwargs["bias"] = torch.randn(experts, device=device) * 0.1
@@ -37,7 +37,7 @@ def choice_sample(
 
 
 def choice_samples(device: torch.device) -> Iterator[Sample]:
-    """Logits, and ways to choose experts by them."""
+    """Yield logits, and arguments that choose experts by them."""
 
     def sample(name: str, m: int, experts: int, topk: int, *dtype: torch.dtype, **kwargs: Any) -> Sample:
         return choice_sample(name, m, experts, topk, device, *dtype, **kwargs)
@@ -97,7 +97,7 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
 
 
 def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
-    """Bad logits, and choices that cannot be made."""
+    """Yield bad logits, and bad arguments that choose experts."""
     logits, bias = torch.randn(4, 16, device=device), torch.zeros(16, device=device)
 
     def bad(name: str, match: str, *args: Any, error: type[Exception] = ValueError, **kwargs: Any) -> ErrorInput:
@@ -146,7 +146,7 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
-    """Orders of rows that there cannot be, beside ``args``: four tokens, two of 16 experts each."""
+    """Yield bad orders of rows, with ``args``: four tokens, two of 16 experts each."""
 
     def bad(name: str, match: str, **kwargs: Any) -> ErrorInput:
         return ErrorInput(name, args, kwargs, ValueError, match)
@@ -161,16 +161,16 @@ def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
 
 
 def integer_outputs(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Outputs of these shapes."""
+    """Return integer outputs of these shapes."""
     return {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
 
 
 ORDER = {"expanded_to_permuted": (4, 2), "permuted_to_expanded": (64,), "offsets": (17,), "counts": (16,)}
-"""Shapes of the order of rows of four tokens, two of 16 experts each, in multiples of 8 rows."""
+"""Shapes of the row order of four tokens, two of 16 experts each, in multiples of 8 rows."""
 
 
 def bad_outputs(good: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ErrorInput]:
-    """Bad outputs in place of these ``good`` ones, int32 or float32."""
+    """Yield bad outputs instead of these ``good`` ones, in int32 or float32."""
     for name, tensor in good.items():
 
         def bad(what: str, error: type[Exception], match: str, value: torch.Tensor, name: str = name) -> ErrorInput:

@@ -1,4 +1,4 @@
-"""Bad rows, scalars and outputs: what the bad inputs of most ops share."""
+"""Bad rows, scalars and outputs, shared by the bad inputs of most ops."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,8 +11,8 @@ from samples._rows import Family, random_rows, short
 
 
 def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., ErrorInput]:
-    """What makes bad inputs of a good call: a function of name, error, text, keyword arguments that replace or join
-    ``kwargs``, and by name what is passed in place of ``tensors``."""
+    """Return a function that builds bad inputs from a good call. It takes a name, an error, a message, keyword
+    arguments that extend or replace ``kwargs``, and by name the tensors that replace entries of ``tensors``."""
 
     def bad(
         name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
@@ -23,7 +23,7 @@ def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[...
 
 
 def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
-    """Rows of a wrong dtype, without a dimension, of no length, and rows that require grad."""
+    """Yield rows of a wrong dtype, without a dimension, of zero length, and rows that require grad."""
     for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool):
         text = f"input has dtype {short(dtype)}; expected bfloat16"
         yield ErrorInput(f"input-{short(dtype)}", (good.to(dtype),), {}, TypeError, text)
@@ -36,7 +36,8 @@ def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
 def scalar_errors(
     name: str, good: torch.Tensor, kwargs: dict[str, Any] | None = None, args: tuple[Any, ...] = ()
 ) -> Iterator[ErrorInput]:
-    """Bad values of the argument ``name``, which is one fp32 element, beside ``args`` and ``kwargs``."""
+    """Yield bad values of the argument ``name``, an fp32 tensor of one element, together with ``args`` and
+    ``kwargs``."""
     device = good.device
     one = torch.ones(1, device=device)
 
@@ -59,7 +60,7 @@ def scalar_errors(
 def out_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], good: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Bad outputs of an op that gives these ``good`` 2-D ones, by name, for ``args`` and ``kwargs``."""
+    """Yield bad outputs of an op that returns these ``good`` 2-D outputs, by name, for ``args`` and ``kwargs``."""
 
     def blank(*shape: int, dtype: torch.dtype, device: torch.device = device) -> torch.Tensor:
         storage = torch.uint8 if dtype.itemsize == 1 else dtype
@@ -107,7 +108,7 @@ def out_errors(
 
 
 def rows_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Bad inputs of an op that quantises rows as they are."""
+    """Yield bad inputs of an op that quantises rows without other inputs."""
     yield from family.errors(random_rows(4, 128, device=device))
     kwargs, good = family.outputs(device)
     yield from out_errors((random_rows(4, 512, device=device),), kwargs, good, device)

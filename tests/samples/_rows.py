@@ -1,4 +1,4 @@
-"""Rows to quantise: what the samples and bad inputs of all ops that quantise rows share, whatever the format."""
+"""Rows to quantise, for the samples and bad inputs of all ops that quantise rows to any format."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rows(NamedTuple):
-    """Rows and how to quantise them."""
+    """Rows, and the arguments that say how to quantise them."""
 
     name: str
     input: torch.Tensor
@@ -20,29 +20,30 @@ class Rows(NamedTuple):
 
 
 class RowsOf(Protocol):
-    """Rows on a device; with ``halves``, twice as long as what is quantised."""
+    """Function that yields rows on a device; with ``halves``, rows of gate and up, twice as long as the quantised
+    rows."""
 
     def __call__(self, device: torch.device, halves: bool = False) -> Iterator[Rows]: ...
 
 
 class ErrorsOf(Protocol):
-    """Bad inputs of an op that takes rows first, made from good ones (4, 128); ``halves`` as in ``RowsOf``."""
+    """Function that yields bad inputs of an op whose first argument is rows, made from good (4, 128) rows."""
 
     def __call__(self, good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]: ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the samples of ops that produce one family of formats share.
+    """Samples shared by ops that produce one family of formats.
 
     Attributes:
-        rows: rows and how to quantise them.
-        errors: bad rows, formats, layouts and factors.
-        plain: arguments for samples that are about something else; for rows of 96 elements too.
-        small: the same, for the format whose scales reach down furthest.
-        positional: a factor (global or static scale) where ops take one, and the arguments that choose a format and
-            layout for it.
-        outputs: arguments that ask for 2-D outputs, and these by name as they then are for (4, 512) values.
+        rows: function that yields rows and the arguments to quantise them.
+        errors: function that yields bad rows, formats, layouts and factors.
+        plain: arguments of samples that test other arguments; they also fit rows of 96 elements.
+        small: same as ``plain``, for the format with the smallest scales.
+        positional: factor (global or static scale), if ops take one, and the arguments that choose a format and layout
+            for it.
+        outputs: arguments for 2-D outputs, and these outputs by name for (4, 512) values.
     """
 
     rows: RowsOf
@@ -54,19 +55,19 @@ class Family:
 
 
 def short(dtype: torch.dtype) -> str:
-    """The dtype's name."""
+    """Return the dtype's name."""
     return str(dtype).removeprefix("torch.")
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, device: torch.device) -> torch.Tensor:
-    """Normal values with outlier channels; rows differ in size by powers of two."""
+    """Return normal values with outlier channels; row sizes differ by powers of two."""
     rows = torch.randn(shape, device=device)
     rows[..., ::37] *= 16
     return (rows * 2.0 ** torch.randint(-5, 6, (*shape[:-1], 1), device=device)).to(dtype)
 
 
 def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> torch.Tensor:
-    """Rows of 6 blocks with what arithmetic stumbles over."""
+    """Return rows of 6 blocks with special values."""
     info = torch.finfo(dtype)
     width = 6 * block
     rows = torch.randn(14, width, device=device).to(dtype)
@@ -80,7 +81,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[5, 0::2] = info.max
     rows[5, 1::2] = info.min
     rows[6, block : 2 * block] = -0.0
-    # With amax 6 the scale is 1: every boundary of e2m1, where a tie goes to the even code, and both signs of zero.
+    # With amax 6 the scale is 1. The row contains every boundary of e2m1, where ties go to the even code, and both
+    # zeros.
     ties = torch.tensor(
         [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0], device=device
     )
@@ -89,7 +91,7 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
-    # A block that is tiny beside its row: its products with a weight lose bits that a norm of the row would keep.
+    # A block much smaller than its row: its products with a weight have bits that a 16-bit norm would lose.
     rows[12, block : 2 * block] *= info.smallest_normal
     rows[13] *= info.smallest_normal**0.25
     rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5
@@ -97,7 +99,7 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
 
 
 def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rows of 2 or 3 ``unit`` elements in each of the ways that they can lie in memory."""
+    """Yield rows of 2 or 3 times ``unit`` elements in every memory layout."""
 
     def base(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return random_rows(*shape, dtype=dtype, device=device)
@@ -119,17 +121,17 @@ def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]
 
 
 ODD_WIDTHS = (1, 2, 7, 17, 100, 1152, 2880, 4616)
-"""Not a multiple of 16, nor of what a thread or a warp takes."""
+"""Widths that are not multiples of 16, nor of a thread's or warp's share."""
 
 
 def odd_views(parts: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rows of ``parts`` times 100 elements, of which a kernel takes a padded copy, inside longer ones."""
+    """Yield rows of ``parts`` times 100 elements inside longer rows. A kernel copies and pads them."""
     for name, start in (("row-strided", 0), ("column-offset", 1)):
         yield f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, start : start + 100 * parts]
 
 
 def rows_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Samples of an op that quantises rows as they are."""
+    """Yield samples of an op that quantises rows without other inputs."""
     for name, rows, kwargs in family.rows(device):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)

@@ -1,4 +1,4 @@
-"""What the ops that take ``silu`` of one half of a row times the other add to the families' rows."""
+"""Samples that the ops with SwiGLU add to the rows of a family."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +21,11 @@ GATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("limit-large", {"swiglu_limit": 1e30}),
     ("defaults-named", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}),
 )
-"""Parameters that a gate may have."""
+"""Parameters of the gate."""
 
 
 def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
-    """Parameters that no gate has, beside these arguments."""
+    """Yield bad parameters of the gate, together with these arguments."""
     for name, values in {
         "swiglu_alpha": (torch.nan, torch.inf),
         "swiglu_beta": (torch.nan, -torch.inf),
@@ -37,7 +37,7 @@ def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
 
 
 def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """The family's rows, and halves with special values."""
+    """Yield the family's rows, and halves with special values."""
     for name, rows, kwargs in family.rows(device, halves=True):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)
@@ -52,13 +52,13 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
         special = special_rows(dtype, device)
         plain = torch.randn(special.shape, device=device).to(dtype)
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
-        # It reaches from nothing, where exp(-a) overflows, over its least value to nearly a.
+        # Gates range from the overflow of exp(-a), over the minimum of silu, to nearly silu(a) = a.
         slope = torch.linspace(-110, 20, plain.numel(), device=device).view_as(plain).to(dtype)
         halves = {
             "gate": (special, plain, family.plain),
             "up": (plain, special, family.plain),
             "pairs": (special[pairs[:, 0]], special[pairs[:, 1]], family.small),
-            # silu(a) is a, to the bit.
+            # silu(a) rounds to a.
             "identity": (torch.full_like(plain, 32.0), plain, family.plain),
             "slope": (slope, plain, family.plain),
             "slope-small": (slope, plain, family.small),
@@ -71,7 +71,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
 
 
 def silu_mul_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Bad inputs of an op of this family."""
+    """Yield bad inputs of an op of this family."""
     yield from family.errors(random_rows(4, 128, device=device), halves=True)
     yield from swiglu_errors((random_rows(4, 128, device=device),))
     kwargs, good = family.outputs(device)

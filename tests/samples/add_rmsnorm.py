@@ -1,4 +1,4 @@
-"""Inputs of ``add_rmsnorm``."""
+"""Samples and bad inputs of ``add_rmsnorm``."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from samples._rounded import ROUNDED
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return add_norm_samples(ROUNDED, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     return add_norm_error_inputs(ROUNDED, device)

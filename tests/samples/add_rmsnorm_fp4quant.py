@@ -1,4 +1,4 @@
-"""Inputs of ``add_rmsnorm_fp4quant``."""
+"""Samples and bad inputs of ``add_rmsnorm_fp4quant``."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from samples._inputs import ErrorInput, Sample
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return add_norm_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     return add_norm_error_inputs(FP4, device)

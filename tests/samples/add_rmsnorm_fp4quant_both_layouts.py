@@ -1,4 +1,4 @@
-"""Inputs of ``add_rmsnorm_fp4quant_both_layouts``."""
+"""Samples and bad inputs of ``add_rmsnorm_fp4quant_both_layouts``."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ from samples._inputs import ErrorInput, Sample
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return both_layouts_samples(device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     return both_layouts_errors(device)

@@ -1,4 +1,4 @@
-"""Inputs of ``fp4_dequantize``."""
+"""Samples and bad inputs of ``fp4_dequantize``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torch_cute_ops.formats.shapes import fp4_shapes
 
 
 def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a tensor of ``shape`` (..., K): any byte, but no NaN in linear scales; padding has some."""
+    """Return random codes and scales of a tensor of ``shape`` (..., K). Linear scales contain no NaN; padding does."""
     y, scale = fp4_shapes(torch.Size(shape), fmt, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, y, dtype=torch.uint8, device=device)
     scales = torch.randint(0, 256, scale, dtype=torch.uint8, device=device)
@@ -25,7 +25,7 @@ def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     yield from _grid(device)
     yield from _shapes(device)
     yield from _views(device)
@@ -114,7 +114,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     y, scale = random_blocks(4, 64, fmt=NVFP4, layout="linear", device=device)
     meta = torch.device("meta")
     for error in FP4.errors(torch.zeros(4, 128, dtype=torch.bfloat16, device=device)):

@@ -1,4 +1,4 @@
-"""Inputs of ``fp4_quantize``."""
+"""Samples and bad inputs of ``fp4_quantize``."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ from samples._rows import rows_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return rows_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     return rows_errors(FP4, device)

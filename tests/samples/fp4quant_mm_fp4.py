@@ -1,4 +1,4 @@
-"""Inputs of ``fp4quant_mm_fp4``."""
+"""Samples and bad inputs of ``fp4quant_mm_fp4``."""
 
 from samples._input_gemm import InputGemmSamples
 

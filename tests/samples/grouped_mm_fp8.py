@@ -1,4 +1,4 @@
-"""Inputs of ``grouped_mm_fp8``, good and bad."""
+"""Samples and bad inputs of ``grouped_mm_fp8``."""
 
 import itertools
 import math
@@ -14,12 +14,13 @@ from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
-"""Where the number of rows stands in the shapes of ``call``'s tensors."""
+"""Dimension of the rows in ``call``'s tensors, by argument."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of so many rows and columns: five experts, of which three have none of the rows; 512 elements of k, four
-    blocks. No test has as many rows as any of these: PyTorch takes equal sizes for the same."""
+    """Return a call with this number of rows and columns: five experts, of which three are without rows, and K = 512,
+    four blocks. No test uses the same number of rows as one of these sizes, because PyTorch treats equal sizes as one
+    symbol."""
     *lead, width = shape
     rows = math.prod(lead)
     return contiguous("", [rows // 2, 0, rows - rows // 2, 0, 0], width, 512, device, alignment=1)
@@ -38,8 +39,8 @@ def contiguous(
     exact: bool = False,
     **kwargs: Any,
 ) -> Sample:
-    """A call in the contiguous layout; each expert begins at a multiple of ``alignment``, ``spare`` rows come after the
-    last one, and rows of padding are NaN. Without ``counted`` an expert has all rows up to the next."""
+    """Return a call in the contiguous layout. Each expert begins at a multiple of ``alignment``, ``spare`` rows follow
+    the last expert, and rows of padding are NaN. Without ``counted``, an expert owns all rows up to the next expert."""
     begins = [0]
     for count in counts:
         begins.append(-(-(begins[-1] + count) // alignment) * alignment)
@@ -68,7 +69,7 @@ def masked(
     exact: bool = False,
     **kwargs: Any,
 ) -> Sample:
-    """A call in the masked layout, with room for ``rows`` rows of each expert; those that it does not have are NaN."""
+    """Return a call in the masked layout, with ``rows`` rows reserved per expert; unused rows are NaN."""
     experts = len(counts)
     given = torch.tensor(counts, dtype=torch.int32, device=device)
     a, a_scale = matrix(experts * rows, k, device, exact)
@@ -81,20 +82,20 @@ def masked(
 
 
 def _poison(a: torch.Tensor, a_scale: torch.Tensor, exists: torch.Tensor) -> None:
-    """NaN in rows that do not exist."""
+    """Write NaN to rows that do not exist."""
     a.view(torch.uint8).masked_fill_(~exists[:, None], NAN)
     a_scale.masked_fill_(~exists, torch.nan)
 
 
 def _poison_unused(b_scale: torch.Tensor, counts: Sequence[int]) -> None:
-    """NaN in scales of experts without rows."""
+    """Write NaN to the scales of experts without rows."""
     for expert, count in enumerate(counts):
         if count == 0:
             b_scale[expert] = torch.nan
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     device = torch.device(device)
     for out_dtype in DTYPES:
         dtype = short(out_dtype)
@@ -183,7 +184,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     device = torch.device(device)
     n, k = 136, 256
     good = contiguous("good", [4, 3], n, k, device)

@@ -1,4 +1,4 @@
-"""Inputs of ``grouped_mm_fp8_fp4``, good and bad."""
+"""Samples and bad inputs of ``grouped_mm_fp8_fp4``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,24 +21,24 @@ NAMES = ("a", "b", "a_scale", "b_scale", "offsets", "counts")
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of so many rows and columns, of five experts."""
+    """Return a call with this number of rows and columns, and five experts."""
     return with_fp4_weight(grouped_mm_fp8.call(*shape, device=device), NVFP4, "128x4")
 
 
 def contiguous(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """A call in the contiguous layout; ``sizes`` as for ``grouped_mm_fp8``."""
+    """Return a call in the contiguous layout; ``sizes`` as for ``grouped_mm_fp8``."""
     weight = {key: kwargs.pop(key) for key in ("scales", "scale_rows") if key in kwargs}
     one = grouped_mm_fp8.contiguous(name, *sizes, exact=exact, **kwargs)
     return with_fp4_weight(one, fmt, layout, exact=exact, **weight)
 
 
 def masked(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """A call in the masked layout."""
+    """Return a call in the masked layout."""
     return with_fp4_weight(grouped_mm_fp8.masked(name, *sizes, exact=exact, **kwargs), fmt, layout, exact=exact)
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     device = torch.device(device)
     for fmt, layout, name in formats_and_layouts():
         for out_dtype in DTYPES:
@@ -116,7 +116,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     device = torch.device(device)
     n, k = 136, 256
     good = contiguous("good", NVFP4, "128x4", [4, 3], n, k, device)

@@ -1,4 +1,4 @@
-"""Inputs of ``mm_fp4``."""
+"""Samples and bad inputs of ``mm_fp4``."""
 
 from samples._fp4_gemm import GemmSamples
 

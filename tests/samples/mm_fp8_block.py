@@ -1,4 +1,4 @@
-"""Inputs of ``mm_fp8_block``, good and bad."""
+"""Samples and bad inputs of ``mm_fp8_block``."""
 
 import math
 from collections.abc import Iterator
@@ -34,27 +34,27 @@ SIZES = {
     "no-rows": (0, 24, 128),
     "no-columns": (5, 0, 128),
 }
-"""M, N and K of samples that are about nothing else."""
+"""M, N and K of samples that do not test sizes."""
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
-"""Where the number of rows stands in the shapes of ``call``'s tensors."""
+"""Dimension of the rows in ``call``'s tensors, by argument."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of so many rows and columns; 512 elements of k, four blocks. No test has as many rows as either: PyTorch
-    takes equal sizes for the same."""
+    """Return a call with this number of rows and columns, and K = 512, four blocks. No test uses the same number of
+    rows as one of these sizes, because PyTorch treats equal sizes as one symbol."""
     *lead, width = shape
     return sample("", math.prod(lead), width, 512, device)
 
 
 def sample(name: str, m: int, n: int, k: int, device: torch.device, *, exact: bool = False, **kwargs: Any) -> Sample:
-    """A call; with ``exact`` its sums are."""
+    """Return a call; with ``exact``, all its sums are exact."""
     a, a_scale = matrix(m, k, device, exact)
     b, b_scale = weight(n, k, device=device, exact=exact)
     return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     device = torch.device(device)
     for out_dtype in DTYPES:
         yield sample(
@@ -150,7 +150,7 @@ def _ones(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     device = torch.device(device)
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, device)

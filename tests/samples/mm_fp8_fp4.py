@@ -1,4 +1,4 @@
-"""Inputs of ``mm_fp8_fp4``, good and bad."""
+"""Samples and bad inputs of ``mm_fp8_fp4``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ NAMES = ("a", "b", "a_scale", "b_scale")
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of so many rows and columns; 512 elements of k."""
+    """Return a call with this number of rows and columns, and K = 512."""
     return with_fp4_weight(mm_fp8_block.call(*shape, device=device), NVFP4, "128x4")
 
 
@@ -39,13 +39,13 @@ def sample(
     weight: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Sample:
-    """A call; with ``exact`` its sums are. ``weight`` are arguments of ``with_fp4_weight``."""
+    """Return a call; with ``exact``, all its sums are exact. ``weight`` are arguments of ``with_fp4_weight``."""
     one = mm_fp8_block.sample(name, m, n, k, device, exact=exact, **kwargs)
     return with_fp4_weight(one, fmt, layout, exact=exact, **(weight or {}))
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     device = torch.device(device)
     for i, (fmt, layout, name) in enumerate(formats_and_layouts()):
         for out_dtype in DTYPES:
@@ -111,7 +111,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     device = torch.device(device)
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, NVFP4, "128x4", device)

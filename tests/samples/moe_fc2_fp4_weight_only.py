@@ -1,4 +1,4 @@
-"""Inputs of ``moe_fc2_fp4_weight_only``."""
+"""Samples and bad inputs of ``moe_fc2_fp4_weight_only``."""
 
 from samples._moe_fc2 import ExpertGemmSamples
 

@@ -1,4 +1,4 @@
-"""Inputs of ``moe_finalize``."""
+"""Samples and bad inputs of ``moe_finalize``."""
 
 import itertools
 import math
@@ -21,10 +21,11 @@ from samples._rows import DTYPES, random_rows, short, special_rows, views
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of M tokens, all dimensions but the last, and rows of the last, rounded up; every third pair is dropped.
+    """Return a call with M tokens (all dimensions except the last) and rows of the last size, rounded up. Every third
+    pair is dropped.
 
-    There are as many rows as tokens: M is then all that differs between calls. Tests have eleven tokens nowhere:
-    PyTorch takes equal for the same.
+    The buffer has M rows, so that calls differ in M only. No test uses eleven tokens, because PyTorch treats equal
+    sizes as one symbol.
     """
     m, width = math.prod(shape[:-1]), shape[-1]
     index = torch.randint(0, max(m, 1), (m, 11), dtype=torch.int32, device=device)
@@ -34,15 +35,15 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """``width``, rounded up to a length that rows may have."""
+    """Return ``width``, rounded up to a valid row length."""
     return -(-width // 8) * 8
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
 
     def weights_of(routed: Routing) -> torch.Tensor:
-        # Not even NaN counts where a pair was dropped.
+        # Dropped pairs do not contribute, even if their weight is NaN.
         index = routed.expanded_to_permuted
         return torch.rand(index.shape, device=device).masked_fill_(index < 0, torch.nan)
 
@@ -97,7 +98,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     rows, residual = random_rows(6, 64, device=device), random_rows(4, 64, device=device)
     index, weights = torch.zeros(4, 2, dtype=torch.int32, device=device), torch.rand(4, 2, device=device)
     good = (rows, index, weights, residual)

@@ -1,4 +1,4 @@
-"""Inputs of ``moe_permute_fp8quant``."""
+"""Samples and bad inputs of ``moe_permute_fp8quant``."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from samples._row_errors import input_errors
 from samples._rows import DTYPES, random_rows, short, special_rows, views
 
 TOPK = 11
-"""Experts of a token in a ``call``."""
+"""Experts per token in a ``call``."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of M tokens, all dimensions but the last, and rows as long as ``input_width`` says.
+    """Return a call with M tokens (all dimensions except the last) and rows of length ``input_width``.
 
-    The experts' buffer has as many rows for every M of the tests that count compilations: M is what differs between
-    calls. Tests have eleven tokens nowhere: PyTorch takes equal for the same.
+    The experts' buffer has the same number of rows for every M of the tests that count compilations, so that calls
+    differ in M only. No test uses eleven tokens, because PyTorch treats equal sizes as one symbol.
     """
     m = math.prod(shape[:-1])
     slots = max(TOPK * m, 7000)
@@ -37,13 +37,13 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """``width``, rounded up to a length that rows may have. No test has as many tokens: PyTorch takes equal sizes for
-    the same."""
+    """Return ``width``, rounded up to a valid row length that no test uses as its number of tokens, because PyTorch
+    treats equal sizes as one symbol."""
     return max(2, -(-width // 128)) * 128
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
 
     def sample(name: str, width: int, dtype: torch.dtype, has_inverse: bool, **sizes: Any) -> Sample:
         routed = random_routing(device=device, **sizes)
@@ -87,7 +87,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     rows, pairs = random_rows(4, 256, device=device), torch.arange(8, dtype=torch.int32, device=device)
     good = (rows, pairs, 2, pairs.view(4, 2))
 

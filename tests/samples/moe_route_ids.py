@@ -1,4 +1,4 @@
-"""Inputs of ``moe_route_ids``."""
+"""Samples and bad inputs of ``moe_route_ids``."""
 
 import math
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from samples._routing import ORDER, bad_outputs, integer_outputs, order_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call of M tokens, all dimensions but the last, and as many experts each as ``input_width`` says."""
+    """Return a call with M tokens (all dimensions except the last) and ``input_width`` experts per token."""
     ids = torch.randint(0, 40, (math.prod(shape[:-1]), input_width(shape[-1])), dtype=torch.int32)
     return Sample("call", (ids.to(device), 40), {})
 
 
 def input_width(width: int) -> int:
-    """A number of experts of a token for each of many widths."""
+    """Return a number of experts per token for a width."""
     return 1 + width // 16 % 16
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
 
     def chosen(m: int, topk: int, experts: int, kind: str = "random") -> torch.Tensor:
         return random_ids(m, topk, experts, kind).to(torch.int32).to(device)
@@ -34,7 +34,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         yield Sample(name, (chosen(**rest), sizes["experts"]), order)
     yield Sample("positional", (chosen(9, 3, 20), 20, 16, 5))
     for m in (1, 64, 65, 200, 3001):
-        # Any id at all: experts that there are not, and an expert twice.
+        # Any id: experts that do not exist, and an expert named twice.
         ids = torch.randint(-3, 23, (m, 4), dtype=torch.int32).to(device)
         for order in ({}, {"alignment": 1}, {"max_rows": 7}):
             yield Sample("-".join(("any-id", str(m), *map(str, order))), (ids, 20), order)
@@ -52,7 +52,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
 
     def bad(name: str, match: str, *args: object) -> ErrorInput:

@@ -1,4 +1,4 @@
-"""Inputs of ``moe_swiglu_fp8quant``."""
+"""Samples and bad inputs of ``moe_swiglu_fp8quant``."""
 
 import math
 from collections.abc import Iterator
@@ -22,9 +22,10 @@ from samples._silu_mul import GATES, GPT_OSS, swiglu_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call with a row for each of all dimensions but the last, of ten experts, as long as ``input_width`` says.
+    """Return a call with ten experts and a row for each of all dimensions except the last, of length ``input_width``.
 
-    Tests have ten experts, and eleven offsets, for no number of rows: PyTorch takes equal for the same.
+    No test uses ten or eleven rows (the numbers of experts and offsets), because PyTorch treats equal sizes as one
+    symbol.
     """
     rows, width = math.prod(shape[:-1]), input_width(shape[-1])
     ends = torch.arange(11) * rows // 10
@@ -34,12 +35,12 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """Two halves of ``width``, rounded up to a length that rows may have."""
+    """Return the length of two halves of ``width``, rounded up to a valid row length."""
     return -(-width // 128) * 256
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes; rows of padding are NaN."""
+    """Yield the samples of the op; rows of padding are NaN."""
 
     def sample(name: str, width: int, dtype: torch.dtype, has_counts: bool = True, **sizes: Any) -> Sample:
         routed = random_routing(device=device, **sizes)
@@ -49,7 +50,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         if has_counts:
             return Sample(name, (poisoned_rows(routed, 2 * width, dtype, device), routed.offsets, routed.counts))
         rows = random_rows(routed.rows, 2 * width, dtype=dtype, device=device)
-        # Behind the last expert's rows.
+        # Rows after the last expert's rows.
         behind = torch.arange(routed.rows, device=device)[:, None] >= routed.offsets[-1]
         return Sample(name, (rows.masked_fill_(behind, torch.nan), routed.offsets))
 
@@ -96,7 +97,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     routed = Routing(*(torch.zeros(1, dtype=torch.int32, device=device),) * 2, *_two_experts(device))
     good = (random_rows(8, 512, device=device), routed.offsets, routed.counts)
     masked = random_rows(2, 4, 256, device=device)
@@ -133,6 +134,6 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def _two_experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and counts of two experts with four rows each, of which one has three."""
+    """Return offsets and counts of two experts with four rows each, of which one uses three."""
     offsets, counts = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32)
     return offsets.to(device), counts.to(device)

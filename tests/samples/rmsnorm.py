@@ -1,4 +1,4 @@
-"""Inputs of ``rmsnorm``."""
+"""Samples and bad inputs of ``rmsnorm``."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from samples._rounded import ROUNDED
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return norm_samples(ROUNDED, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     yield from norm_errors(ROUNDED, device)
     yield from norm_out_errors(ROUNDED, device)

@@ -1,4 +1,4 @@
-"""Inputs of ``rmsnorm_fp4quant``."""
+"""Samples and bad inputs of ``rmsnorm_fp4quant``."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from samples._norm import norm_errors, norm_out_errors, norm_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return norm_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     yield from norm_errors(FP4, device)
     yield from norm_out_errors(FP4, device)

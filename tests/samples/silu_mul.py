@@ -1,4 +1,4 @@
-"""Inputs of ``silu_mul``."""
+"""Samples and bad inputs of ``silu_mul``."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from samples._silu_mul import silu_mul_errors, silu_mul_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Arguments that the op takes."""
+    """Yield the samples of the op."""
     return silu_mul_samples(ROUNDED, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Arguments that the op refuses."""
+    """Yield the bad inputs of the op."""
     return silu_mul_errors(ROUNDED, device)

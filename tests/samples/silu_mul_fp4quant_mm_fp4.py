@@ -1,4 +1,4 @@
-"""Inputs of ``silu_mul_fp4quant_mm_fp4``."""
+"""Samples and bad inputs of ``silu_mul_fp4quant_mm_fp4``."""
 
 from samples._input_gemm import InputGemmSamples
 

@@ -1,4 +1,4 @@
-"""Inputs of ``silu_mul_mm_fp4_weight_only``."""
+"""Samples and bad inputs of ``silu_mul_mm_fp4_weight_only``."""
 
 from samples._input_gemm import InputGemmSamples
 
