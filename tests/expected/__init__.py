@@ -1,7 +1,8 @@
-"""What each op must answer, from ``spec.py``; one module an op, found by the op's name.
+"""Expected results of each op, computed by ``spec.py``; one module per op, found by the op's name.
 
-A module binds ``SCHEMA`` and ``OUT_SCHEMA``, as users were promised them; ``results(given)``, the outputs on the CPU
-for arguments given by name; ``assert_results(actual, expected, given)``.
+A module binds ``SCHEMA`` and ``OUT_SCHEMA``, the schemas promised to users; ``results(given)``, which returns the
+outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. It may bind
+``rows_alone(given, outputs)``, which yields calls with a part of the rows and their expected results.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from support import spec
 
 Tensors = tuple[torch.Tensor, ...]
 SWIGLU = {"alpha": 1.0, "beta": 0.0, "limit": None}
-"""Parameters of a gate that are ``silu(gate) · up``."""
+"""Gate parameters for ``silu(gate) · up``."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes (..., itemsize), contiguous, on the CPU."""
+    """Return the tensor's bytes (..., itemsize), contiguous, on the CPU."""
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1:
-        # Not every one-byte dtype can be copied in every mode.
+        # Some one-byte dtypes cannot be copied in every mode.
         tensor = tensor.view(torch.uint8)
-    # With the strides of a new tensor, also where an extent is 1.
+    # Give the copy the strides of a new tensor, even if a dimension is 1.
     packed = tensor.clone(memory_format=torch.contiguous_format).cpu()
     return packed.reshape(*tensor.shape, 1).view(torch.uint8)
 
 
 def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
-    """Equal dtypes, shapes and bytes; one NaN is as good as another, except in the one-byte formats."""
+    """Check that dtypes, shapes and bytes are equal. Any NaN equals any NaN, except in one-byte formats."""
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert got.dtype == want.dtype and got.shape == want.shape, f"output {i}: {got.dtype} {got.shape}"
         different = (raw(got) != raw(want)).any(-1)
@@ -43,7 +44,7 @@ def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
 
 
 def rows_of(tensor: torch.Tensor) -> np.ndarray:
-    """fp32 values of a floating tensor as rows, on the CPU."""
+    """Return the fp32 values of a floating tensor as rows, on the CPU."""
     return tensor.detach().cpu().float().reshape(-1, tensor.shape[-1]).numpy()
 
 
@@ -52,7 +53,7 @@ def scalar_of(tensor: torch.Tensor | None) -> float | None:
 
 
 def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """``(y, scale)`` of fp32 rows that had these leading dimensions."""
+    """Return ``(y, scale)`` of fp32 rows whose input had the leading dimensions ``lead``."""
     blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
     scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
     if given["scale_layout"] == "linear":
@@ -64,7 +65,7 @@ def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Ten
 
 
 def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """``(y, scale)`` of fp32 rows that had these leading dimensions."""
+    """Return ``(y, scale)`` of fp32 rows whose input had the leading dimensions ``lead``."""
     codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
     if given["granularity"] == "tensor":
@@ -73,7 +74,7 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
 
 
 def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """The second halves of fp32 rows, gated by the first."""
+    """Return the second halves of fp32 rows, gated by the first halves."""
     parameters = tuple(given.get(f"swiglu_{name}", usual) for name, usual in SWIGLU.items())
     if parameters == tuple(SWIGLU.values()):
         return spec.silu_mul(rows)
@@ -81,18 +82,18 @@ def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 
 
 def residual_sum(given: dict[str, Any]) -> torch.Tensor:
-    """What the residual has to become."""
+    """Return the expected residual after the call."""
     residual = given["residual"]
     total = spec.add(rows_of(given["input"]), rows_of(residual), str(residual.dtype).removeprefix("torch."))
     return torch.from_numpy(total).to(residual.dtype).reshape(residual.shape)
 
 
 def after_addition(norm: Any) -> tuple[Callable[..., Tensors], Callable[..., None]]:
-    """``results`` and ``assert_results`` of an op that adds to the residual, bit for bit, and then does what the op of
-    the module ``norm`` does."""
+    """Return ``results`` and ``assert_results`` of an op that adds to the residual, bit for bit, and then computes the
+    op of the module ``norm``."""
 
     def results(given: dict[str, Any]) -> Tensors:
-        """The outputs, and the updated residual."""
+        """Return the outputs, and the updated residual."""
         total = residual_sum(given)
         return *norm.results({**given, "input": total}), total
 

@@ -1,4 +1,4 @@
-"""What a GEMM's epilogue makes of fp32 sums, and how far that moves an error."""
+"""A GEMM's epilogue on fp32 sums, and its effect on error bounds."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ EPS = 2.0**-24
 
 
 def of_rows(value, expert=None) -> np.ndarray | None:
-    """``alpha`` or a bias in float64, as it multiplies or is added to rows (M, N); of an expert, where these differ."""
+    """Return ``alpha`` or a bias in float64, broadcastable to rows (M, N); if experts differ, that of ``expert``."""
     if value is None:
         return None
     value = value.detach().cpu().double().numpy()
@@ -16,7 +16,7 @@ def of_rows(value, expert=None) -> np.ndarray | None:
 
 
 def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
-    """``fl32(fl32(total · alpha) + bias)`` of float32 sums."""
+    """Return ``fl32(fl32(total · alpha) + bias)`` of float32 sums."""
     total = total.astype(np.float32)
     with np.errstate(all="ignore"):
         if alpha is not None:
@@ -27,7 +27,7 @@ def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
 
 
 def moved(total: np.ndarray, bound: np.ndarray, alpha, bias) -> np.ndarray:
-    """How far the result may be off, where the sum ``total`` may be off by ``bound``: two roundings more."""
+    """Return the error bound of the result if the sum ``total`` is off by at most ``bound``: two more roundings."""
     with np.errstate(all="ignore"):
         if alpha is not None:
             total, bound = total * alpha, bound * np.abs(alpha) + np.abs(total * alpha) * EPS

@@ -1,4 +1,4 @@
-"""What the FP4 GEMMs must answer: the sums in float64, within what fp32 accumulation may lose."""
+"""Expected results of the FP4 GEMMs: sums in float64, with the error bound of fp32 accumulation."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def decoded(codes, scale, layout, block_size) -> np.ndarray:
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
-    """``a`` (M, K) and ``b`` (N, K)."""
+    """Return ``a`` (M, K) and ``b`` (N, K)."""
     layout, block = given["scale_layout"], given["block_size"]
     b = decoded(given["b"].t(), given["b_scale"], "128x4" if layout == "8x4" else layout, block)
     if "a_scale" not in given:
@@ -26,12 +26,12 @@ def operands(given) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sixteen_bit(a: torch.Tensor, block_size: int) -> np.ndarray:
-    """16-bit activations as they are multiplied: beside MXFP4, rounded to bfloat16."""
+    """Return 16-bit activations as they are multiplied: rounded to bfloat16 for an MXFP4 weight."""
     return (a.cpu().bfloat16() if block_size == 32 else a.cpu()).double().numpy()
 
 
 def out_dtype(given) -> torch.dtype:
-    """Of the result."""
+    """Return the dtype of the result."""
     return given["out_dtype"] or (given["a"].dtype if given["a"].dtype.itemsize == 2 else torch.bfloat16)
 
 
@@ -43,8 +43,9 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given, spread: np.ndarray | float = 0.0) -> None:
-    """Equal where the sums are exact in fp32; else within K roundings of the sum, those of the epilogue, and one to the
-    output's dtype. ``spread``: how far each activation (M, K) may be off."""
+    """Check that results are equal if the sums are exact in fp32, and otherwise within K roundings of the sum, the
+    roundings of the epilogue, and one rounding to the output's dtype. ``spread`` bounds the error of each activation
+    (M, K)."""
     (got,), (want,) = actual, expected
     assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
     got = got.cpu()

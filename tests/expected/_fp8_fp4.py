@@ -1,4 +1,4 @@
-"""How an FP4 weight becomes FP8, from SPEC's text, in NumPy."""
+"""Conversion of an FP4 weight to FP8 in NumPy, written from the text of docs/numerics.md."""
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ POWERS = 2.0 ** np.arange(-140, 140)
 
 
 def fp4_weight(codes: torch.Tensor, scale: torch.Tensor, layout: str, block_size: int) -> Weight:
-    """The weight with codes (N, K/2) and scales in this layout.
+    """Return the FP8 weight for codes (N, K/2) and scales in this layout.
 
-    Of each row and block of 128 elements: ``e4m3(e2m1 · scale / 2^t)`` and 2^t, t the least integer for which 6 times
-    the largest magnitude of the block's scales is at most 448 · 2^t, NaN left out; 0 where all are zero.
+    In each row and block of 128 elements: ``e4m3(e2m1 · scale / 2^t)`` and 2^t. t is the least integer for which 6
+    times the largest scale magnitude, NaN ignored, is at most 448 · 2^t; 0 if all scales are zero.
     """
     packed = codes.detach().cpu().contiguous().view(torch.uint8).numpy()
     rows, k = len(packed), packed.shape[1] * 2

@@ -1,5 +1,4 @@
-"""What the FP8 GEMMs must answer: sums in float64, within what the sums of tensor
-cores may lose."""
+"""Expected results of the FP8 GEMMs: sums in float64, with the error bound of tensor-core accumulation."""
 
 from typing import NamedTuple
 
@@ -11,39 +10,40 @@ from expected._epilogue import EPS, moved
 
 BLOCK, STEP = 128, 32
 LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
-"""Of a term, as against the largest of a step: a step of tensor cores aligns 32 products and the sum before them to the
-largest, of which 14 bits stay (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report", 3.3.2)."""
+"""Relative error of a term, compared with the largest term of a step. A tensor-core step aligns 32 products and the
+previous sum to the largest of them, of which 14 bits are kept (measured by DeepSeek on an H800: "DeepSeek-V3 Technical
+Report", 3.3.2)."""
 
 
 class Bounded(NamedTuple):
-    """Sums (rows, N), and how far off each may be."""
+    """Sums (rows, N), and the error bound of each sum."""
 
     total: np.ndarray
     bound: np.ndarray
 
 
 def numbers(codes: torch.Tensor) -> np.ndarray:
-    """The numbers of e4m3 codes, in float64."""
+    """Return the numbers of e4m3 codes, in float64."""
     bytes_ = codes.detach().cpu().contiguous().view(torch.uint8).numpy()
     return spec.scale_value(bytes_, "e4m3").astype(np.float64)
 
 
 class Weight(NamedTuple):
-    """A weight as FP8 tensor cores take it: e4m3 numbers (N, K), and what each block of a row is multiplied by,
-    (N, ⌈K/128⌉)."""
+    """A weight as FP8 tensor cores take it: e4m3 numbers (N, K), and the factor of each block of a row, (N,
+    ⌈K/128⌉)."""
 
     numbers: np.ndarray
     factors: np.ndarray
 
 
 def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """An FP8 weight (N, K), with a scale for 128 of its rows."""
+    """Return an FP8 weight (N, K) with one scale per 128 rows."""
     factors = scale.detach().cpu().double().numpy().repeat(BLOCK, 0)[: len(codes)]
     return Weight(numbers(codes), factors)
 
 
 def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
-    """``left @ right.T`` of the elements that share a scale, and what tensor cores may lose of it."""
+    """Return ``left @ right.T`` of the elements that share a scale, and the error bound of tensor cores."""
     total, lost, before = (np.zeros((len(left), len(right))) for _ in range(3))
     for begin in range(0, left.shape[1], STEP):
         x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
@@ -63,7 +63,7 @@ def gemm(
     bias: np.ndarray | None,
     device: str,
 ) -> Bounded:
-    """``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (⌈K/128⌉, rows)."""
+    """Return ``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (⌈K/128⌉, rows)."""
     left, (right, columns) = numbers(a), weight
     rows = a_scale.detach().cpu().double().numpy()
     n = len(right)
@@ -83,14 +83,14 @@ def gemm(
 
 
 def assert_close(got: torch.Tensor, want: Bounded, dtype: torch.dtype) -> None:
-    """Within the bound, and one rounding to the output's dtype."""
+    """Check that results are within the bound plus one rounding to the output's dtype."""
     assert got.dtype == dtype and tuple(got.shape) == want.total.shape, f"{got.dtype} {got.shape}"
     got = got.cpu()
     exact = torch.from_numpy(want.total)
     rounded = exact.float().to(dtype)
     assert torch.equal(got.isnan(), rounded.isnan())
     step = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
-    # What exceeds the dtype may have become infinite, or just not.
+    # A result near the dtype's largest number may or may not be infinite.
     largest = torch.finfo(dtype).max
     error = (got.double().clamp(-largest, largest) - exact.clamp(-largest, largest)).abs()
     wrong = ~rounded.isnan() & (error > torch.from_numpy(want.bound) + step)

@@ -1,4 +1,4 @@
-"""What the GEMMs over experts must answer: each expert's sums in float64, within what fp32 arithmetic may lose."""
+"""Expected results of the GEMMs over experts: sums in float64, with the error bound of fp32 arithmetic."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from expected._fp4_gemm import decoded, out_dtype, sixteen_bit
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
+    """Return ``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
     layout, block = given["scale_layout"], given["block_size"]
     alpha = given["alpha"].cpu().numpy()
     w = decoded(given["w"], given["w_scale"], "128x4" if layout == "8x4" else layout, block)
@@ -20,8 +20,8 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_expert(given):
-    """Of each expert: the rows whose factor is not 0, these factors (rows, 1), its parts of ``a`` and ``w``, and its
-    bias in float32, 0 where there is none."""
+    """Yield for each expert: the rows whose factor is not 0, these factors (rows, 1), its parts of ``a`` and ``w``, and
+    its bias in float32, or 0."""
     a, w, alpha = operands(given)
     biases = np.zeros((alpha.shape[1], 1), np.float32)
     if given["bias"] is not None:
@@ -32,7 +32,8 @@ def by_expert(given):
 
 
 def results(given) -> Tensors:
-    """A float32 after each step: the sum of an expert, that and its bias, the product with the factor, the total."""
+    """Return the results with a rounding to float32 after each step: an expert's sum, the sum plus bias, the product
+    with the factor, the total."""
     total = np.zeros((len(given["a"]), len(given["w"])), np.float32)
     with np.errstate(all="ignore"):
         for rows, factor, a, w, bias in by_expert(given):
@@ -41,9 +42,9 @@ def results(given) -> Tensors:
 
 
 def lost(given) -> np.ndarray:
-    """How far from the sums (M, N) fp32 arithmetic may be, in any order: one rounding for each term of an expert's sum,
-    its bias among them, one for the product with the factor, one for each expert that is added; each of the size of all
-    terms together."""
+    """Return the error bound of the sums (M, N) for fp32 arithmetic in any order: one rounding for each term of an
+    expert's sum (its bias included), one for the product with the factor, and one for each added expert, each relative
+    to the sum of all magnitudes."""
     shape = len(given["a"]), len(given["w"])
     sizes, roundings = np.zeros(shape), np.zeros((len(given["a"]), 1))
     with np.errstate(all="ignore"):
@@ -54,7 +55,8 @@ def lost(given) -> np.ndarray:
 
 
 def assert_results(actual, expected, given) -> None:
-    """Equal in what is NaN or infinite; else within what is lost, and one rounding to the output's dtype."""
+    """Check that NaN and infinities are equal, and other results within the error bound and one rounding to the
+    dtype."""
     (got,), (want,) = actual, expected
     assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
     got = got.cpu()
@@ -62,7 +64,7 @@ def assert_results(actual, expected, given) -> None:
     finite = want.isfinite() & got.isfinite()
     assert torch.equal(got[~finite & ~got.isnan()], want[~finite & ~want.isnan()])
     step = want.double().abs() * torch.finfo(want.dtype).eps
-    # Of numbers below the smallest normal one, the last bit.
+    # Subnormal numbers may differ in the last bit.
     step += torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps * (want != 0)
     # A row for which nothing is computed is zero.
     allowed = torch.where((given["alpha"].cpu() != 0).any(1, keepdim=True), torch.from_numpy(lost(given)) + step, 0.0)

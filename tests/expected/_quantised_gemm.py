@@ -1,4 +1,4 @@
-"""What the FP4 GEMMs must answer that quantise their activations first: the sums of the codes that ``spec`` has."""
+"""Expected results of the FP4 GEMMs that quantise their activations: sums over the codes that ``spec`` computes."""
 
 import numpy as np
 
@@ -12,18 +12,18 @@ _ARGUMENTS = (
 
 
 def schemas(op: str) -> tuple[str, str]:
-    """As users were promised them."""
+    """Return the schemas promised to users."""
     return f"cute::{op}({_ARGUMENTS}) -> Tensor", f"cute::{op}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def multiplied(value: np.ndarray, given) -> dict:
-    """The arguments of ``mm_fp4`` for these fp32 rows (M, K)."""
+    """Return the arguments of ``mm_fp4`` for these fp32 rows (M, K)."""
     codes, scale = quantised(value, value.shape[:1], given)
     return {**given, "a": codes, "a_scale": scale, "out_dtype": _fp4_gemm.out_dtype(given)}
 
 
 def decoded(value: np.ndarray, given) -> np.ndarray:
-    """The numbers (M, K) that are multiplied, of these fp32 rows."""
+    """Return the quantised values (M, K) of these fp32 rows, decoded."""
     return _fp4_gemm.operands(multiplied(value, given))[0]
 
 

@@ -1,4 +1,4 @@
-"""``add_rmsnorm``: the residual bit for bit, and of it what ``rmsnorm`` makes."""
+"""``add_rmsnorm``: residual bit for bit, then the results of ``rmsnorm``."""
 
 from expected import after_addition, rmsnorm
 

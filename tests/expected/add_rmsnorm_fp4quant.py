@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant``: the residual bit for bit, and of it what ``rmsnorm_fp4quant`` makes."""
+"""``add_rmsnorm_fp4quant``: residual bit for bit, then the results of ``rmsnorm_fp4quant``."""
 
 from expected import after_addition, rmsnorm_fp4quant
 

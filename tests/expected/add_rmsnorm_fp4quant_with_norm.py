@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm``: the residual bit for bit, and of it what ``rmsnorm_fp4quant_with_norm`` makes."""
+"""``add_rmsnorm_fp4quant_with_norm``: residual bit for bit, then the results of ``rmsnorm_fp4quant_with_norm``."""
 
 from expected import add_rmsnorm_fp4quant, after_addition, rmsnorm_fp4quant_with_norm
 

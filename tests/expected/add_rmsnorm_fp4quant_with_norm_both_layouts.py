@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: as ``add_rmsnorm_fp4quant_both_layouts``, and with the norm."""
+"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: results of ``add_rmsnorm_fp4quant_both_layouts``, and the norm."""
 
 from expected import (
     Tensors,
@@ -18,7 +18,7 @@ OUT_SCHEMA = f"cute::add_rmsnorm_fp4quant_with_norm_both_layouts.out({_ARGUMENTS
 
 
 def results(given) -> Tensors:
-    """The outputs, the norm of which is in float64, and the updated residual."""
+    """Return the outputs, with the norm in float64, and the updated residual."""
     *outputs, total = add_rmsnorm_fp4quant_both_layouts.results(given)
     norm = add_rmsnorm_fp4quant_with_norm.results({**given, "scale_layout": "linear"})[2]
     return *outputs, norm, total

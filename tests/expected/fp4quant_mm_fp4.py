@@ -1,4 +1,4 @@
-"""``fp4quant_mm_fp4``: ``mm_fp4`` of the codes of rows, which are known to the bit."""
+"""``fp4quant_mm_fp4``: results of ``mm_fp4`` for the codes of the rows, which are known bit for bit."""
 
 from expected import Tensors, _fp4_gemm, _quantised_gemm, rows_of
 

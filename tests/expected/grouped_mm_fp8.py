@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: within what the sums of tensor cores may lose; zero where no expert has a row."""
+"""``grouped_mm_fp8``: within the error bound of tensor-core sums; zero in rows of padding."""
 
 import itertools
 
@@ -17,7 +17,7 @@ OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def ranges(given):
-    """The rows of each expert, of all rows in one dimension."""
+    """Yield the rows of each expert, as indices of all rows in one dimension."""
     experts = given["b"].shape[0]
     space = given["a"].shape[:-1].numel() // experts
     in_parts = [expert * space for expert in range(experts)]
@@ -35,7 +35,7 @@ def results(given):
 
 
 def grouped(given, weight_of):
-    """The sums of all rows and their bounds; ``weight_of`` makes the weight of an expert."""
+    """Return the sums of all rows and their bounds; ``weight_of`` returns the weight of an expert."""
     n, k = given["b"].shape[1], given["a"].shape[-1]
     a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-(-k // 128), -1)
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
@@ -55,7 +55,7 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """An expert's rows give the same where no other expert has any; and its first row where it has no other."""
+    """Yield calls in which only one expert uses rows, and one row of it, with the expected results."""
     of_experts = ranges(given)
     lengths = torch.tensor([end - begin for begin, end in of_experts], dtype=torch.int32)
     flat = outputs[0].flatten(0, -2)

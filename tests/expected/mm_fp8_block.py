@@ -1,4 +1,4 @@
-"""``mm_fp8_block``: within what the sums of tensor cores may lose."""
+"""``mm_fp8_block``: within the error bound of tensor-core sums."""
 
 import torch
 
@@ -14,7 +14,7 @@ OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given):
-    """The sums and their bounds, as tensors of the result's shape."""
+    """Return the sums and their bounds, as tensors of the result's shape."""
     device = given["a"].device.type
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
     weight = fp8_weight(given["b"].t(), given["b_scale"])
@@ -27,7 +27,8 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """A row gives the same beside any others, here NaN, by the same tactic; and on a CPU, where there is one, alone."""
+    """Yield calls in which one row is among other rows, here NaN, with the same tactic, and on a CPU, which uses a
+    single tactic, alone. The row's results stay the same."""
     m = len(given["a"])
     for row in sorted({0, m // 3, m - 1}) if m else ():
         other = torch.arange(m, device=given["a"].device) != row

@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: within what the sums of tensor cores may lose."""
+"""``mm_fp8_fp4``: within the error bound of tensor-core sums."""
 
 from expected._epilogue import of_rows
 from expected._fp8_fp4 import fp4_weight
@@ -17,7 +17,7 @@ __all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
 
 
 def results(given):
-    """The sums and their bounds."""
+    """Return the sums and their bounds."""
     device = given["a"].device.type
     weight = fp4_weight(given["b"].t(), given["b_scale"], given["scale_layout"], given["block_size"])
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])

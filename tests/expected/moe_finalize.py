@@ -1,4 +1,4 @@
-"""``moe_finalize``: bit for bit; a product and a sum of fp32 are each those of float64, rounded."""
+"""``moe_finalize``: bit for bit. A product or sum of fp32 numbers is the float64 result, rounded."""
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ assert_results = assert_same
 
 
 def rows_alone(given, outputs):
-    """Calls of one token, and what they must give."""
+    """Yield calls with one token, and their expected results."""
     tokens = len(given["weights"])
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         own = {name: given[name][m : m + 1] for name in ("expanded_to_permuted", "weights")}

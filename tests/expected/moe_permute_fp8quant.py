@@ -23,7 +23,7 @@ assert_results = assert_same
 
 
 def rows_alone(given, outputs):
-    """Calls of one token for one expert, and what they must give."""
+    """Yield calls with one token and one expert, and their expected results."""
     tokens = len(given["input"])
     pairs = given["permuted_to_expanded"].cpu().numpy()
     index = torch.zeros(1, dtype=torch.int32, device=given["input"].device)

@@ -1,5 +1,5 @@
-"""``moe_route``: experts exactly, unless scores are nearer to each other than fp32 arithmetic tells apart; weights
-within what it loses; places exactly, by the experts that were chosen."""
+"""``moe_route``: experts exactly, unless fp32 arithmetic cannot tell their scores apart; weights within its error; row
+order exactly, for the experts that were chosen."""
 
 import numpy as np
 import torch
@@ -15,25 +15,26 @@ SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for nam
 _OUTPUTS = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip("abcdef", _NAMES, strict=True))
 OUT_SCHEMA = f"cute::moe_route.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
 NEAR = 2.0**-20
-"""How near sigmoids, or sums of two and of biases, may be to each other and be taken for another order."""
+"""Distance of two sigmoids, or of sums with biases or of two scores, below which either order is accepted."""
 ERROR = 2.0**-17
-"""Relative error of weights, of exponentials of numbers up to some dozens."""
+"""Relative error of weights, which are exponentials of numbers up to some dozens."""
 
 
 def scores_of(given) -> tuple[np.ndarray, np.ndarray]:
-    """What experts are chosen by, and what weights are made of, in float64."""
+    """Return the scores that choose experts, and the scores that make weights, in float64."""
     logits = given["logits"].detach().cpu().double().numpy()
     with np.errstate(all="ignore"):
         if given["scoring"] == "softmax":
             return logits, np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
-        # Where fp32 has nothing between it and 1, or 0, it is that.
+        # A sigmoid that rounds to 1 or 0 in fp32 is 1 or 0.
         sigmoid = (1 / (1 + np.exp(-logits))).astype(np.float32).astype(np.float64)
     bias = 0 if given["bias"] is None else given["bias"].detach().cpu().double().numpy()
     return sigmoid + bias, sigmoid
 
 
 def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray:
-    """Numbers from the best on: the largest first, of equals the first; NaN, then those left out, last."""
+    """Return indices from best to worst: the largest first, the first of equal numbers first; then NaN; then those left
+    out."""
     level = np.isnan(values) + 0
     if left_out is not None:
         level[left_out] = 2
@@ -42,7 +43,7 @@ def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray
 
 
 def is_near(values: np.ndarray, order: np.ndarray, count: int) -> bool:
-    """Whether two neighbours among the first ``count``, and the next, are nearly equal, and not quite."""
+    """Return whether two neighbours among the first ``count + 1`` are nearly but not exactly equal."""
     some = values[order[: count + 1]]
     with np.errstate(invalid="ignore"):
         gaps = some[:-1] - some[1:]
@@ -50,7 +51,7 @@ def is_near(values: np.ndarray, order: np.ndarray, count: int) -> bool:
 
 
 def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
-    """The experts of one token, and whether others would do as well."""
+    """Return the experts of one token, and whether other experts would be accepted."""
     size = len(choice) // given["num_groups"]
     groups = np.where(np.isnan(choice), -np.inf, choice).reshape(-1, size)
     with np.errstate(invalid="ignore"):
@@ -65,7 +66,7 @@ def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
 
 
 def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
-    """The row of each pair, the pair of each row, offsets and counts."""
+    """Return the row of each pair, the pair of each row, offsets and counts."""
     tokens, topk = ids.shape
     lists: list[list[int]] = [[] for _ in range(experts)]
     for pair, expert in enumerate(ids.flatten()):
@@ -90,7 +91,7 @@ def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
 
 
 def weights_of(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
-    """Weights of these experts, in float64."""
+    """Return the weights of these experts, in float64."""
     weights = np.take_along_axis(score, ids, 1)
     with np.errstate(all="ignore"):
         if given["renormalize"]:
@@ -130,7 +131,7 @@ def assert_results(actual, expected, given) -> None:
 
 
 def rows_alone(given, outputs):
-    """Calls of one token, and what they must give."""
+    """Yield calls with one token, and their expected results."""
     tokens, experts = given["logits"].shape
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         ids = outputs[1][m : m + 1]

@@ -1,4 +1,4 @@
-"""``moe_route_ids``: exactly; a pair whose expert there is not has no row."""
+"""``moe_route_ids``: exactly; a pair whose expert does not exist gets no row."""
 
 import torch
 
@@ -19,7 +19,7 @@ def results(given) -> Tensors:
 
 
 def rows_alone(given, outputs):
-    """Calls of one token, and what they must give."""
+    """Yield calls with one token, and their expected results."""
     tokens = len(given["ids"])
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         alone = {**given, "ids": given["ids"][m : m + 1]}

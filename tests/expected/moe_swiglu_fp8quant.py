@@ -1,4 +1,4 @@
-"""``moe_swiglu_fp8quant``: within what the error of an fp32 exponential allows; zeros for rows of padding."""
+"""``moe_swiglu_fp8quant``: within the error bound of an fp32 exponential; zeros in rows of padding."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ FORMAT = {"granularity": "block128", "scale_layout": "column", "scale": None}
 
 
 def used(given) -> np.ndarray:
-    """The rows that are not padding."""
+    """Return the mask of rows that are not padding."""
     lead = given["input"].shape[:-1]
     rows = np.zeros(lead.numel(), bool)
     counts = None if given["counts"] is None else given["counts"].cpu().numpy()

@@ -1,4 +1,4 @@
-"""``rmsnorm_fp8quant``: within what the order of the sum allows."""
+"""``rmsnorm_fp8quant``: within the error of an fp32 sum in any order."""
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def assert_close(actual, expected, given, **allowances) -> None:
 
 
 def on_boundary(given) -> np.ndarray:
-    """Which elements (M, H) an error of some fp32 ulps may move across a boundary of e4m3."""
+    """Return the mask of elements (M, H) that an error of a few fp32 ulps may move across a boundary of e4m3."""
     norm = rmsnorm_fp4quant.exact_norm(given)
     if given["granularity"] == "tensor":
         return spec.near_e4m3_boundary(norm / scalar_of(given["scale"]))

@@ -1,4 +1,4 @@
-"""``silu_mul``: to half an ulp and the error of an fp32 exponential."""
+"""``silu_mul``: within half an ulp and the error of an fp32 exponential."""
 
 import torch
 
@@ -11,7 +11,7 @@ OUT_SCHEMA = f"cute::silu_mul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given) -> Tensors:
-    """In fp32."""
+    """Return the result in fp32."""
     shape = given["input"].shape
     return (torch.from_numpy(gated(rows_of(given["input"]), given)).reshape(*shape[:-1], shape[-1] // 2),)
 
@@ -21,11 +21,11 @@ def assert_results(actual, expected, given) -> None:
     info = torch.finfo(got.dtype)
     assert actual[0].dtype == given["input"].dtype and got.shape == want.shape
     assert torch.equal(got.isnan(), want.isnan())
-    # What is within the error of the largest number may round to infinity, or not.
+    # A result near the dtype's largest number may or may not round to infinity.
     near = want.abs() * (1 + GATE_ERROR) >= info.max * (1 + info.eps / 4)
     far = ~near & want.isfinite()
     assert torch.equal(got.isinf() & ~near, want.isinf() & ~near) and not got[far].isinf().any()
-    # Where exp(-gate) is about to overflow fp32, the sigmoid is 2^-128, or already 0.
+    # For exp(-gate) close to overflow in fp32, the sigmoid is 2^-128 or already 0.
     gate, up = (half.double().abs().nan_to_num() for half in given["input"].cpu().chunk(2, -1))
     overflow = gate * (up + abs(given["swiglu_beta"])) * 2.0**-127
     bound = want.abs() * (info.eps / 2 + GATE_ERROR) + 3 * info.smallest_normal * info.eps + overflow.to(want.device)

@@ -1,4 +1,4 @@
-"""``silu_mul_fp4quant``: within what the error of an fp32 exponential allows."""
+"""``silu_mul_fp4quant``: within the error of an fp32 exponential."""
 
 from expected import Tensors, gated, quantised, rmsnorm_fp4quant, rows_of
 

@@ -1,5 +1,5 @@
-"""``silu_mul_fp4quant_mm_fp4``: ``mm_fp4`` of the codes of gated rows, which may be either of two where the gate's
-error decides."""
+"""``silu_mul_fp4quant_mm_fp4``: results of ``mm_fp4`` for the codes of gated rows. A code may be either of two if the
+gate's error decides."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ SCHEMA, OUT_SCHEMA = _quantised_gemm.schemas("silu_mul_fp4quant_mm_fp4")
 
 
 def values(given, error: float = 0.0) -> np.ndarray:
-    """The gated rows in fp32; with an ``error``, so much larger."""
+    """Return the gated rows in fp32, scaled up by ``error`` relative to their size."""
     with np.errstate(all="ignore"):
         return (gated(rows_of(given["a"]), {}) * np.float64(1 + error)).astype(np.float32)
 
@@ -20,7 +20,7 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    # A scale may be either of two too, under codes that do not change.
+    # A scale may also be either of two, with the same codes.
     errors = (-GATE_ERROR, GATE_ERROR)
     exact, *others = (_quantised_gemm.decoded(values(given, error), given) for error in (0.0, *errors))
     with np.errstate(all="ignore"):

@@ -19,8 +19,8 @@ class InputGemmSamples(GemmSamples):
     """Samples of one op.
 
     Attributes:
-        gates: whether its ``a`` is gate and up.
-        quantises: whether it quantises its activations.
+        gates: flag of an op whose ``a`` contains gate and up.
+        quantises: flag of an op that quantises its activations.
     """
 
     gates: bool = False
