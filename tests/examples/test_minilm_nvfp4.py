@@ -126,14 +126,14 @@ def test_minilm_layers_are_checked(
         assert max(errors.values()) < minilm_nvfp4.MAX_LAYER_ERROR
 
         op = "mm_fp4" if activations == "fp4" else "mm_fp4_weight_only"
-        right = getattr(torch_cute_ops.nn.linear, op)
+        right = getattr(torch_cute_ops.nn.fp4_linear, op)
 
         def wrong(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
             y = right(a, b, *args, **kwargs)
             y[:, 0] *= 1 if len(b) == 32 else 2  # of the layers that take the wide input
             return y
 
-        monkeypatch.setattr(torch_cute_ops.nn.linear, op, wrong)
+        monkeypatch.setattr(torch_cute_ops.nn.fp4_linear, op, wrong)
         errors = minilm_nvfp4.run_checked(in_fp4, ids, mask)[1]
     noticed = [name for name, error in errors.items() if error > minilm_nvfp4.MAX_LAYER_ERROR]
     assert noticed == ["encoder.layer.0.output.dense", "encoder.layer.1.output.dense"]

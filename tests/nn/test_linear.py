@@ -13,7 +13,6 @@ from support import spec, weights
 from support.layers import assert_compiles_once, assert_computes, assert_product
 from torch import nn
 
-import torch_cute_ops.nn.linear as linear_module
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     FP8ChannelLinear,
@@ -21,6 +20,8 @@ from torch_cute_ops.nn import (
     MXFP4Linear,
     NVFP4Linear,
     QuantLinear,
+    fp4_linear,
+    fp8_linear,
     merge,
     prefetch_,
 )
@@ -80,9 +81,10 @@ def test_the_weight_is_static(cls, activations, monkeypatch):
     """The GEMM is told so; and whatever writes the weight ends with a launch before the next forward."""
     given, written = [], []
     for name in ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4", "mm_fp8_block", "mm_fp8_fp4"):
-        multiply = getattr(linear_module, name)
+        module = fp8_linear if name == "mm_fp8_block" else fp4_linear
+        multiply = getattr(module, name)
         spy = lambda *args, multiply=multiply, **kwargs: given.append(kwargs) or multiply(*args, **kwargs)  # noqa: E731
-        monkeypatch.setattr(linear_module, name, spy)
+        monkeypatch.setattr(module, name, spy)
     monkeypatch.setattr(QuantLinear, "_complete", lambda layer: written.append(copy.deepcopy(layer._buffers)))
     layer = quantised(cls, activations)
     merged = merge([layer])
@@ -276,9 +278,9 @@ def test_what_cannot_be_merged():
     }.items():
         with pytest.raises(ValueError, match=f"differ in {what}"):
             merge([nvfp4, other])
-    with pytest.raises(ValueError, match="multiples of 128 but for the last"):
+    with pytest.raises(ValueError, match="multiples of 128, except for the last"):
         merge([quantised(FP8BlockLinear, "fp8")] * 2)
-    with pytest.raises(ValueError, match="no layers"):
+    with pytest.raises(ValueError, match="layers is empty"):
         merge([])
 
 
@@ -320,7 +322,7 @@ def test_errors_of_tensors():
     state = quantised(NVFP4Linear, "16bit").state_dict()
     bias = state.pop("bias")
     NVFP4Linear.from_tensors(**state, bias=bias)
-    with pytest.raises(ValueError, match=r"no input_scale, which activations='fp4' needs"):
+    with pytest.raises(ValueError, match=r"input_scale is missing; activations='fp4' needs it"):
         NVFP4Linear.from_tensors(**state, activations="fp4")
     with pytest.raises(ValueError, match=r"bias has shape \(8,\); expected \(136,\)"):
         NVFP4Linear.from_tensors(**state, bias=bias[:8])
@@ -345,16 +347,16 @@ def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
     """That quantises and multiplies, with the bits of the two that others have; of few rows too."""
     cls = NVFP4Linear if static else MXFP4Linear
     layer, called = quantised(cls, "fp4", dtype=dtype), []
-    fused = linear_module.fp4quant_mm_fp4
+    fused = fp4_linear.fp4quant_mm_fp4
     spy = lambda *args, **named: called.append(1) or fused(*args, **named)  # noqa: E731
-    monkeypatch.setattr(linear_module, "fp4quant_mm_fp4", spy)
+    monkeypatch.setattr(fp4_linear, "fp4quant_mm_fp4", spy)
     for rows in (1, 8, 9):
         x = torch.randn(rows, K, dtype=dtype)
         codes = layer.quantize(x)
         assert len(codes.operands) == 2 and torch.equal(layer(x), layer(codes))
         assert called == [1] * (rows <= 8 and cls is NVFP4Linear)
         called.clear()
-    assert not layer.quantises_input(torch.randn(1, K))  # float32
+    assert not layer.prologue_quantises(torch.randn(1, K))  # float32
 
 
 @pytest.mark.parametrize("activations", NVFP4Linear.choices)
@@ -363,9 +365,9 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
     """As they are called, wherever the next one has moved to; results stay."""
     given, names = [], ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4")
     for name in names:
-        op = getattr(linear_module, name)
+        op = getattr(fp4_linear, name)
         spy = lambda *args, op=op, **named: given.append(named.get("prefetch")) or op(*args, **named)  # noqa: E731
-        monkeypatch.setattr(linear_module, name, spy)
+        monkeypatch.setattr(fp4_linear, name, spy)
     layers = [quantised(NVFP4Linear, activations, n=K) for _ in range(3)]
     x = torch.randn(2, K).bfloat16()
     want = [layer(x) for layer in layers]
@@ -409,10 +411,10 @@ def test_what_a_layer_cannot_prefetch():
     x = torch.randn(1, K).bfloat16()
     want = first(x)
     prefetch_([first, second.to("meta")])
-    assert torch.equal(first(x), want) and first._prefetched() is None
+    assert torch.equal(first(x), want) and first._prefetch_weight() is None
     narrow = FP8TensorLinear.from_float(nn.Linear(40, 64).bfloat16())
     prefetch_([first, narrow])
-    assert torch.equal(first(x), want) and (narrow.weight.shape[1] % 16 == 0) == (first._prefetched() is not None)
+    assert torch.equal(first(x), want) and (narrow.weight.shape[1] % 16 == 0) == (first._prefetch_weight() is not None)
 
 
 def test_a_chain_is_no_part_of_a_program():

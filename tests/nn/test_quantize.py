@@ -9,8 +9,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, prefetch_, quantize_, warmup
-from torch_cute_ops.nn import linear as linear_module
+from torch_cute_ops.nn import (
+    FP8BlockLinear,
+    MXFP4Linear,
+    NVFP4Linear,
+    QuantLinear,
+    fp8_linear,
+    prefetch_,
+    quantize_,
+    warmup,
+)
 from torch_cute_ops.nn._base import following_of
 
 H = 64
@@ -354,7 +362,7 @@ def test_warmup_calls_once_what_cannot_prefetch(scheme, monkeypatch):
     layers = quantize_(nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)
     rows = []
-    monkeypatch.setattr(linear_module, "scaled_mm", lambda a, *_: rows.append(len(a)) or torch.zeros(len(a), H))
+    monkeypatch.setattr(fp8_linear, "scaled_mm", lambda a, *_: rows.append(len(a)) or torch.zeros(len(a), H))
     for fused in (True, False):
         warmup(layers, rows=(1, 40), fused=fused)
         assert rows == [1, 40]

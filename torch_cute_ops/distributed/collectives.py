@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cute_ops.distributed.rules import is_byte_float
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
-from torch_cute_ops.nn.linear import FP8ChannelLinear, FP8TensorLinear
+from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 Group = dist.ProcessGroup
 # torch 2.13 renamed them, and warns of the old names.

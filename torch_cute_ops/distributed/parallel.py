@@ -16,7 +16,7 @@ from torch_cute_ops.distributed.compare import agree_on_rows
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.nn import QuantizedRows, QuantLinear, merge
 from torch_cute_ops.nn._base import _SHARED
-from torch_cute_ops.nn.linear import FP8ChannelLinear, FP8TensorLinear
+from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 BLOCK: Final = 128
 """Rows and columns of a weight in FP8 blocks that share a scale; there may be fewer in the last block."""
@@ -161,7 +161,7 @@ def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_ad
 
 def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias: Tensor | None) -> QuantLinear:
     activations: Any = layer.activations
-    return type(layer)._of(in_features, tensors, bias, None, activations)
+    return type(layer)._build(in_features, tensors, bias, None, activations)
 
 
 def _adopt(layer: QuantLinear, other: QuantLinear) -> None:
@@ -201,7 +201,7 @@ class Divided:
         return dist.get_world_size(self.group)
 
     @classmethod
-    def _of(cls, *_: Any) -> Any:
+    def _build(cls, *_: Any) -> Any:
         raise ValueError(f"{cls.__name__}: a layer is made and merged first, and then divided")
 
     def split(self) -> Any:

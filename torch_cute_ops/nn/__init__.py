@@ -1,9 +1,10 @@
-"""Modules over the ops: linear layers and experts with quantised weights, and how a model gets them."""
+"""Quantised linear layers and experts as modules over the ops, and functions that put them into a model."""
 
 from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge, prefetch_
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
-from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
 from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
 from torch_cute_ops.nn.random import random_

@@ -1,4 +1,5 @@
-"""What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
+"""Base class of quantised linear layers: buffers that are moved but never cast, and state dicts in checkpoint
+layout."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,36 +15,40 @@ from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 
 Activations = Literal["auto", "16bit", "fp4", "fp8"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors by name."""
+"""Shape and dtype of tensors, by name."""
 
 _SHARED: Final = "input_scale"
-"""The tensor that the parts of a merged layer share: they have one input."""
+"""Tensor that all parts of a merged layer share, because they have the same input."""
 _QUANTISE: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {"fp4": fp4_quantize, "fp8": fp8_quantize}
 _SCALE_ARGUMENT: Final = {"fp4": "global_scale", "fp8": "scale"}
-"""Their second argument."""
+"""Name of the op's second argument, by format."""
 
 
 class Quantization(NamedTuple):
-    """How a layer quantises its input.
+    """Quantisation of a layer's input.
 
     Attributes:
-        to: by ``fp4_quantize`` or ``fp8_quantize``.
-        arguments: what the op, and those that are fused with it, take beside the input, by name.
+        to: format, by ``fp4_quantize`` or ``fp8_quantize``.
+        arguments: keyword arguments of that op, and of ops that are fused with it.
     """
 
     to: Literal["fp4", "fp8"]
     arguments: Mapping[str, Any]
 
 
+FP8_BLOCKS: Final = Quantization("fp8", {"granularity": "block128", "scale_layout": "column"})
+"""FP8 activations with a scale for each 128 elements of a row."""
+
+
 class QuantizedRows(NamedTuple):
-    """Rows in the form in which a layer's GEMM takes them, as :meth:`QuantLinear.quantize` makes them.
+    """Input rows in the form that a layer's GEMM takes, as :meth:`QuantLinear.quantize` returns them.
 
     Attributes:
-        operands: elements, (M, ...), and their scales where there are any.
-        lead: the dimensions that the M rows had.
-        dtype: of the result.
-        is_gate_and_up: whether the rows are gate and up, (M, 2K) in 16 bits, of which the layer multiplies
-            ``silu(gate) · up``; a layer that says so takes them (:meth:`QuantLinear.gates_input`).
+        operands: elements (M, ...) and, if the format uses scales, their scales.
+        lead: leading dimensions of the original input; their product is M.
+        dtype: dtype of the layer's result.
+        is_gate_and_up: True if the rows are gate and up, (M, 2K) in 16 bits, so that the layer multiplies ``silu(gate)
+            · up``. Only for layers whose :meth:`QuantLinear.prologue_gates` returns True.
     """
 
     operands: tuple[Tensor, ...]
@@ -55,39 +60,45 @@ class QuantizedRows(NamedTuple):
 class QuantLinear(nn.Module):
     """A linear layer with a quantised weight, for inference: ``y = x · Wᵀ + bias``.
 
-    The base of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
-    :class:`FP8ChannelLinear`. Weight and scales are buffers.
-    ``.to``, ``.bfloat16()`` and the like move them and never cast them; the bias follows as in ``nn.Linear``.
-    ``state_dict`` has them as checkpoints hold them, block scales linear; in memory FP4's lie in 128x4, and there is no
-    second copy. A layer that nothing has been loaded into holds NaN scales, and so computes NaN.
+    Base class of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
+    :class:`FP8ChannelLinear`. Weight and scales are buffers: ``.to``, ``.bfloat16()`` and the like move them but never
+    cast them. The bias is cast as in ``nn.Linear``. ``state_dict`` uses the layout of checkpoints, with linear block
+    scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Before anything is loaded,
+    scales are NaN, so the layer computes NaN.
 
-    What is computed is chosen at construction and never by the batch.
+    The arithmetic is fixed at construction and does not depend on the batch.
 
-    The weight is static to the GEMMs (their ``static_weight``): it is complete before the first forward,
-    since whatever of this class writes it ends with one more launch. Code that writes the buffers itself has to have
-    another launch, or a synchronisation, before the next forward.
+    The GEMMs treat the weight as static (their ``static_weight``): it must be complete before the first forward. Every
+    method that writes the weight therefore ends with one more launch. Code that writes the buffers directly must launch
+    another kernel, or synchronise, before the next forward.
+
+    Each subclass builds layers with ``from_tensors``, which takes the tensors of a checkpoint, and ``from_float``,
+    which quantises an ``nn.Linear``. ``from_tensors`` stays on the tensors' device and does not copy the weight. Its
+    ``bias``, (N,) in float32 or the dtype of the activations, ``parts`` and ``activations`` are as below; it raises
+    ``ValueError`` for a wrong shape and ``TypeError`` for a wrong dtype.
 
     Args:
-        in_features, out_features: K and N.
-        bias: whether there is one. The GEMM adds it in fp32, before the one rounding.
-        activations: in what the GEMM takes them; ``"auto"`` is the first of the class's ``choices``.
-        parts: rows of each of the layers that this one merges, such as q, k and v; ``None``: it is one.
-        has_input_scale: whether there is an ``input_scale``, for a format that has one. Activations in NVFP4 need it;
-            those in FP8, beside a weight with a scale of the tensor or of channels, are static with it.
-        dtype: of the bias: float32, or that of the activations.
-        device: of all tensors.
+        in_features: K.
+        out_features: N.
+        bias: True to add a bias, in fp32 before the single rounding of the GEMM's result.
+        activations: format of the activations in the GEMM; ``"auto"`` is the first of the class's ``choices``.
+        parts: rows of each layer that this layer merges, such as q, k and v; ``None`` for a layer that is not merged.
+        has_input_scale: True to add an ``input_scale``, in formats that use it. NVFP4 activations need it. FP8
+            activations with a tensor or channel scale of the weight are static if it exists.
+        dtype: dtype of the bias: float32, or the dtype of the activations.
+        device: device of all tensors.
 
     Raises:
-        ValueError: for sizes or activations that the ops do not take, or parts that do not fit.
+        ValueError: for sizes or activations that the ops do not support, or ``parts`` that do not sum to N.
     """
 
     scheme: ClassVar[str]
     choices: ClassVar[tuple[str, ...]]
-    """What ``activations`` may be."""
+    """Valid values of ``activations``."""
     multiples: ClassVar[tuple[int, int]]
-    """What N and K are multiples of, whatever the activations are."""
+    """N and K must be multiples of these, for any activations."""
     can_prefetch: ClassVar[bool] = True
-    """Whether the GEMM can bring the weight of the next layer into L2."""
+    """True if the GEMM can load the next layer's weight into L2."""
 
     weight: Tensor
     bias: nn.Parameter | None
@@ -118,13 +129,13 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Without the scale, which is a buffer: that may move, or be replaced.
-        self._how = self._quantization()
+        # Without the scale: it is a buffer, which can be moved or replaced.
+        self._input_quantization = self._quantization()
         self._derive()
 
     @classmethod
     def reason_unsupported(cls, out_features: int, in_features: int, activations: Activations = "auto") -> str | None:
-        """Why the ops take no weight (N, K) of this size with these activations; ``None``: they do."""
+        """Return the reason that the ops do not support a weight (N, K) with these activations, or None."""
         multiples = cls.multiples_for(activations)
         for name, size, multiple in zip(("out", "in"), (out_features, in_features), multiples, strict=True):
             if size <= 0 or size % multiple:
@@ -133,7 +144,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """What N and K are multiples of, with these activations."""
+        """Return the numbers of which N and K must be multiples, for these activations."""
         return cls.multiples
 
     @classmethod
@@ -155,28 +166,28 @@ class QuantLinear(nn.Module):
     # Tensors
 
     def layout(self) -> Layout:
-        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
         raise NotImplementedError
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of a checkpoint, as the buffer ``name`` holds it."""
+        """Convert a checkpoint tensor to the layout of the buffer ``name``."""
         return tensor
 
     def _stored(self, name: str, tensor: Tensor) -> Tensor:
-        """The buffer ``name``, as checkpoints hold it."""
+        """Convert the buffer ``name`` to the layout of checkpoints."""
         return tensor
 
     def _derive(self) -> None:
-        """Compute what follows from the buffers."""
+        """Compute the buffers that depend on other buffers."""
 
     def _complete(self) -> None:
-        """Put a launch between those that have written the weight and the next forward, which may read it ahead of the
-        launch before."""
+        """Launch a kernel after the kernels that wrote the weight. The next forward may read the weight before the
+        launch directly ahead of it ends."""
         if self.weight.is_cuda:
             torch.empty(1, device=self.weight.device).fill_(0.0)
 
     def _set_derived(self, name: str, value: Tensor) -> None:
-        """Write a buffer that is in no state dict: in place where it is there, because CUDA graphs may read it."""
+        """Set a buffer that no state dict contains, in place if possible, because CUDA graphs may read it."""
         old = self._buffers.get(name)
         if old is not None and old.shape == value.shape and old.device == value.device and not value.is_meta:
             old.copy_(value)
@@ -184,11 +195,11 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the weight by name, as checkpoints hold them; scales that are held tiled are copies."""
+        """Return the tensors of the weight by name, in checkpoint layout; scales in the 128x4 layout are copied."""
         return {name: self._stored(name, self.get_buffer(name)) for name in self.layout()}
 
     @classmethod
-    def _of(
+    def _build(
         cls,
         in_features: int,
         tensors: Mapping[str, Tensor],
@@ -196,7 +207,7 @@ class QuantLinear(nn.Module):
         parts: Sequence[int] | None,
         activations: Activations,
     ) -> Self:
-        """The layer that has these tensors, which are as checkpoints hold them."""
+        """Build a layer from tensors in checkpoint layout."""
         layer = cls(
             in_features,
             tensors["weight"].shape[0],
@@ -208,7 +219,7 @@ class QuantLinear(nn.Module):
         )
         for name, (shape, dtype) in layer.layout().items():
             if name not in tensors:
-                raise ValueError(f"{cls.__name__}: there is no {name}, which activations={layer.activations!r} needs")
+                raise ValueError(f"{cls.__name__}: {name} is missing; activations={layer.activations!r} needs it")
             tensor = tensors[name].detach()
             if tensor.dtype != dtype:
                 raise TypeError(f"{cls.__name__}: {name} has dtype {tensor.dtype}; expected {dtype}")
@@ -253,10 +264,10 @@ class QuantLinear(nn.Module):
             tensor = held.get(prefix + name)
             if tensor is None:
                 continue
-            # ModelOpt's scales of a tensor have no dimension, and those of channels one.
+            # ModelOpt's tensor scales are zero-dimensional, and its channel scales one-dimensional.
             if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
                 tensor = tensor.reshape(shape)
-            # copy_ would cast.
+            # super() would cast silently.
             if tensor.dtype != dtype or tensor.shape != shape:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}"
                 error_msgs.append(f"{prefix}{name} is {got}; expected {shape} {dtype}")
@@ -269,41 +280,43 @@ class QuantLinear(nn.Module):
     # Use
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
+        """Return the weight (N, K), computed in fp32 from codes and scales and rounded once to ``dtype``."""
         raise NotImplementedError
 
     def forward(self, input: Tensor | QuantizedRows) -> Tensor:
-        """``input · Wᵀ + bias``.
+        """Compute ``input · Wᵀ + bias``.
 
         Args:
-            input: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``. Or what
-                :meth:`quantize`, of this layer or one of the same form, made of it.
+            input: (..., K), bfloat16 or float16, and float32 unless ``activations`` is ``"16bit"``; or the result of
+                :meth:`quantize` of this layer, or of another layer with the same input quantisation.
 
         Returns:
             (..., N) in the dtype of ``input``.
 
         Raises:
-            ValueError, TypeError: as the op that multiplies, for a wrong shape, dtype or device, or an input that
-                requires grad while gradients are on.
+            ValueError, TypeError: as the op, for a wrong shape, dtype or device, or an input that requires grad while
+                gradients are enabled.
         """
-        rows = input if isinstance(input, QuantizedRows) else self._taken(input)
+        rows = input if isinstance(input, QuantizedRows) else self._prepared(input)
         multiply = self._gated_product if rows.is_gate_and_up else self._product
         return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        """The rows of ``x``, (..., K), as the GEMM takes them; errors are those of :meth:`forward`."""
+        """Convert ``x``, (..., K), to the rows that the GEMM takes. Raises as :meth:`forward`."""
         return QuantizedRows(self._quantized(_rows_of(x)), (*x.shape[:-1],), x.dtype)
 
-    def _taken(self, x: Tensor) -> QuantizedRows:
-        """The same as this layer's own GEMM takes it, which may quantise rows itself."""
+    def _prepared(self, x: Tensor) -> QuantizedRows:
+        """Convert ``x`` as :meth:`quantize`, unless this layer's GEMM quantises in its prologue."""
         rows = _rows_of(x)
-        if self.quantises_input(rows):
+        if self.prologue_quantises(rows):
             return QuantizedRows((rows,), (*x.shape[:-1],), x.dtype)
         return self.quantize(x)
 
-    def _prefetched(self) -> Tensor | None:
-        """What the GEMM brings into L2: the weight of the layer behind this one, where ``prefetch_`` has named it. In
-        compiled models the pass of ``integrations.inductor`` sees to it."""
+    def _prefetch_weight(self) -> Tensor | None:
+        """Return the weight that the GEMM loads into L2: the next layer's, if ``prefetch_`` named it.
+
+        In compiled models the pass of ``integrations.inductor`` sets it instead.
+        """
         following = None if torch.compiler.is_compiling() else following_of(self)
         if following is None:
             return None
@@ -311,62 +324,64 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
+        """Return the number of input rows for which the GEMM multiplies at least ``rows`` rows; fewer if it gathers
+        rows of several ranks."""
         return rows
 
-    def quantises_input(self, rows: Tensor) -> bool:
-        """Whether its GEMM quantises these rows, (M, K), in the same launch."""
+    def prologue_quantises(self, rows: Tensor) -> bool:
+        """Return True if the GEMM quantises these rows, (M, K), in its prologue."""
         return False
 
-    def gates_input(self, rows: Tensor) -> bool:
-        """Whether it takes these rows of gate and up, (M, 2K), as :class:`QuantizedRows`, and gates them itself."""
+    def prologue_gates(self, rows: Tensor) -> bool:
+        """Return True if the GEMM takes these rows of gate and up, (M, 2K), as :class:`QuantizedRows` and gates
+        them."""
         return False
 
     def quantization(self) -> Quantization | None:
-        """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
-        how, scale = self._how, self._activation_scale()
+        """Return the quantisation of the input, or None if the GEMM takes 16-bit activations."""
+        how, scale = self._input_quantization, self._activation_scale()
         if how is None or scale is None:
             return how
         return Quantization(how.to, {_SCALE_ARGUMENT[how.to]: scale, **how.arguments})
 
     def _quantization(self) -> Quantization | None:
-        """The same, with those arguments alone that are no tensors."""
+        """Return :meth:`quantization` without arguments that are tensors."""
         raise NotImplementedError
 
     def _activation_scale(self) -> Tensor | None:
-        """The scale that the input is quantised with, or its global scale; ``None``: each row or block gets its own."""
+        """Return the scale or global scale of the input, or None if scales are computed per row or block."""
         return None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """``operands`` of rows (M, K)."""
-        how = self._how
+        """Return ``QuantizedRows.operands`` for rows (M, K)."""
+        how = self._input_quantization
         return (rows,) if how is None else _QUANTISE[how.to](rows, self._activation_scale(), **how.arguments)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The result (M, N) in ``dtype``."""
+        """Return the result (M, N) in ``dtype``."""
         raise NotImplementedError
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The same of gate and up (M, 2K)."""
+        """Return the result (M, N) in ``dtype`` for rows of gate and up (M, 2K)."""
         raise ValueError(
-            f"{type(self).__name__}: the rows are gate and up; a layer with activations={self.activations!r} does not "
-            "gate them, pass silu(gate) · up"
+            f"{type(self).__name__}: the rows are gate and up, which a layer with activations={self.activations!r} "
+            "does not gate; pass silu(gate) · up"
         )
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         parts = f", parts={self.parts}" if 1 < len(self.parts) <= 8 else ""
         if len(self.parts) > 8:
             parts = f", {len(self.parts)} parts"
         return f"{text}, activations={self.activations!r}{parts}"
 
-    # Parts
+    # Parts of a merged layer
 
     def split(self) -> list[Self]:
-        """A layer for each part, in order; ``[self]`` where there is one.
+        """Return one layer per part, in order; ``[self]`` if there is one part.
 
-        The inverse of :func:`merge`. Codes are views of this layer's; scales are copies.
+        The inverse of :func:`merge`. Codes are views of this layer's codes; scales are copies.
         """
         if len(self.parts) == 1:
             return [self]
@@ -375,12 +390,12 @@ class QuantLinear(nn.Module):
             biases = self.bias.split([*self.parts])
         activations: Any = self.activations
         return [
-            self._of(self.in_features, tensors, bias, None, activations)
+            self._build(self.in_features, tensors, bias, None, activations)
             for tensors, bias in zip(self._tensors_of_parts(), biases, strict=True)
         ]
 
     def _rows_of_parts(self, name: str) -> list[int]:
-        """How many rows of the tensor ``name`` each part has."""
+        """Return the number of rows of the tensor ``name`` in each part."""
         return [*self.parts]
 
     def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
@@ -397,28 +412,28 @@ class QuantLinear(nn.Module):
             merged[_SHARED] = merged[_SHARED].amax(0, keepdim=True)
         return merged
 
-    def _of_rows(self, values: Tensor) -> Tensor:
-        """(N,): of the values of the parts, that of the part that a row belongs to."""
+    def _to_rows(self, values: Tensor) -> Tensor:
+        """Expand one value per part to one value per row of the weight, (N,)."""
         return torch.cat([value.expand(rows) for value, rows in zip(values, self.parts, strict=True)])
 
 
 def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
-    """One layer that computes the results of several with the same input, side by side.
+    """Merge layers with the same input into one layer that computes their results side by side.
 
-    For q, k and v, or gate and up: one GEMM reads the input once. ``y.split(layer.parts, -1)`` takes the results apart.
-    The global scales of NVFP4 weights, and those of FP8 weights with one for the tensor, stay each part's own, as a
-    column of factors in the GEMM's epilogue; nothing is quantised again. Activations use the greatest of the input
-    scales.
+    For q, k and v, or gate and up: one GEMM reads the input once. ``y.split(layer.parts, -1)`` separates the results.
+    Each part keeps its own NVFP4 global scale or FP8 tensor scale, applied per column in the GEMM's epilogue; nothing
+    is quantised again. Activations use the largest of the input scales.
 
     Args:
-        layers: of one class, with equal ``in_features`` and ``activations``, and with a bias all or none. FP8 blocks:
-            ``out_features`` of each but the last is a multiple of 128, because parts share no block.
+        layers: layers of one class, with equal ``in_features`` and ``activations``, all with a bias or all without. For
+            FP8 blocks, ``out_features`` of every layer except the last is a multiple of 128, because parts do not share
+            a block.
 
     Raises:
-        ValueError: for layers that do not fit together.
+        ValueError: for layers that cannot be merged.
     """
     if not layers:
-        raise ValueError("merge: there are no layers")
+        raise ValueError("merge: layers is empty; expected at least one layer")
     first = layers[0]
     differences: dict[str, set[Any]] = {
         "class": {type(layer).__name__ for layer in layers},
@@ -434,18 +449,17 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     parts = [part for layer in layers for part in layer.parts]
     tensors = first._merged_tensors([layer.tensors() for layer in layers])
     activations: Any = first.activations
-    return first._of(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
+    return first._build(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
 
 
 def prefetch_(layers: Iterable[QuantLinear]) -> None:
-    """Have the GEMM of each layer, with few rows, bring the weight of the next one into L2.
+    """Make the GEMM of each layer, for few rows, load the weight of the next layer into L2.
 
-    It changes no result, and what was said of a layer before is forgotten. A copy of a layer, or one that takes its
-    place, has to be named again. In compiled models the pass of ``integrations.inductor`` finds the order of calls
-    itself.
+    Results do not change. A call replaces earlier settings of these layers. If you copy or replace a layer, call it
+    again. In compiled models the pass of ``integrations.inductor`` finds the order of calls itself.
 
     Args:
-        layers: in the order in which a model calls them. The last one brings nothing.
+        layers: layers in the order in which the model calls them. The last one prefetches nothing.
     """
     every = [*layers]
     for layer, following in zip(every, (*every[1:], None), strict=True):
@@ -453,37 +467,55 @@ def prefetch_(layers: Iterable[QuantLinear]) -> None:
 
 
 def following_of(layer: QuantLinear) -> QuantLinear | None:
-    """The layer that is called next, if that is known and still there."""
+    """Return the layer that is called after ``layer``, or None if it is unknown or no longer exists."""
     found = _FOLLOWING.get(layer)
     return None if found is None else found()
 
 
 def link(layer: QuantLinear, following: QuantLinear | None) -> None:
-    """Name the layer that is called next, or none."""
+    """Set the layer that is called after ``layer``, or None."""
     _FOLLOWING.pop(layer, None)
     if following is not None:
         _FOLLOWING[layer] = weakref.ref(following)
 
 
-# Not in the modules, whose copies and files would follow the chain
+# Not an attribute of the modules: copies and pickles would follow the chain.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """``x``, (..., K), as rows (M, K)."""
+    """Flatten ``x``, (..., K), to rows (M, K)."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors, one below the other; by bytes, since not every torch concatenates FP8."""
+    """Concatenate tensors along dimension 0; FP8 as bytes, because not every torch version concatenates FP8."""
     if tensors[0].dtype != torch.float8_e4m3fn:
         return torch.cat([*tensors])
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
 
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What ``fn`` makes of the tensor's bytes: ``.to(dtype)`` casts only what is floating-point."""
+    """Apply ``fn`` to the tensor's bytes, so that ``.to(dtype)``, which casts only floating-point tensors, does not
+    cast."""
     as_bytes = fn(tensor.view(torch.uint8))
     if as_bytes.dtype != torch.uint8:  # Module.type casts everything
         return tensor.to(as_bytes.device)
     return as_bytes.view(tensor.dtype)
+
+
+def supported_weight(cls: type[QuantLinear], linear: nn.Linear, activations: Activations = "auto") -> Tensor:
+    """Return the weight of a linear layer, if ``cls`` supports its size and these activations.
+
+    Raises:
+        ValueError: with the reason that it does not.
+    """
+    reason = cls.reason_unsupported(linear.out_features, linear.in_features, activations)
+    if reason is not None:
+        raise ValueError(f"{cls.__name__}: {reason}")
+    return linear.weight.detach()
+
+
+def float32_like(value: Any, like: Tensor) -> Tensor:
+    """Return a number or tensor as a float32 tensor on the device of ``like``."""
+    return torch.as_tensor(value, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""Keeping models of Hugging Face from being saved without a word of how they are quantised."""
+"""Guard against ``save_pretrained`` of a Hugging Face model that contains quantised layers."""
 
 from typing import Any, NoReturn
 
@@ -8,8 +8,10 @@ from torch_cute_ops.nn._base import QuantLinear
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of the model, and of models within it, refuse where there are quantised layers: it would
-    write their tensors, and a configuration that says nothing of them."""
+    """Make ``save_pretrained`` of the model, and of models inside it, raise if they contain quantised layers.
+
+    It would write the quantised tensors together with a configuration that does not describe them.
+    """
     for module in model.modules():
         is_saved = callable(getattr(module, "save_pretrained", None))
         if is_saved and any(isinstance(each, QuantLinear) for each in module.modules()):

@@ -1,4 +1,4 @@
-"""torch's scaled GEMM of FP8 matrices, and the same product by decoding where it refuses."""
+"""torch's scaled GEMM of FP8 matrices, with a fallback that decodes the elements."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_cute_ops.reference.mm_fp4 import finished
 
 _MULTIPLE = 16
-"""What N and K are multiples of in torch's scaled GEMM."""
+"""N and K must be multiples of this in torch's scaled GEMM."""
 
 _public: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
@@ -16,18 +16,19 @@ _public: Any = getattr(torch.nn.functional, "scaled_mm", None)
 def scaled_mm(
     a: Tensor, weight: Tensor, a_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """``a_scale · weight_scale · (a @ weight.T) + bias``, (M, N) in ``out_dtype``.
+    """Compute ``a_scale · weight_scale · (a @ weight.T) + bias``, (M, N) in ``out_dtype``.
 
-    By ``torch.nn.functional.scaled_mm``, or by ``torch._scaled_mm`` in a torch that has only that, and in compiled
-    code, because torch 2.11 does not trace the first. Where :func:`reason_refused` gives a reason, the elements are
-    decoded, and multiplied in float32, or in float64 on a CPU, which is exact.
+    Calls ``torch.nn.functional.scaled_mm``. Calls ``torch._scaled_mm`` if torch lacks that function, and in compiled
+    code, because torch 2.11 does not trace it. If :func:`reason_refused` returns a reason, the elements are decoded and
+    multiplied in float32, or on a CPU in float64, which is exact.
 
     Args:
         a: (M, K) float8_e4m3fn.
         weight: (N, K) float8_e4m3fn, contiguous.
-        a_scale: float32: (1,), of the tensor, or (M, 1), of its rows.
-        weight_scale: float32: (1,), of the tensor, or (1, N), of the result's columns; (1, N) if ``a_scale`` is (M, 1).
-        bias: (N,), or none.
+        a_scale: float32: (1,) for the tensor, or (M, 1) for its rows.
+        weight_scale: float32: (1,) for the tensor, or (1, N) for the columns of the result; (1, N) if ``a_scale`` is
+            (M, 1).
+        bias: (N,), or ``None``.
         out_dtype: bfloat16, float16 or float32.
     """
     is_by_row = weight_scale.dim() == 2
@@ -45,18 +46,18 @@ def scaled_mm(
 
 
 def reason_refused(weight: Tensor, is_by_row: bool, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """Why torch's scaled GEMM is not used for a weight (N, K); ``None``: it is. It never depends on M."""
+    """Return the reason that torch's scaled GEMM cannot be used for a weight (N, K), or None. It never depends on M."""
     reason = _reason_no_device(weight.device)
     if reason is not None:
         return reason
     if any(size % _MULTIPLE for size in weight.shape):
-        return f"N, K = {tuple(weight.shape)} are no multiples of {_MULTIPLE}"
+        return f"N, K = {tuple(weight.shape)} are not multiples of {_MULTIPLE}"
     if out_dtype not in (torch.bfloat16, torch.float16):
         return f"the result is {out_dtype}"
     if is_by_row and out_dtype == torch.float16 and _public is None:
-        return "this torch has scales of rows for bfloat16 alone"
+        return "this torch supports row scales only for bfloat16"
     if bias is not None and bias.dtype != out_dtype:
-        return f"the bias is {bias.dtype}, and the result {out_dtype}"
+        return f"the bias is {bias.dtype}, but the result {out_dtype}"
     return None
 
 
@@ -64,7 +65,7 @@ def _reason_no_device(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the device is {device.type}"
     if torch.version.hip is not None:
-        return "the GPU is none of NVIDIA's"
+        return "the GPU is not from NVIDIA"
     if torch.cuda.get_device_capability(device) < (8, 9):
-        return "the GPU has no FP8 tensor cores"
+        return "the GPU lacks FP8 tensor cores"
     return None

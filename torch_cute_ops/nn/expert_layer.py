@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
         """``down_proj(swiglu(gate_up_proj(x)))``: (..., H) of (..., H); errors are those of :class:`QuantLinear`."""
         both = self.gate_up_proj(x)
         lead, how, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
-        if self.swiglu == SwiGLU() and self.down_proj.gates_input(rows):
+        if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
             return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
         if how is None:
             return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once

@@ -12,7 +12,8 @@ from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.nn._base import QuantLinear, moved
-from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
@@ -557,4 +558,4 @@ def stack(
             place = tensor.narrow(0, starts[name], rows[name][i])
             place.copy_(own[name].view(place.shape))
             starts[name] += rows[name][i]
-    return cls._of(in_features, whole, bias, parts, "auto")
+    return cls._build(in_features, whole, bias, parts, "auto")

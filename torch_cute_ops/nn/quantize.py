@@ -12,7 +12,8 @@ from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.float_experts import float_experts, quantized_experts, topk_of
-from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
 
 Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
 SCHEMES: Final[dict[str, type[QuantLinear]]] = {

@@ -83,7 +83,7 @@ def random_(
         layout = cls(k, n, activations=activations, device="meta").layout()
         tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
         bias = None if linear.bias is None else torch.zeros(n, dtype=linear.bias.dtype, device=target)
-        _names.replace(model, linear, cls._of(k, tensors, bias, None, activations))
+        _names.replace(model, linear, cls._build(k, tensors, bias, None, activations))
     for i, (name, module) in enumerate([*model.named_modules()]):
         given = float_experts(module)
         if given is None or _names.matches(name, patterns) or given.reason_unsupported(scheme) or given.swiglu is None:
@@ -119,7 +119,7 @@ def random_stack(
     layout = cls(in_features, sum(parts), parts=parts, device="meta").layout()
     tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
     zeros = None if bias is None else torch.zeros(sum(parts), dtype=bias.dtype, device=generator.device)
-    return cls._of(in_features, tensors, zeros, parts, "auto")
+    return cls._build(in_features, tensors, zeros, parts, "auto")
 
 
 def _random(scheme: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -135,7 +135,7 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
         if layer.in_features in widths:
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
-                if layer.gates_input(rows):
+                if layer.prologue_gates(rows):
                     for following in (None, layer):
                         with _linked(layer, following):
                             layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
@@ -146,7 +146,7 @@ def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) ->
     share these and compiled models have it."""
     with _linked(layer, following):
         layer(x)
-        if layer.quantises_input(x):
+        if layer.prologue_quantises(x):
             layer(layer.quantize(x))
 
 

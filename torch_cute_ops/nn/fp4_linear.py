@@ -1,0 +1,299 @@
+"""Linear layers with weights in NVFP4 or MXFP4."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
+from torch_cute_ops.nn._base import (
+    FP8_BLOCKS,
+    Activations,
+    Layout,
+    Quantization,
+    QuantLinear,
+    float32_like,
+    supported_weight,
+)
+from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
+from torch_cute_ops.ops._with_gemm import quantises_with_gemm
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
+from torch_cute_ops.ops.mm_fp4 import mm_fp4
+from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
+from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
+
+
+class _FP4Linear(QuantLinear):
+    """A layer with an FP4 weight: ``weight`` and ``weight_scale``, in the 128x4 layout."""
+
+    choices = ("16bit", "fp4", "fp8")
+    multiples = (8, 32)
+    format: ClassVar[FP4Format]
+
+    weight_scale: Tensor
+
+    @classmethod
+    def multiples_for(cls, activations: Activations) -> tuple[int, int]:
+        """Return the numbers of which N and K must be multiples, for these activations."""
+        return (8, 64) if activations == "fp8" else cls.multiples
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        n, k = self.out_features, self.in_features
+        return {
+            "weight": ((n, k // 2), torch.uint8),
+            "weight_scale": ((n, k // self.format.block_size), self.format.scale_dtype),
+        }
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        return self._converted(tensor, "linear", "128x4") if name == "weight_scale" else tensor
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        return self._converted(tensor, "128x4", "linear") if name == "weight_scale" else tensor
+
+    def _converted(self, scale: Tensor, source: FP4ScaleLayout, target: FP4ScaleLayout) -> Tensor:
+        return convert_scales(scale, self.out_features, self.in_features, source, target)
+
+    def _alpha(self) -> Tensor | None:
+        """Return the factor of the result, or of each of its columns."""
+        return None
+
+    def _quantization(self) -> Quantization | None:
+        if self.activations == "16bit":
+            return None
+        if self.activations == "fp8":
+            return FP8_BLOCKS
+        return Quantization("fp4", {"block_size": self.format.block_size})
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if len(operands) == 1:
+            return self._multiply_16bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
+        weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
+        a, a_scale = operands
+        multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
+        how: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetch_weight()}
+        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **how)
+
+    def prologue_quantises(self, rows: Tensor) -> bool:
+        """Return True for few 16-bit rows, if one kernel of the GPU quantises and multiplies."""
+        return self._quantises(rows, gated=False)
+
+    def prologue_gates(self, rows: Tensor) -> bool:
+        """Return True for any rows if the activations are in 16 bits; otherwise as :meth:`prologue_quantises`, for one
+        row."""
+        return self.activations == "16bit" or self._quantises(rows, gated=True)
+
+    def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
+        # In compiled models the pass of ``integrations.inductor`` decides, because it knows the other readers of the
+        # codes.
+        if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
+            return False
+        return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
+
+    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if self.activations == "fp8":
+            return super()._gated_product(operands, dtype)
+        return self._multiply_16bit(operands[0], dtype, silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4)
+
+    def _multiply_16bit(
+        self, a: Tensor, dtype: torch.dtype, weight_only: Callable[..., Tensor], quantising: Callable[..., Tensor]
+    ) -> Tensor:
+        """Multiply rows ``a`` in 16 bits: by ``weight_only``, or by ``quantising`` if the layer's activations are
+        FP4."""
+        out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
+        operands = (a, self.weight.t(), self.weight_scale)
+        epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
+        how = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetch_weight()}
+        if self.activations == "16bit":
+            return weight_only(*operands, **how)
+        return quantising(*operands, self._activation_scale(), **how)
+
+    def _decoded(self) -> Tensor:
+        """Return codes times block scales, in float32."""
+        return fp4_dequantize(
+            self.weight, self.weight_scale, out_dtype=torch.float32, block_size=self.format.block_size
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K), decoded from codes and scales and rounded to ``dtype``."""
+        return self._decoded().to(dtype)
+
+
+class NVFP4Linear(_FP4Linear):
+    """A linear layer with a weight in NVFP4; arguments and errors are as for :class:`QuantLinear`.
+
+    Activations:
+
+    - ``"16bit"`` (``"auto"``): ``mm_fp4_weight_only``.
+    - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``, with an ``input_scale`` from calibration or the checkpoint.
+    - ``"fp8"``: ``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``, which rounds the
+      weight to FP8; K is a multiple of 64.
+
+    Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32
+    (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, the last two are factors of decoded numbers.
+    """
+
+    scheme = "nvfp4"
+    format = NVFP4
+
+    weight_scale_2: Tensor
+    input_scale: Tensor
+    alpha: Tensor
+    input_global_scale: Tensor
+
+    def _needs_input_scale(self) -> bool:
+        return self.activations == "fp4"
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        layout = {**super().layout(), "weight_scale_2": ((len(self.parts),), torch.float32)}
+        if self.has_input_scale:
+            layout["input_scale"] = ((1,), torch.float32)
+        return layout
+
+    def _derive(self) -> None:
+        alpha = self.weight_scale_2
+        if self.activations == "fp4":
+            self._set_derived("input_global_scale", self.input_scale.reciprocal())
+            alpha = alpha * self.input_scale
+        # Expand even if the parts' factors are equal. A comparison would wait for the GPU, and layers of equal sizes
+        # would need different graphs.
+        if len(self.parts) > 1:
+            alpha = self._to_rows(alpha)
+        if alpha is not self.weight_scale_2:
+            self._set_derived("alpha", alpha)
+
+    def _alpha(self) -> Tensor:
+        return self.alpha if "alpha" in self._buffers else self.weight_scale_2
+
+    def _activation_scale(self) -> Tensor | None:
+        return self.input_global_scale if self.activations == "fp4" else None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K), computed in fp32 from codes and scales and rounded once to ``dtype``."""
+        return (self._decoded() * self._to_rows(self.weight_scale_2).unsqueeze(1)).to(dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_scale_2: Tensor,
+        *,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """Build a layer from the tensors of a checkpoint; see :class:`QuantLinear`.
+
+        Args:
+            weight: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+            weight_scale: (N, K/16) float8_e4m3fn, linear.
+            weight_scale_2: float32, one element, or one per part; factor of decoded weights, as in ModelOpt. It is 1 /
+                ``weight_global_scale`` of compressed-tensors.
+            input_scale: float32, one element; factor of decoded activations, as in ModelOpt. ``activations="fp4"``
+                needs it.
+            bias, parts, activations: arguments of :class:`QuantLinear`.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}
+        if input_scale is not None:
+            tensors["input_scale"] = input_scale.reshape(-1)
+        return cls._build(2 * weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        *,
+        activations: Activations = "auto",
+        amax: Tensor | float | None = None,
+        input_amax: Tensor | float | None = None,
+    ) -> Self:
+        """Quantise a linear layer.
+
+        Args:
+            linear: layer in bfloat16, float16 or float32.
+            activations: argument of the class.
+            amax: largest magnitude that the global scale covers, for layers that share a global scale; ``None`` uses
+                the largest magnitude of this weight.
+            input_amax: largest magnitude of the input, from calibration; larger values saturate. ``activations="fp4"``
+                needs it.
+
+        Raises:
+            ValueError: for unsupported sizes or activations, or a missing ``input_amax``.
+        """
+        weight = supported_weight(cls, linear, activations)
+        if cls._chosen(activations) == "fp4" and input_amax is None:
+            raise ValueError(f"{cls.__name__}: activations='fp4' needs input_amax, from calibration")
+        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else float32_like(amax, weight))
+        codes, scale = fp4_quantize(weight, global_scale, scale_layout="linear")
+        return cls.from_tensors(
+            codes,
+            scale,
+            global_scale.reciprocal(),
+            input_scale=None
+            if input_amax is None
+            else nvfp4_global_scale(float32_like(input_amax, weight)).reciprocal(),
+            bias=linear.bias,
+            activations=activations,
+        )
+
+    def _rows_of_parts(self, name: str) -> list[int]:
+        return [1] * len(self.parts) if name == "weight_scale_2" else super()._rows_of_parts(name)
+
+
+class MXFP4Linear(_FP4Linear):
+    """A linear layer with a weight in MXFP4; arguments and errors are as for :class:`QuantLinear`.
+
+    Activations:
+
+    - ``"16bit"`` (``"auto"``): ``mm_fp4_weight_only``.
+    - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``.
+    - ``"fp8"``: ``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``; K is a multiple of
+      64.
+
+    Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32).
+    """
+
+    scheme = "mxfp4"
+    format = MXFP4
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """Build a layer from the tensors of a checkpoint; see :class:`QuantLinear`.
+
+        Args:
+            weight: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+            weight_scale: (N, K/32) uint8, linear; each byte stands for 2^(byte - 127).
+            bias, parts, activations: arguments of :class:`QuantLinear`.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale}
+        return cls._build(2 * weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, activations: Activations = "auto") -> Self:
+        """Quantise a linear layer in bfloat16, float16 or float32.
+
+        Raises:
+            ValueError: for unsupported sizes or activations.
+        """
+        codes, scale = fp4_quantize(
+            supported_weight(cls, linear, activations), block_size=cls.format.block_size, scale_layout="linear"
+        )
+        return cls.from_tensors(codes, scale, bias=linear.bias, activations=activations)

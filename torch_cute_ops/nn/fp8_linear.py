@@ -1,0 +1,292 @@
+"""Linear layers with weights in FP8: one scale per block, per row, or per tensor."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.nn._base import (
+    FP8_BLOCKS,
+    Activations,
+    Layout,
+    Quantization,
+    QuantLinear,
+    float32_like,
+    supported_weight,
+)
+from torch_cute_ops.nn._scaled_mm import scaled_mm
+from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
+
+_BLOCK = FP8_BLOCK128.block_size
+
+
+class FP8BlockLinear(QuantLinear):
+    """A linear layer with an FP8 weight and one scale per 128 × 128 block; arguments and errors are as for
+    :class:`QuantLinear`.
+
+    Activations: ``"fp8"``, with a scale for each 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉), which
+    is a factor of the decoded weight in spite of its name, as in DeepSeek-V3. Every part of a merged layer except the
+    last has a multiple of 128 rows.
+    """
+
+    scheme = "fp8_block"
+    choices = ("fp8",)
+    multiples = (8, 64)
+
+    weight_scale_inv: Tensor
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        n, k = self.out_features, self.in_features
+        return {
+            "weight": ((n, k), torch.float8_e4m3fn),
+            "weight_scale_inv": ((_blocks(n), _blocks(k)), torch.float32),
+        }
+
+    def _reason_unfit_parts(self) -> str | None:
+        if any(rows % _BLOCK for rows in self.parts[:-1]):
+            return f"parts is {self.parts}; expected multiples of {_BLOCK}, except for the last: parts share no block"
+        return super()._reason_unfit_parts()
+
+    def _quantization(self) -> Quantization:
+        return FP8_BLOCKS
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        a, a_scale = operands
+        how: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetch_weight()}
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, **how)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
+        scale = self.weight_scale_inv.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+        return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        *,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """Build a layer from the tensors of a checkpoint; see :class:`QuantLinear`.
+
+        Args:
+            weight: (N, K) float8_e4m3fn.
+            weight_scale_inv: (⌈N/128⌉, ⌈K/128⌉) float32, factors of the decoded weight.
+            bias, parts, activations: arguments of :class:`QuantLinear`.
+        """
+        tensors = {"weight": weight, "weight_scale_inv": weight_scale_inv}
+        return cls._build(weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, activations: Activations = "auto") -> Self:
+        """Quantise a linear layer in bfloat16, float16 or float32. A block's scale is its largest magnitude / 448.
+
+        Raises:
+            ValueError: for unsupported sizes or activations.
+        """
+        weight = supported_weight(cls, linear).float()
+        n, k = weight.shape
+        padded = nn.functional.pad(weight, (0, -k % _BLOCK, 0, -n % _BLOCK))
+        blocks = padded.view(_blocks(n), _BLOCK, _blocks(k), _BLOCK)
+        scale = _scale_of(blocks.abs().amax((1, 3)))
+        elements = encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous()
+        return cls.from_tensors(elements, scale, bias=linear.bias, activations=activations)
+
+    def _rows_of_parts(self, name: str) -> list[int]:
+        rows = super()._rows_of_parts(name)
+        return [*map(_blocks, rows)] if name == "weight_scale_inv" else rows
+
+
+class _FP8Linear(QuantLinear):
+    """A layer with an FP8 weight and a scale per tensor or per row, multiplied by torch's scaled GEMM."""
+
+    choices = ("fp8",)
+    multiples = (1, 1)
+    can_prefetch = False
+    _flat: ClassVar[tuple[int, ...]]
+    """Shape to which scales are reshaped."""
+
+    weight_scale: Tensor
+    input_scale: Tensor
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        layout: Layout = {
+            "weight": ((self.out_features, self.in_features), torch.float8_e4m3fn),
+            "weight_scale": (self._scale_shape(), torch.float32),
+        }
+        if self.has_input_scale:
+            layout["input_scale"] = ((1,), torch.float32)
+        return layout
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _row_scale(self) -> Tensor:
+        """Return the scale of each row of the weight, (N, 1)."""
+        raise NotImplementedError
+
+    def _factor(self) -> Tensor:
+        """Return the factor of the result, (1,), or of each of its columns, (1, N)."""
+        return self._row_scale().t()
+
+    def _quantization(self) -> Quantization:
+        return Quantization("fp8", {"granularity": "tensor"} if self.has_input_scale else {})
+
+    def _activation_scale(self) -> Tensor | None:
+        return self.input_scale if self.has_input_scale else None
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
+        if rows.shape[1] != self.in_features:
+            raise ValueError(f"{type(self).__name__}: x has {rows.shape[1]} columns; expected {self.in_features}")
+        return super()._quantized(rows)
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        a, a_scale = operands
+        return scaled_mm(a, self.weight, a_scale, self._factor(), self.bias, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
+        return (self.weight.float() * self._row_scale()).to(dtype)
+
+    @classmethod
+    def _amax(cls, weight: Tensor) -> Tensor:
+        """Return the largest magnitude of the elements that share a scale, in the shape of ``weight_scale``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """Build a layer from the tensors of a checkpoint; see :class:`QuantLinear`.
+
+        Args:
+            weight: (N, K) float8_e4m3fn.
+            weight_scale: float32 factors of the decoded weight: per tensor, one element, or one per part; per channel,
+                (N, 1) or (N,).
+            input_scale: float32, one element; factor of the decoded activations. ``None`` computes a scale for each
+                row.
+            bias, parts, activations: arguments of :class:`QuantLinear`.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale.reshape(cls._flat)}
+        if input_scale is not None:
+            tensors["input_scale"] = input_scale.reshape(-1)
+        return cls._build(weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, *, activations: Activations = "auto", input_amax: Tensor | float | None = None
+    ) -> Self:
+        """Quantise a linear layer. A scale is the largest magnitude of the weight, or of its row, / 448.
+
+        Args:
+            linear: layer in bfloat16, float16 or float32.
+            activations: argument of the class.
+            input_amax: largest magnitude of the input, from calibration; larger values saturate. ``None`` computes a
+                scale for each row of the activations.
+
+        Raises:
+            ValueError: for unsupported activations.
+        """
+        weight = supported_weight(cls, linear).float()
+        scale = _scale_of(cls._amax(weight))
+        return cls.from_tensors(
+            encode_e4m3(weight / scale),
+            scale,
+            input_scale=None if input_amax is None else _scale_of(float32_like(input_amax, weight)),
+            bias=linear.bias,
+            activations=activations,
+        )
+
+
+class FP8TensorLinear(_FP8Linear):
+    """A linear layer with an FP8 weight and one scale per tensor; arguments and errors are as for :class:`QuantLinear`.
+
+    Activations: ``"fp8"``, static with a calibrated ``input_scale``, otherwise dynamic with a scale per row.
+    ``fp8_quantize`` quantises; torch's scaled GEMM multiplies. It is ``torch.nn.functional.scaled_mm``, or
+    ``torch._scaled_mm`` in older torch and in compiled code. On a GPU, torch also selects the kernel by the number of
+    rows. A row's result can therefore depend on the batch in its last bits.
+
+    Some cases decode the weight in each call, which takes time and memory, and multiply in float32, or on a CPU in
+    float64: a CPU, a GPU without FP8, N or K that is not a multiple of 16, a float32 result, or a bias in another dtype
+    than the result.
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32 (number of parts,);
+    ``input_scale`` float32 (1,). The scales are factors of decoded numbers, as in ModelOpt and compressed-tensors.
+    """
+
+    scheme = "fp8_tensor"
+    _flat = (-1,)
+
+    row_scale: Tensor
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        return (len(self.parts),)
+
+    def _rows_of_parts(self, name: str) -> list[int]:
+        return [1] * len(self.parts) if name == "weight_scale" else super()._rows_of_parts(name)
+
+    def _derive(self) -> None:
+        self._set_derived("row_scale", self._to_rows(self.weight_scale).unsqueeze(1))
+
+    def _row_scale(self) -> Tensor:
+        return self.row_scale
+
+    def _factor(self) -> Tensor:
+        # torch takes row scales either for both operands or for neither.
+        return self.weight_scale if self.has_input_scale and len(self.parts) == 1 else super()._factor()
+
+    @classmethod
+    def _amax(cls, weight: Tensor) -> Tensor:
+        return weight.abs().amax().reshape(1)
+
+
+class FP8ChannelLinear(_FP8Linear):
+    """A linear layer with an FP8 weight and one scale per row (output channel); arguments are as for
+    :class:`QuantLinear`.
+
+    Activations and GEMMs are as for :class:`FP8TensorLinear`.
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32 (N, 1); ``input_scale``
+    float32 (1,). The scales are factors of decoded numbers, as in compressed-tensors.
+    """
+
+    scheme = "fp8_channel"
+    _flat = (-1, 1)
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        return self.out_features, 1
+
+    def _row_scale(self) -> Tensor:
+        return self.weight_scale
+
+    @classmethod
+    def _amax(cls, weight: Tensor) -> Tensor:
+        return weight.abs().amax(1, keepdim=True)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // _BLOCK)
+
+
+def _scale_of(amax: Tensor) -> Tensor:
+    """Return the FP8 scale for which ``amax`` becomes the largest element, or 1 if ``amax`` is 0."""
+    scale = amax / E4M3_MAX
+    return torch.where(scale == 0, 1.0, scale)
