@@ -1,4 +1,4 @@
-"""What instructions without memory or synchronisation compute, on arrays with one element a thread.
+"""Results of instructions without memory access or synchronisation, on arrays with one element a thread.
 
 ``PURE`` maps the first parts of an opcode to an ``Operation``. A function gets its operands as arrays of the types that
 the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and returns the target's array. Where PTX
@@ -34,7 +34,7 @@ IGNORED = frozenset({"uni", "L1", "relaxed", "weak"})
 
 @dataclass(frozen=True)
 class Op:
-    """An opcode taken apart: modifiers and types, which are in the order of the text."""
+    """A parsed opcode: its modifiers, and its types in the order of the text."""
 
     opcode: str
     mods: frozenset[str]
@@ -74,7 +74,7 @@ def pure(names: str, ins: str, out: str = "t", mods: str = "") -> Callable[[Call
 
 
 def type_of(op: Op, name: str) -> Type:
-    """The type that a letter of ``Operation.ins`` or ``out`` stands for."""
+    """Return the type that a letter of ``Operation.ins`` or ``out`` stands for."""
     if name == "t":
         return op.type
     if name == "d":
@@ -101,7 +101,7 @@ def on_floats(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
-    """A float operation whose float64 result, rounded once more, is right."""
+    """Compute a float operation in float64 and round once; the result is correctly rounded."""
     if op.type.name == "f64":
         return function(*values)
     if op.type.name != "f32":
@@ -113,7 +113,7 @@ def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def finish(op: Op, result: Array) -> Array:
-    """What modifiers do to an fp32 result."""
+    """Apply the modifiers of an fp32 result."""
     if "ftz" in op.mods:
         result = flush(result)
     if "sat" in op.mods:
@@ -128,7 +128,7 @@ FLOAT_MODS = "rn ftz sat"
 
 def _binary(op: Op, function: Callable[..., Array], a: Array, b: Array) -> Array:
     if op.type.is_float:
-        # One operation in float64, rounded to at most 24 bits, is right (Figueroa: 53 >= 2 * 24 + 2). Halves have less,
+        # One operation in float64, rounded to at most 24 bits, is right (Figueroa: 53 >= 2 * 24 + 2). Halves need less,
         # and a sum of two of them that is subnormal is exact.
         if op.type.name == "f32" and not op.mods & {"ftz", "sat"}:
             return canonical(function(a, b))
@@ -195,7 +195,7 @@ def _fma(op, a, b, c):
 
 
 def _divide(op, a, b):
-    """Quotient and remainder, truncated; a division by zero gives all ones, as hardware does."""
+    """Return quotient and remainder, truncated. A division by zero gives all ones, as on hardware."""
     wide = np.uint64
     negative_a, negative_b = a < 0, b < 0
     top = np.where(negative_a, (-a.astype(np.int64)).astype(wide), a.astype(wide))
@@ -448,7 +448,7 @@ SETP_COMPARES = frozenset(_COMPARE) | {"equ", "neu", "ltu", "leu", "gtu", "geu",
 
 @pure("setp", "t t pred", out="pred", mods=" ".join(SETP_COMPARES) + " and or xor ftz")
 def _setp(op, a, b, c=None):
-    """The second target, if there is one, gets the opposite; see ``machine``."""
+    """Compare; a second target receives the complement (see ``machine``)."""
     result = compare(op, a, b)
     if "xor" in op.mods:
         return result ^ c
@@ -545,7 +545,7 @@ def _cvt_to_integer(op, target, source, a):
 
 
 def _cvt_packed(target, source, mode, a, b):
-    """Of two operands, the first becomes the upper half."""
+    """Convert two operands to a packed pair; the first becomes the upper half."""
     if target.name in TINY:
         if source.name == "f32":
             high, low = a, b

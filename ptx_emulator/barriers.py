@@ -1,4 +1,4 @@
-"""Barriers of CTAs and of clusters, and mbarriers: who has arrived, and who waits."""
+"""Barriers of CTAs and clusters, and mbarriers: arrivals and waiting threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 AT_WARP, AT_CLUSTER, FOR_COPIES, FOR_KERNEL = -1, -2, -3, -4
-"""What a thread waits at, or for (``Machine.wait``); positive numbers are of instructions that only meet themselves."""
+"""Reasons why a thread waits (``Machine.wait``). A positive reason is the number of an instruction that whole warps
+execute together."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Mbarrier:
 
 
 class Barriers:
-    """Of one launch."""
+    """State of all barriers of one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -40,7 +41,7 @@ class Barriers:
         self.cluster_phase = np.zeros(machine.threads, np.int32)
         self.cluster_phases = np.zeros(machine.clusters, np.int32)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        # mbarrier.try_wait: of which thread, at which mbarrier, in which phase it may time out no more; and whose does.
+        # mbarrier.try_wait times out at most once for each (thread, CTA, offset, phase); these have timed out.
         self.random = None if machine.random is None else machine.random.spawn(1)[0]
         self.timed_out: set[tuple[int, int, int, int]] = set()
         self.times_out = np.zeros(machine.threads, bool)
@@ -48,7 +49,7 @@ class Barriers:
     # CTA barriers
 
     def arrive_at_cta(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
-        """``bar.sync`` and ``bar.arrive``. Nobody passes at once: who completes a barrier resumes all."""
+        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes at once: the last arrival resumes all of them."""
         number = of_each(number, threads).astype(np.int64)
         expected = of_each(self.machine.cta_threads if count is None else count, threads).astype(np.int64)
         if waits:
@@ -138,7 +139,7 @@ class Barriers:
         return found
 
     def arrive(self, space: str, threads: Array, address: Array, count: Array | int, expected: Array | int) -> Array:
-        """Expect ``expected`` more bytes, then arrive ``count`` times. The result is the phase."""
+        """Expect ``expected`` more bytes, then arrive ``count`` times. Return the phase."""
         ctas, offsets = self.machine.shared_place(space, threads, address)
         counts, bytes_ = of_each(count, threads), of_each(expected, threads)
         phases = np.zeros(len(threads), np.uint64)
@@ -156,7 +157,7 @@ class Barriers:
         return phases
 
     def arrive_later(self, cta: int, offset: int) -> None:
-        """One arrival by something asynchronous."""
+        """Arrive once for an asynchronous operation."""
         barrier = self._found(0, cta, offset)
         barrier.pending -= 1
         if barrier.pending < 0:
@@ -178,9 +179,13 @@ class Barriers:
             barrier.waiters = []
 
     def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> tuple[Array, Array]:
-        """Who goes on, and whether a phase is complete: the one with this parity, or this one.
+        """Test for the completion of a phase, named by its parity or its number.
 
-        ``waits``: who has no success waits, unless that times out: once at most, for each thread and phase.
+        If ``waits``, a thread whose phase is not complete waits, unless its wait times out: at most once for each
+        thread and phase.
+
+        Returns:
+            Masks of the threads that continue, and of the threads whose phase is complete.
         """
         ctas, offsets = self.machine.shared_place("shared", threads, address)
         wanted = of_each(wanted, threads)
@@ -205,7 +210,7 @@ class Barriers:
         return done, complete
 
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
-        """Which of some threads go on although the phase is not complete."""
+        """Return a mask of the threads that continue although the phase is not complete."""
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)
@@ -216,7 +221,7 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Nothing can run: those that may are to go on without success, all at once. Whether there are any."""
+        """Let every wait that may still time out do so, because nothing else can run. Return True if any did."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:
@@ -230,7 +235,7 @@ class Barriers:
         return found
 
     def waited_for(self) -> list[str]:
-        """The mbarriers at which threads wait, and what these lack."""
+        """Describe the mbarriers at which threads wait: phase, missing arrivals and bytes."""
         return [
             f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
             for (cta, offset), b in self.mbarriers.items()

@@ -1,4 +1,4 @@
-"""What is known of a program before it runs: its basic blocks, the registers that these pass on, its loads."""
+"""Static analysis of a program: basic blocks, live registers, and loads from shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ptx_emulator.values import TYPES
 
 @dataclass
 class Block:
-    """Steps that follow each other without a way in or out, and which registers they take over and leave.
+    """A basic block: its steps, and the registers that are live at its start and end.
 
-    ``polls``: whether they look for what another thread stores (``ld.acquire``).
+    ``polls`` is True if it reads a value that another thread stores (``ld.acquire``).
     """
 
     steps: list[Step]
@@ -29,7 +29,7 @@ class Block:
 
 
 def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
-    """The blocks of a program, in its order; the last ends a thread."""
+    """Return the blocks of a program in program order. The last block ends a thread."""
     steps = [decoder.decode(instruction) for instruction in program.instructions]
     leaders = {0, *program.labels.values()}
     for i, step in enumerate(steps):
@@ -53,7 +53,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
 
 @dataclass
 class Flow:
-    """What ``find_loads`` and ``find_live_registers`` find, of each step and of each block."""
+    """Results of ``find_loads`` and ``find_live_registers`` for each step and each block."""
 
     loads: int
     of_steps: list[tuple[int | None, list[int]]]
@@ -61,10 +61,12 @@ class Flow:
 
 
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
-    """How many loads may be from shared memory; steps and blocks get what is known of them. It is found once for a
-    program, because that takes longer than to decode it; but the launch decides whether addresses of shared memory are
-    registers, as they are in clusters, and where blocks end (at ``griddepcontrol.wait``, if there is what to wait
-    for)."""
+    """Annotate steps and blocks, and return the number of loads that may read shared memory.
+
+    The analysis is kept for a program because it takes longer than decoding. Two things depend on the launch: in
+    clusters, addresses of shared memory are registers; and ``griddepcontrol.wait`` ends a block if a previous kernel
+    is running.
+    """
     key = in_clusters, *(len(block.steps) for block in blocks)
     flow = program.flows.get(key)
     steps = [step for block in blocks for step in block.steps]
@@ -82,7 +84,7 @@ def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
 
 
 def find_live_registers(blocks: list[Block]) -> None:
-    """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
+    """Find the registers that are live at the start and end of each block, as bit sets."""
     reads, writes = [], []
     for block in blocks:
         read = written = 0
@@ -119,7 +121,7 @@ def find_live_registers(blocks: list[Block]) -> None:
 
 
 def _numbers(bits: int) -> list[int]:
-    """Of the bits that are set."""
+    """Return the numbers of the bits that are set."""
     numbers = []
     while bits:
         lowest = bits & -bits
@@ -132,11 +134,13 @@ ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen
 
 
 def find_loads(blocks: list[Block]) -> int:
-    """Number the loads that may be from shared memory, and find which instructions need their results: those that
-    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need; so does
-    ``mma``, which ptxas 13 has been seen to put behind an arrival that comes after it."""
+    """Number the loads that may read shared memory, and find the instructions that need their results.
+
+    Only instructions that synchronise, branch or access memory stay where they are, so only they need results. Others
+    pass the need on to their users. ``mma`` does too: ptxas 13 was seen to move an ``mma`` after a later arrival.
+    """
     loads = 0
-    origins: Counter[int] = Counter()  # of a register: the loads that it comes from, as bits
+    origins: Counter[int] = Counter()  # loads that a register depends on, as bits
     passing, staying = [], []
     for step in (step for block in blocks for step in block.steps):
         name, *parts = step.instruction.opcode.split(".")
@@ -167,7 +171,7 @@ def _union(origins: Counter[int], slots: list[int]) -> int:
 
 
 def granule(program: Program) -> int:
-    """Bytes of the smallest access to shared memory, at most 4."""
+    """Return the size in bytes of the smallest access to shared memory, at most 4."""
     smallest = 4
     for instruction in program.instructions:
         parts = instruction.opcode.split(".")

@@ -1,4 +1,4 @@
-"""Instructions to steps: operands, and what the functions of ``ptx_emulator.instructions`` are given and return."""
+"""Decode instructions into steps; arguments and results of the functions in ``ptx_emulator.instructions``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Source:
-    """An operand: the register that it is from, if any, and how its array is had from all registers'."""
+    """An operand: its register, if any, and a function that reads its array from all registers."""
 
     slot: int | None
     value: Callable[[dict[int, Array]], Array]
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass
 class Target:
-    """A register that a result goes to."""
+    """A register that receives a result."""
 
     slot: int
     width: int
@@ -41,7 +41,7 @@ class Target:
         self.dtype: np.dtype = UNSIGNED[self.width]
 
     def store(self, value: Array) -> Array:
-        """The register's bits."""
+        """Return the bits to store in the register."""
         if value.dtype is self.dtype or value.dtype == self.dtype:
             return value
         bits = 8 * value.itemsize
@@ -62,12 +62,16 @@ class Guard:
 class Step:
     """One decoded instruction.
 
-    ``kind``: ``warp`` steps run when all lanes of ``mask`` are there; ``block`` steps return which threads may go on.
-    ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
-    from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
-    stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
-    ``load``: the number of a load that may be from shared memory; ``needs``: of those whose results the step needs.
-    ``simple``: the step has no guard, and nothing but registers matters to it.
+    Attributes:
+        kind: ``"warp"`` if the step runs when all lanes of ``mask`` have arrived; ``"block"`` if it returns a mask of
+            the threads that may continue.
+        run: Function ``run(threads, *sources)`` that returns one array for each target.
+        undefined: Handling of sources that come from uninitialised memory: ``load`` and ``store`` need a defined
+            address, and a store to global memory a defined value.
+        orders: True if a ``warp`` step orders the memory accesses of its lanes (see ``Machine``).
+        load: Number of the load, if it may read shared memory.
+        needs: Numbers of the loads whose results the step needs.
+        simple: True if the step is unguarded and depends on registers only.
     """
 
     instruction: Instruction
@@ -87,7 +91,7 @@ class Step:
     simple: bool = False
 
     def compute(self, threads: Array, values: dict[int, Array]) -> None:
-        """What a simple step does to the registers."""
+        """Apply a simple step to the registers."""
         results = self.run(threads, *[value(values) for value in self.values])
         for target, result in zip(self.targets, results, strict=True):
             if target is not None:
@@ -108,8 +112,10 @@ def effect(names: str) -> Callable[[Effect], Effect]:
 
 
 class Decoded:
-    """What decoders of a program share, and of others that differ from it in some instructions: numbers of registers,
-    and steps that do not depend on the launch. (To decode them anew for each took a tenth of the tests' time.)"""
+    """Register numbers and launch-independent steps, shared by the decoders of a program and of its edited copies.
+
+    Decoding them again for each program took a tenth of the tests' time.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[tuple[str, int], int] = {}
@@ -125,7 +131,7 @@ def _is_register_or_constant(operand: Operand) -> bool:
 
 @functools.cache
 def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
-    """What an opcode asks of ``PURE[name]``; ``None`` if that does not know it."""
+    """Return the ``Op`` of an opcode for ``PURE[name]``, or None if that operation does not support it."""
     operation = PURE[name]
     types = tuple(TYPES[part] for part in parts if part in TYPES)
     mods = frozenset(part for part in parts if part not in TYPES)
@@ -135,7 +141,7 @@ def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
 
 
 class Decoder:
-    """Decodes for one machine: constants are in the steps."""
+    """Decoder for one machine: constants become part of the steps."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -147,7 +153,7 @@ class Decoder:
         self.shared_symbols: dict[int, Array] = {}
 
     def decode(self, instruction: Instruction) -> Step:
-        """Raises NotImplementedError for what is unknown."""
+        """Return the step of an instruction. Raises NotImplementedError if the instruction is unknown."""
         key = instruction.line, id(instruction.statement)
         step = self.decoded.steps.get(key)
         if step is None:
@@ -155,7 +161,7 @@ class Decoder:
             name = instruction.opcode.split(".")[0]
             if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
                 step.simple = step.guard is None
-                self.decoded.steps[key] = step  # which keeps the statement, and so its identity
+                self.decoded.steps[key] = step  # keeps the statement alive, so its id stays unique
         return step
 
     def _decode(self, instruction: Instruction) -> Step:
@@ -180,7 +186,7 @@ class Decoder:
         return step
 
     def end(self) -> Step:
-        """What is behind the last instruction."""
+        """Return the step after the last instruction."""
         return Step(
             Instruction("exit", [], None, "end of the kernel", 0),
             [],
@@ -229,7 +235,7 @@ class Decoder:
         return Target(self._slot(operand), operand.width, type.is_signed)
 
     def source(self, operand: Operand, type: Type) -> Source:
-        """Arrays of ``type``, with one element a thread or a single one."""
+        """Return an operand as arrays of ``type``, with one element a thread or a single element."""
         if isinstance(operand, Reg):
             return self._register(operand, type)
         if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
@@ -243,7 +249,7 @@ class Decoder:
         return Source(None, lambda values: value)
 
     def _shared_symbol(self, offset: int, type: Type) -> Source:
-        """An address in the thread's own CTA of a cluster: a register holds it that nobody writes."""
+        """Return the address of a symbol in the thread's own CTA of a cluster, kept in a read-only register."""
         slot = self._slot(Reg(f"%shared+{offset}.{type.bits}", type.bits))
         address = (self.machine.rank.astype(np.int64) << RANK_SHIFT) + offset
         self.shared_symbols[slot] = address.astype(UNSIGNED[type.bits])
@@ -280,7 +286,7 @@ class Decoder:
         raise NotImplementedError(f"{operand} as {type.name}")
 
     def address(self, operand: Operand) -> Source:
-        """Addresses as int64."""
+        """Return an operand as int64 addresses."""
         if not isinstance(operand, Mem):
             raise NotImplementedError(f"address {operand}")
         offset = np.int64(operand.offset)
@@ -301,7 +307,7 @@ def unknown(instruction: Instruction) -> NotImplementedError:
 
 
 def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[set[str], list[Type]]:
-    """Modifiers and types; a modifier that is not known makes the instruction unknown."""
+    """Return modifiers and types. Raises NotImplementedError for a modifier that is not in ``known``."""
     types = [TYPES[part] for part in parts if part in TYPES]
     mods = {part for part in parts if part not in TYPES}
     if mods - set(known.split()) - IGNORED:
@@ -310,7 +316,7 @@ def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[s
 
 
 def acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
-    """A step without results: ``act(threads, *sources)``."""
+    """Return a step without results that calls ``act(threads, *sources)``."""
 
     def run(threads: Array, *values: Array) -> tuple:
         act(threads, *values)

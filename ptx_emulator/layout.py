@@ -1,4 +1,4 @@
-"""Where the threads of a launch are in its grid and its clusters, and where its memory lies."""
+"""Positions of a launch's threads in grid and clusters, and addresses of its memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ WARP = 32
 
 @dataclass
 class Launch:
-    """What a launch is given. ``params`` are the bytes of each kernel parameter; ``overlaps``: whether it may start
-    before the one before it has ended (programmatic dependent launch)."""
+    """Arguments of a launch.
+
+    Attributes:
+        grid, block, cluster: Sizes in three dimensions.
+        params: Bytes of each kernel parameter.
+        dynamic_shared: Bytes of dynamic shared memory.
+        overlaps: True if the launch may start before the previous one has ended (programmatic dependent launch).
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -28,15 +34,16 @@ class Launch:
 
 
 class GlobalMemory:
-    """The allocations that launches can access."""
+    """Allocations that launches can access."""
 
     def __init__(self) -> None:
         self.regions: list[Memory] = []
 
     def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
-        """The address of a copy of ``contents``, whose alignment is no more than ``align``.
+        """Copy ``contents`` into a new allocation and return its address.
 
-        ``accessible`` says for each byte whether it belongs to the allocation.
+        The address is a multiple of ``align``, and of no larger power of two. ``accessible`` masks the bytes that
+        belong to the allocation; None: all.
         """
         lead = align % 256
         memory = Memory(name, lead + len(contents))
@@ -53,12 +60,14 @@ class GlobalMemory:
         return self.regions[(address >> REGION_SHIFT) - 1].data[start : start + size]
 
     def copies(self) -> list[Array]:
-        """What every allocation holds."""
+        """Return a copy of every allocation's contents."""
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Let allocations hold what they held before; a function that has those that differ hold again what they do
-        now. Those that were made since, of launches' parameters, stay as they are."""
+        """Restore earlier contents, and return a function that brings back the present ones where they differ.
+
+        Allocations made since ``copies``, for parameters of launches, keep their contents.
+        """
         changed = [
             (region.data, then, region.data.copy())
             for region, then in zip(self.regions, copies, strict=False)
@@ -112,7 +121,7 @@ class Layout:
         self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
         self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
         self.clusters = self.ctas // self.cluster_ctas
-        # The CTA of each rank of each cluster.
+        # CTA by cluster and rank.
         self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
         self.cta_of_rank[self.cluster, self.rank] = self.cta
         self.cta_rank = self.rank[:: self.cta_threads]
@@ -122,7 +131,7 @@ class Layout:
         self.symbols: dict[str, tuple[str, int]] = {}
 
         def place(space: str, at: int, dynamic: int) -> int:
-            # What the launch sizes comes after all else.
+            # Dynamic shared memory follows all static variables.
             for variable in sorted(self.program.variables.get(space, []), key=lambda v: v.size is None):
                 at = -(-at // variable.align) * variable.align
                 self.symbols[variable.name] = (space, at)
@@ -148,7 +157,7 @@ class Layout:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # A tensor map is used where it lies.
+        # A tensor map is used in place.
         for variable in self.program.params:
             if variable.align == 64:
                 contents = np.frombuffer(self.params[variable.name], np.uint8)

@@ -1,24 +1,26 @@
-"""The execution of one launch: threads, their scheduling, and memory. (``barriers`` and ``under_way`` have the rest.)
+"""Execution of one launch: threads, scheduling and memory. (``barriers`` and ``under_way`` contain the rest.)
 
-All threads of all CTAs live at once. A step runs one basic block for those threads of some randomly chosen warps that
-are at the lowest address: threads that diverged meet again as early as they can, and warps run ahead of each other in
-an order that ``seed`` decides. A copy that a kernel starts is executed later, also at random, but at the latest when no
-thread can run.
+All threads of all CTAs exist at the same time. A step chooses some warps at random and runs one basic block for their
+threads at the lowest address: diverged threads reconverge as early as possible, and ``seed`` decides the order in which
+warps run. An asynchronous copy is executed at a random later time, at the latest when no thread can run.
 
-Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
-a CTA that ended, or that may end before; addresses, and values stored to global memory, that depend on shared or local
-memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders; bulk copies from shared memory
-to global memory, and warpgroup MMAs, of what was stored without ``fence.proxy.async``, and bulk copies to shared
-memory from which loads may still be under way (see ``races``); accesses to tensor memory that is not allocated, or out
-of order (see ``tensor_memory``); threads that end before their bulk copies have read, or their ``cp.async`` written;
-misuse of barriers; threads that wait for ever; dependents that a thread releases before it has waited for the kernel
-before (``griddepcontrol``), launches of which no thread waits, and stores to global memory before that one has ended,
-but where it is known to access nothing.
+Each of these faults raises an error with instruction, thread and address:
 
-Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
-memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, and timing.
-``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may time out
-once before it does.
+- an access that is out of bounds or misaligned, or that reaches shared memory of a CTA that may have ended;
+- an address, or a value stored to global memory, that depends on uninitialised shared or local memory;
+- two accesses to a byte of shared memory that no barrier orders;
+- bulk copies from shared memory and warpgroup MMAs that read data stored without ``fence.proxy.async``, and bulk copies
+  to shared memory from which loads may still be in flight (see ``races``);
+- an access to tensor memory that is not allocated, or out of order (see ``tensor_memory``);
+- a thread that ends before its bulk copies have read or its ``cp.async`` have written;
+- misuse of barriers, and threads that wait for ever;
+- programmatic dependent launch: dependents released before the wait for the previous kernel, a launch in which no
+  thread waits, and stores to global memory before the previous kernel has ended, unless that kernel is known not to
+  access the memory.
+
+Not modelled: any other memory ordering (other fences have no effect, and only the proxies above exist; accesses to
+global memory are not ordered), the registers of a warpgroup MMA or ``tcgen05.ld`` before it has completed, caches, and
+timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed`` it may time out once if nothing else can run.
 """
 
 from __future__ import annotations
@@ -58,28 +60,34 @@ FAR = np.iinfo(np.int32).max
 
 
 def _slice_of(threads: Array) -> Any:
-    """``threads``, which are sorted, as a slice if they follow each other: NumPy is quicker with that."""
+    """Return sorted ``threads`` as a slice if they are consecutive, since NumPy is faster with slices."""
     first, last = int(threads[0]), int(threads[-1])
     return slice(first, last + 1) if last - first < len(threads) else threads
 
 
 class Machine(Layout):
-    """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads, and
-    ``accessed`` has the numbers of the allocations that these read or wrote.
+    """One launch of ``program``.
 
-    ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible,
-    where threads that poll (``ld.acquire``) go on when no others can, and a copy, if there is one, has been executed.
-    ``strict``: within a warp only ``bar.warp.sync`` orders memory, as PTX says; otherwise shuffles, votes and elections
-    do too, for lanes that execute one instruction together have issued what came before it.
-    ``lenient``: what PTX asks for and kernels of NVIDIA leave out is not asked for (see ``races``, ``tensor_memory``).
-    That is for calibration with others' kernels; those of this project run without it.
-    ``before``: what the kernel before this one still writes. That ends as late as it can: when nothing can go on but
-    behind ``griddepcontrol.wait``, or all that can polls. ``None``: it has ended.
-    ``accessed_before``: the allocations that the kernel before accesses, by their numbers (see ``accessed``); to others
-    this one may store before that one has ended. ``None``: any may be.
-    ``held``: bulk copies, by their numbers in the order in which they are started, that are executed when nothing else
-    can go on.
-    ``starved``: warps, by their numbers in the launch, that go on only when nothing else can, a block at a time.
+    After ``run``, ``steps`` counts the executed instructions, each for many threads, and ``accessed`` contains the
+    numbers of the allocations that they read or wrote.
+
+    Args:
+        program: Program to run.
+        launch: Grid, block and parameters.
+        memory: Global memory.
+        seed: Seed of the order in which warps and copies proceed. None: all warps in step, copies as late as possible;
+            threads that poll (``ld.acquire``) continue when no others can and a pending copy has been executed.
+        max_steps: Number of instructions after which the launch is given up.
+        strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
+            and elections do too, because lanes that execute an instruction together have issued all earlier ones.
+        lenient: True to allow omissions that kernels of NVIDIA make against the PTX specification (see ``races``,
+            ``tensor_memory``), for calibration. Kernels of torch_cute_ops run without it.
+        before: Function that performs the remaining writes of the previous kernel. That kernel ends as late as
+            possible: when all threads wait at ``griddepcontrol.wait`` or poll. None: it has ended.
+        accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). This launch
+            may store to others before the previous kernel has ended. None: it may access any.
+        held: Numbers of bulk copies, in the order of their start, that are executed only when nothing else can run.
+        starved: Numbers of warps in the launch that run only when nothing else can, one block at a time.
     """
 
     def __init__(
@@ -98,7 +106,7 @@ class Machine(Layout):
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
-        # What may not change as long as the kernel before has not ended
+        # Contents that must not change before the previous kernel has ended
         self.contents: dict[int, Array] = {}
         if before is not None:
             for number, region in enumerate(memory.regions, 1):
@@ -121,10 +129,10 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.polled = np.zeros(self.threads, bool)  # since others went on; in step, without a seed
-        self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
+        self.polled = np.zeros(self.threads, bool)  # since other threads continued; without a seed
+        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, if that is not known elsewhere
         self.step: Step | None = None
-        # Registers that hold what comes from memory that nobody wrote, and in which threads.
+        # Registers whose value depends on uninitialised memory, with a mask of threads.
         self.undefined: dict[int, Array] = {}
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
@@ -176,11 +184,11 @@ class Machine(Layout):
                 self._run_some(running & self.fed)
 
     def _all_poll(self, running: Array) -> bool:
-        """Whether all threads that can go on are where they poll."""
+        """Check that all threads that can run are polling."""
         return all(self.blocks[block].polls for block in distinct(self.block[running]))
 
     def _run_some(self, running: Array) -> None:
-        """Choose warps, and run them for a while."""
+        """Choose warps at random and run them for some blocks."""
         blocks = FAR
         if self.random is not None:
             if self.under_way.copies and self.random.random() < 0.3:
@@ -196,7 +204,7 @@ class Machine(Layout):
         self._run_blocks(among & self.fed, blocks)
 
     def _run_blocks(self, among: Array, blocks: int) -> None:
-        """Run so many blocks of those ``among`` that can go on."""
+        """Run ``blocks`` blocks of the threads in ``among`` that can run."""
         while blocks:
             blocks -= 1
             address = np.where(among & (self.state == RUNNING), self.block, FAR)
@@ -206,7 +214,7 @@ class Machine(Layout):
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
-                among[threads] = False  # or they, at a lower address, would poll until the others' turn has ended
+                among[threads] = False  # otherwise they would poll, at a lower address, until the turn ends
                 self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
@@ -245,7 +253,7 @@ class Machine(Layout):
             elif step.kind == "exit":
                 self._end(threads if done is None else threads[done])
             elif step.kind == "block":
-                # A step of its own: the threads that are let through go on; the others were left waiting.
+                # A separate step: admitted threads continue; the others wait.
                 where = threads = threads[done]
                 values = {slot: value if len(value) == 1 else value[done] for slot, value in values.items()}
         self.block[where] = following
@@ -262,7 +270,7 @@ class Machine(Layout):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
-        """Run one step and put its results into ``values``; of branches and such, return what decides."""
+        """Run one step and put its results into ``values``. Return the deciding value of a branch."""
         if step.guard is not None:
             guard = values[step.guard.slot]
             taken = of_each(~guard if step.guard.negated else guard, threads)
@@ -319,7 +327,7 @@ class Machine(Layout):
     def _call(
         self, step: Step, threads: Array, arguments: list[Array], unknown: dict[int, Array]
     ) -> tuple[Any, list[Array | None] | None]:
-        """Results, and which of each target's come from memory that nobody wrote."""
+        """Return the results, and for each target a mask of values that depend on uninitialised memory."""
         self.unwritten = None
         if not unknown:
             return step.run(threads, *arguments), self.unwritten
@@ -343,7 +351,7 @@ class Machine(Layout):
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # As NaN among zeros, they reach the results that depend on them; predicates stay what they are.
+            # NaN among zeros marks the results that depend on undefined values. Predicates are kept.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
@@ -364,10 +372,10 @@ class Machine(Layout):
         either = np.logical_or.reduce([which for which in strange if which is not None])
         return results, [either] * len(step.targets)
 
-    # The kernel before
+    # The previous kernel
 
     def wait_for_kernel(self, threads: Array) -> Array:
-        """Wait for the end of the kernel before."""
+        """Wait for the end of the previous kernel."""
         if self.before is not None:
             self.wait(threads, FOR_KERNEL)
             return np.zeros(len(threads), bool)
@@ -380,8 +388,11 @@ class Machine(Layout):
             raise Fault(EmulationError, early[0], "releases dependents before it has waited for the kernel before")
 
     def _check_waits(self) -> None:
-        """Dependents start when every CTA has released them, or ended; so the kernel before has ended by then, if any
-        thread has waited for that."""
+        """Check that some thread has waited for the previous kernel.
+
+        Dependents start when every CTA has released them or ended. If a thread has waited, the previous kernel has
+        ended by then.
+        """
         if self.overlaps and not any_true(self.has_waited):
             raise EmulationError("ended, and no thread has waited for the kernel before")
 
@@ -414,11 +425,11 @@ class Machine(Layout):
             raise self.error(fault.kind, thread, fault.message) from None
 
     def living(self, among: Array) -> Array:
-        """Those of some threads, of which ``among`` is a mask, that have not ended."""
+        """Return the threads in the mask ``among`` that have not ended."""
         return positions(among & (self.state != ENDED))
 
     def wait(self, threads: Array, reason: int = 0) -> None:
-        """Let threads wait, until someone lets them go on; with a ``reason``, who may know them by that alone."""
+        """Let threads wait until ``retry`` or ``resume``. ``reason`` identifies them for ``retry_those``."""
         self.state[threads] = WAITING
         self.reason[threads] = reason
 
@@ -427,20 +438,20 @@ class Machine(Layout):
         self.state[threads] = RUNNING
 
     def retry_those(self, among: Array, reason: int) -> None:
-        """The same of those that wait for this reason."""
+        """Let the threads in ``among`` that wait for ``reason`` execute their instruction again."""
         waiting = among[(self.state[among] == WAITING) & (self.reason[among] == reason)]
         self.reason[waiting] = 0
         self.retry(waiting)
 
     def resume(self, threads: Array) -> None:
-        """Let waiting threads go on after their instruction."""
+        """Let waiting threads continue after their instruction."""
         self.state[threads] = RUNNING
         for block in distinct(self.block[threads]):
             at = threads[self.block[threads] == block]
             self.block[at] = self.blocks[block].next
 
     def _meet(self, block: Block, threads: Array) -> Array:
-        """Lanes arrive at an instruction that whole warps execute: those whose partners are all there."""
+        """Let lanes arrive at an instruction of whole warps. Return the lanes whose partners have all arrived."""
         step = block.steps[0]
         self.step = step
         if step.guard is not None:
@@ -450,7 +461,7 @@ class Machine(Layout):
         absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
-        # bar.warp.sync meets any bar.warp.sync; other instructions only meet themselves.
+        # bar.warp.sync matches any bar.warp.sync; other instructions only match themselves.
         reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
@@ -463,7 +474,7 @@ class Machine(Layout):
         self.reason[ready] = 0
         elsewhere = ready[self.block[ready] != block.first]
         if len(elsewhere):
-            # Lanes at another bar.warp.sync: nothing is left to do for them.
+            # Lanes that wait at another bar.warp.sync are done with it.
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
@@ -472,7 +483,7 @@ class Machine(Layout):
         return ready
 
     def _masks(self, block: Block, threads: Array) -> Array:
-        """What each waiting lane's mask is."""
+        """Return the mask of each waiting lane."""
         masks = np.zeros(len(threads), np.int64)
         for number in distinct(self.block[threads]):
             at = self.block[threads] == number
@@ -505,7 +516,7 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """The memories that addresses are in: positions among ``threads``, memory, banks, offsets."""
+        """Yield positions among ``threads``, memory, banks and offsets for each memory that is addressed."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
@@ -532,7 +543,7 @@ class Machine(Layout):
         return found
 
     def shared_place(self, space: str, threads: Array, address: Array) -> tuple[Array, Array]:
-        """CTA and offset of shared addresses."""
+        """Return CTA and offset of shared addresses."""
         address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]
@@ -553,14 +564,14 @@ class Machine(Layout):
         return cta, address & ((1 << RANK_SHIFT) - 1)
 
     def ctas_of_mask(self, thread: int, mask: int) -> list[int]:
-        """The CTAs of a multicast's mask of ranks."""
+        """Return the CTAs in a multicast's mask of ranks."""
         ctas = self.cta_of_rank[self.cluster[thread]]
         if not mask or mask >> len(ctas):
             raise Fault(EmulationError, 0, f"mask {mask:#x} in a cluster of {len(ctas)} CTAs")
         return [int(cta) for rank, cta in enumerate(ctas) if mask >> rank & 1]
 
     def load(self, space: str, threads: Array, address: Array, width: int, count: int) -> list[Array]:
-        """``count`` elements of ``width`` bytes. ``self.unwritten`` then says which of them nobody wrote."""
+        """Load ``count`` elements of ``width`` bytes. Sets ``self.unwritten`` to masks of uninitialised elements."""
         places = self.places(space, threads, address)
         results = [np.zeros(len(threads), UNSIGNED[8 * width]) for _ in range(count)]
         unwritten = [np.zeros(len(threads), bool) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Byte-addressed memory whose every access is checked, and the errors of a launch."""
+"""Byte-addressed memory with checked accesses, and the errors of a launch."""
 
 import functools
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import numpy as np
 from ptx_emulator.values import UNSIGNED, Array, any_true, positions
 
 ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
-"""Flags of a byte: it may be accessed; it has a value; it is part of an mbarrier object."""
+"""Flags of a byte: allocated, initialised, part of an mbarrier object."""
 
 SHARED_BASE = 1024
-"""Where shared memory begins, as on the hardware: below is reserved."""
+"""First address of shared memory. As on hardware, lower addresses are reserved."""
 RANK_SHIFT = 24
-"""``shared::cluster`` addresses: above these bits, the CTA's rank in its cluster."""
+"""Bits of an offset in a ``shared::cluster`` address. The bits above are the CTA's rank in its cluster."""
 REGION_SHIFT = 36
-"""Global addresses: above these bits, the number of the allocation."""
+"""Bits of an offset in a global address. The bits above are the number of the allocation."""
 SHARED_WINDOW, LOCAL_WINDOW = 0xF00 << REGION_SHIFT, 0xE00 << REGION_SHIFT
-"""Where generic addresses show shared and local memory."""
+"""Generic addresses of shared and local memory."""
 
 
 class EmulationError(RuntimeError):
-    """A launch did what no launch may do."""
+    """A fault of a launch."""
 
 
 class OutOfBounds(EmulationError):
@@ -29,24 +29,24 @@ class OutOfBounds(EmulationError):
 
 
 class Misaligned(EmulationError):
-    """An address that is no multiple of the access's size."""
+    """An address that is not a multiple of the access size."""
 
 
 class Uninitialised(EmulationError):
-    """A read of bytes that nobody wrote."""
+    """A read of uninitialised bytes."""
 
 
 class Race(EmulationError):
-    """Two accesses to one byte of shared memory, one a write, that nothing orders."""
+    """Two accesses to one byte of shared memory, at least one a write, that no barrier orders."""
 
 
 class Deadlock(EmulationError):
-    """Some threads wait and nothing can wake them."""
+    """Threads wait and nothing can wake them."""
 
 
 @dataclass
 class Fault(Exception):
-    """What is wrong with the access of the thread at ``position`` in an instruction's threads."""
+    """A fault of the thread at ``position`` among an instruction's threads."""
 
     kind: type[EmulationError]
     position: int
@@ -54,7 +54,7 @@ class Fault(Exception):
 
 
 class Memory:
-    """``banks`` memories of ``size`` bytes each: one a CTA, one a thread, or a single one."""
+    """``banks`` memories of ``size`` bytes each: one a CTA, one a thread, or a single bank."""
 
     def __init__(self, name: str, size: int, banks: int = 1):
         self.name = name
@@ -65,7 +65,7 @@ class Memory:
         self._views = {width: (self.data.view(f"u{width}"), self.flags.view(f"u{width}")) for width in (1, 2, 4, 8)}
 
     def locate(self, bank: Array, offset: Array, width: int, count: int) -> Array:
-        """Index of the first of ``count`` elements of ``width`` bytes."""
+        """Check an access and return the index of the first of ``count`` elements of ``width`` bytes."""
         size = width * count
         bad = positions(offset % size)
         if len(bad):
@@ -76,7 +76,7 @@ class Memory:
         return (bank * self.stride + offset) // width
 
     def load(self, bank: Array, offset: Array, width: int, count: int) -> tuple[list[Array], list[Array] | None]:
-        """Elements, and which of them nobody wrote; ``None``: none of them."""
+        """Return elements and masks of uninitialised elements, or None if all are initialised."""
         index = self.locate(bank, offset, width, count)
         data, flags = self._views[width]
         whole = _repeat(ALLOCATED | WRITTEN, width)
@@ -89,7 +89,7 @@ class Memory:
         return values, [one != whole for one in found]
 
     def _check(self, found: Array, offset: Array, width: int) -> None:
-        """All that is accessed is allocated, and no part of an mbarrier."""
+        """Check that the accessed bytes are allocated and belong to no mbarrier."""
         wrong = (found & _repeat(ALLOCATED | BARRIER, width)) != _repeat(ALLOCATED, width)
         if any_true(wrong):
             bad = positions(wrong)[0]
@@ -114,12 +114,12 @@ class Memory:
         return Fault(Uninitialised, position, f"{self.name} offset {offset:#x}, {width} bytes")
 
     def forget(self, bank: Array, offset: Array, width: int) -> None:
-        """Stored values were undefined."""
+        """Mark bytes as uninitialised because the stored values were undefined."""
         flags = self._views[width][1]
         flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
 
     def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
-        """The bytes of one bulk copy."""
+        """Check one bulk copy and return its bytes as a slice."""
         if offset % 16 or size % 16:
             raise Fault(Misaligned, 0, f"{self.name} offset {offset:#x}, {size} bytes in bulk")
         if offset < 0 or offset + size > self.size:

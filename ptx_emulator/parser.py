@@ -1,4 +1,4 @@
-"""PTX text to instructions: one entry function, its parameters, variables, registers and labels."""
+"""Parser of PTX text: entry functions with their parameters, variables, registers, labels and instructions."""
 
 import bisect
 import re
@@ -9,7 +9,7 @@ from typing import Any
 WIDTHS = {"pred": 1} | {
     f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
 }
-"""Bits of the types that a variable or register can have."""
+"""Size in bits of each type of variables and registers."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """A constant: an integer, or the bits of a float with ``float_width`` bits."""
+    """A constant: an integer, or the bits of a float of ``float_width`` bits."""
 
     value: int
     float_width: int = 0
@@ -31,7 +31,7 @@ class Imm:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable, label or special register; ``_`` is the sink."""
+    """A variable, label or special register. ``_`` discards a result."""
 
     name: str
 
@@ -56,8 +56,11 @@ Operand = Reg | Imm | Symbol | Vec | Mem
 
 @dataclass
 class Instruction:
-    """One instruction. ``source`` is the kernel's source line, if the PTX has line information; ``statement`` the same
-    for all instructions that say the same of the same registers, in programs of one kernel."""
+    """One instruction.
+
+    ``source`` is the kernel's source line if the PTX contains line information. ``statement`` is one object for all
+    instructions with equal text and registers, in all programs of one kernel.
+    """
 
     opcode: str
     operands: list[Operand]
@@ -73,7 +76,7 @@ class Instruction:
 
 @dataclass
 class Variable:
-    """A variable in some state space; ``size`` is ``None`` for what the launch decides."""
+    """A variable in a state space. ``size`` is None if the launch decides it."""
 
     name: str
     size: int | None
@@ -91,8 +94,8 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
-    decoded: Any = None  # what decoders keep of it
-    flows: dict[tuple, Any] = field(default_factory=dict)  # what ``blocks.find_flow`` keeps of it
+    decoded: Any = None  # cache of decoders
+    flows: dict[tuple, Any] = field(default_factory=dict)  # cache of ``blocks.find_flow``
 
 
 _VARIABLE = re.compile(
@@ -106,17 +109,17 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
 
 
 def parse(text: str) -> Program:
-    """The only entry function of a module."""
+    """Return the only entry function of a module."""
     (program,) = parse_all(text)
     return program
 
 
 def parse_all(text: str) -> list[Program]:
-    """The entry functions of a module.
+    """Return the entry functions of a module.
 
     Raises:
-        ValueError: if there is none.
-        NotImplementedError: for device functions.
+        ValueError: If the module contains no entry function.
+        NotImplementedError: If the module contains device functions.
     """
     text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
@@ -170,17 +173,17 @@ def _variable(match: re.Match) -> Variable:
 
 _Statement = tuple[str, list[Operand], Reg | None, str]
 _statements: dict[tuple, dict[str, _Statement]] = {}
-"""What statements say: opcode, operands, guard and text. Programs that differ in some statements share the others. The
-keys are all that operands depend on: the program's name, and the registers that each open scope declares."""
+"""Parsed statements (opcode, operands, guard, text), shared by programs that differ in some statements. Operands depend
+on the key only: the program's name, and the registers that each open scope declares."""
 
 
 def forget() -> None:
-    """Drop what is known of statements."""
+    """Drop all parsed statements."""
     _statements.clear()
 
 
 class _Body:
-    """Parses a function's body; scopes nest, and each renames the registers and labels it declares."""
+    """Parser of a function's body. Scopes nest, and each renames the registers and labels that it declares."""
 
     def __init__(self, program: Program, files: dict[str, str]):
         self.program = program
@@ -290,7 +293,7 @@ class _Body:
         if text.startswith("["):
             address, *coordinates = _split(text[1:-1])
             if coordinates:
-                # Of a tensor map: it, and where the box begins.
+                # A tensor map and the coordinates of the box.
                 return Vec((self._address(address), *self._operand(coordinates[0]).items))
             return self._address(address)
         if "|" in text:
@@ -316,7 +319,7 @@ class _Body:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Split at commas outside of brackets."""
     if "{" not in text and "[" not in text:
         return [part.strip() for part in text.split(",")]
     parts, depth = [""], 0

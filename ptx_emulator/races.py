@@ -1,36 +1,38 @@
 """A detector of data races in shared memory.
 
-Each thread has a vector clock over the threads of its cluster and over the asynchronous copies (one more column). A
-byte remembers who wrote it last, and of each warp who read it last, with that thread's clock. An access that does not
-know of an earlier one that it conflicts with is a race, in whatever order the two came here. It knows of another
-thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
-for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
+Each thread keeps a vector clock with one column for each thread of its cluster and one for all asynchronous copies.
+Each byte records its last writer, and the last reader in each warp, with their clocks. An access races with an earlier
+conflicting access if its thread does not know of that access, regardless of the order in which the emulator executed
+the two. A thread learns of another thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp
+synchronisation, and of a copy by waiting for its mbarrier. Only the last reader in each warp is recorded, so some races
+are missed; no report is false.
 
-A barrier does not wait for loads. A load has been performed when an instruction that synchronises, branches or
-accesses memory needs what it loaded, or what a later load of the thread did; or when the thread has fenced. Arithmetic
-does not count, nor does ``mma``: they may be done behind the barrier. A bulk copy may write only where it knows of the
-loads that they have been performed: for that each thread has a third clock, which travels with the other two.
+Loads. A barrier does not wait for loads. A load has been performed if an instruction that synchronises, branches or
+accesses memory needs its result or the result of a later load of the thread, or if the thread has executed a fence.
+Arithmetic and ``mma`` do not count because they may complete after the barrier. A bulk copy may overwrite a byte only
+if its issuer knows that earlier loads from it have been performed. A third clock of each thread records this.
 
-All copies share a column: who knows of one knows of those that were started before. So what overwrites the source of a
-copy to another CTA is not always found.
+Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
+to the source of a copy to another CTA is not always detected.
 
-An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
+Clusters. An access to another CTA's shared memory must complete before that CTA ends: one of the CTA's threads has to
+know of the access.
 
-One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody
-knows of what it writes, the thread neither; it does when it has waited for the group, and hands that on.
+``cp.async``. One more column for each thread represents its ``cp.async``; its clock counts groups. No thread knows of
+the writes before the issuing thread has waited for the group, not even the issuing thread.
 
-One more column for each thread that issues to a tensor core (``tcgen05``) stands for its operations: see
-``tensor_memory``, whose own records are like those here. What an operation reads of shared memory, it reads until
-somebody has waited for a commit that came after it.
+``tcgen05``. One more column for each thread that issues to a tensor core represents its operations (see
+``tensor_memory``, whose records have the same form). An operation reads shared memory until some thread has waited for
+a later commit.
 
-A bulk copy to global memory reads shared memory for as long as its issuer has not waited for its group. What it reads
-and a thread wrote must have been fenced (``fence.proxy.async``): behind its clock of what it knows, each thread has a
-second one, of those accesses that a fence followed. Both clocks travel together.
+Proxy fences. A bulk copy to global memory reads shared memory until its issuer has waited for its group. Bytes that it
+reads must have been fenced after a thread wrote them (``fence.proxy.async``). A second clock of each thread records the
+fenced accesses. All three clocks are passed on together.
 
-``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: that loads have been performed
-does not matter, and a lane that arrives does so for its warp (kernels of sm_120a release a stage so, between
-``ldmatrix`` and ``mma``); a commit tells what its thread did before (a CTA of a pair learns so that the other's
-mbarriers exist).
+``lenient`` requires less, which calibration with NVIDIA's kernels showed to be necessary. Loads need not have been
+performed. A lane arrives for its whole warp: kernels for sm_120a release a stage between ``ldmatrix`` and ``mma`` this
+way. A commit passes on its thread's earlier accesses: a CTA of a pair learns in this way that the mbarriers of the
+other CTA exist.
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ if TYPE_CHECKING:
 
 Key = tuple
 READING = 0xFFFF
-"""When a copy reads that nobody has waited for: later than any clock."""
+"""Clock of a read by a copy that no thread has waited for: later than any clock."""
 PIPES = 8
-"""How many threads of a cluster may issue to tensor cores."""
+"""Largest number of threads in a cluster that issue to tensor cores."""
 PERFORMED = 0xFFFF
-"""When a load was started that has been performed."""
+"""Start time of a load that has been performed."""
 
 
 @dataclass
 class Agent:
-    """An asynchronous copy: what its issuer knew, and its own clock."""
+    """An asynchronous copy: the knowledge of its issuer, and its own clock."""
 
     thread: int
     knows: Array
@@ -66,15 +68,20 @@ class Agent:
 
 
 class Races:
-    """The state of one launch. ``granule``: bytes that share a record; no access may be smaller. ``loads``: how many
-    instructions load from shared memory."""
+    """Clocks and records of one launch.
+
+    Args:
+        machine: Machine that runs the launch.
+        granule: Bytes that share a record. No access may be smaller.
+        loads: Number of instructions that load from shared memory.
+    """
 
     def __init__(self, machine: Machine, granule: int, loads: int):
         self.machine = machine
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # Behind it, the groups of each thread's cp.async, if there are any.
+        # After it, the cp.async groups of each thread, if the program uses cp.async.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -88,7 +95,7 @@ class Races:
         records = machine.ctas * self.per_cta
         self.writer = np.zeros(records, np.int64)
         self.written = np.zeros(records, np.uint16)
-        # Of each warp in the cluster; behind them, of the bulk copy that last began to read.
+        # One column for each warp of the cluster, then one for the bulk copy that last began to read.
         self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
         self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
         self.reader = np.zeros((records, self.cluster_warps + 1), np.int16 if self.pipes < 1 << 15 else np.int32)
@@ -96,8 +103,8 @@ class Races:
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         self.copies = 0
-        # If bulk copies write at all: when each thread last started each load, the place of that among all loads, and
-        # how many it has under way.
+        # If bulk copies write: the time when each thread last started each load, its position among all loads, and
+        # the number of loads in flight.
         writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
         self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
         self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)
@@ -105,7 +112,7 @@ class Races:
         self.places = 0
         self.under_way = np.zeros(machine.threads, np.int32)
         self.was_load = np.zeros((records, self.cluster_warps), bool)
-        # Of each CTA, when threads of others last accessed its shared memory.
+        # Times when threads of other CTAs last accessed the shared memory of each CTA.
         self.visited = np.zeros((machine.ctas, columns), np.uint16)
         self.dirty = np.zeros(machine.warps, bool)
         self.full_warps = machine.cta_threads % 32 == 0
@@ -113,7 +120,7 @@ class Races:
     # Order
 
     def arrive(self, key: Key, threads: Array) -> None:
-        """What ``threads`` did so far is before what follows the barrier."""
+        """Order the earlier accesses of ``threads`` before accesses after the barrier."""
         if self.machine.lenient:
             threads = positions(np.isin(self.machine.warp, self.machine.warp[threads]))
         self._settle(threads)
@@ -121,12 +128,12 @@ class Races:
         self._tick(threads)
 
     def publish(self, key: Key) -> None:
-        """The barrier's phase is complete."""
+        """Complete the barrier's phase."""
         if key in self.gathered:
             self.published[key] = self.gathered[key].copy()
 
     def leave(self, key: Key, threads: Array) -> None:
-        """``threads`` have waited for the barrier."""
+        """Let ``threads``, which have waited for the barrier, know of the accesses before it."""
         known = self.published.get(key)
         if known is not None and len(threads):
             self.clocks[threads] = np.maximum(self.clocks[threads], known)
@@ -137,7 +144,7 @@ class Races:
         self.published.pop(key, None)
 
     def join_warps(self, threads: Array) -> None:
-        """Lanes have met: each knows what the others did. ``threads`` are sorted."""
+        """Synchronise lanes: each learns of the others' accesses. ``threads`` are sorted."""
         threads = threads[self.dirty[self.machine.warp[threads]]]
         if not len(threads):
             return
@@ -155,7 +162,7 @@ class Races:
         self._tick(threads)
 
     def fence(self, threads: Array) -> None:
-        """Copies may read all that ``threads`` know of."""
+        """Mark all accesses that ``threads`` know of as fenced for copies."""
         self.clocks[threads, self.fenced : self.performed] = self.clocks[threads, : self.fenced]
         self.started[:, threads] = PERFORMED
         self.under_way[threads] = 0
@@ -178,7 +185,7 @@ class Races:
         self.place[load, threads] = self.places
 
     def need_loads(self, loads: list[int], threads: Array) -> None:
-        """``threads`` need what these loads loaded: they, and those before, have been performed."""
+        """Mark loads as performed, with all earlier ones, because ``threads`` need their results."""
         if self.has_copies and any_true(self.under_way[threads]):
             for load in loads:
                 some = threads[self.started[load, threads] != PERFORMED]
@@ -187,11 +194,11 @@ class Races:
                     self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
                     self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
                     self.dirty[self.machine.warp[some]] = True
-                    # Later loads are told from these, although no barrier is between them.
+                    # Separates later loads from these, although no barrier lies between them.
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
-        """Until when all loads of ``threads`` have been performed."""
+        """Return the time up to which all loads of ``threads`` have been performed."""
         if self.has_copies:
             until = self.clocks[threads, self.column[threads]]
             late = positions(self.under_way[threads])
@@ -202,18 +209,18 @@ class Races:
     # Accesses
 
     def _records(self, bank: Array, offset: Array, size: int) -> Array:
-        """Records of the bytes of each access, one row each."""
+        """Return the records of each access's bytes, one row an access."""
         count = -(-size // self.granule)
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
 
     def _rows(self, cta: int, offset: int, size: int) -> slice:
-        """The records of bytes that a copy accesses."""
+        """Return the records of the bytes that a copy accesses."""
         first = cta * self.per_cta + offset // self.granule
         return slice(first, first + -(-size // self.granule))
 
     def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
-        """``load``: the number of the load that reads."""
+        """Check and record reads. ``load`` is the number of the load instruction."""
         records = self._records(bank, offset, size)
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > self.clocks[threads[:, None], writer]
@@ -232,7 +239,7 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
-        """``groups``: of ``cp.async``, the number of each thread's group."""
+        """Check and record writes. ``groups``: for ``cp.async``, the number of each thread's group."""
         records = self._records(bank, offset, size)
         self._check_write(threads, self.clocks, threads, records, offset)
         self._visit(threads, bank)
@@ -243,7 +250,7 @@ class Races:
         self.writer[records] = columns[:, None]
         self.written[records] = clocks[:, None]
         self.was_read[records] = 0
-        # Two threads of one instruction that write the same byte.
+        # Two threads of one instruction write the same byte.
         twice = self.writer[records] != columns[:, None]
         if any_true(twice):
             i, j = np.argwhere(twice)[0]
@@ -253,14 +260,14 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def _visit(self, threads: Array, bank: Array) -> None:
-        """``threads`` access the shared memory of these CTAs."""
+        """Record that ``threads`` access the shared memory of the CTAs in ``bank``."""
         if self.machine.cluster_ctas > 1:
             away = positions(bank != self.machine.cta[threads])
             columns = self.column[threads[away]]
             self.visited[bank[away], columns] = self.clocks[threads[away], columns]
 
     def end(self, cta: int) -> None:
-        """All threads of a CTA have ended, and its shared memory with them."""
+        """End a CTA, and with it the lifetime of its shared memory."""
         known = self.clocks[self.machine.cta == cta].max(axis=0)
         bad = positions(self.visited[cta] > known[: self.agent])
         if len(bad):
@@ -268,7 +275,7 @@ class Races:
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
-        """``rows``: those of ``clocks`` that say what each of ``threads`` knows."""
+        """Check writes. ``rows`` are the rows of ``clocks`` with the knowledge of each of ``threads``."""
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > clocks[rows[:, None], writer]
         if any_true(late):
@@ -300,7 +307,7 @@ class Races:
     # Asynchronous copies
 
     def begin(self, thread: int) -> Agent:
-        """A thread starts a copy."""
+        """Return the agent of a copy that ``thread`` starts."""
         self.copies += 1
         self._settle(np.array([thread]))
         agent = Agent(thread, self.clocks[thread].copy(), self.copies)
@@ -323,7 +330,7 @@ class Races:
         self.was_read[rows] = 0
 
     def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
-        """A bulk copy starts to read: the records that it reads."""
+        """Let a bulk copy begin to read, and return the records that it reads."""
         rows = self._rows(cta, offset, size)
         self._check_read(agent, rows, lambda i: offset + i * self.granule)
         self.reader[rows, -1] = self.column[agent.thread]
@@ -331,13 +338,13 @@ class Races:
         return rows
 
     def copy_has_read(self, agent: Agent, rows: slice) -> None:
-        """It has read them: who knows of it knows that. (Who knows of its write of them does, which comes later.)"""
+        """End the reads of a bulk copy. Threads that know of the copy, or later of its write, know of these reads."""
         own = (self.reader[rows, -1] == self.column[agent.thread]) & (self.was_read[rows, -1] == READING)
         self.reader[rows, -1][own] = self.agent
         self.was_read[rows, -1][own] = agent.clock
 
     def _check_read(self, agent: Agent, rows: Any, offset_of: Callable[[int], int]) -> None:
-        """Something asynchronous reads these records."""
+        """Check reads of an asynchronous operation."""
         writer, written = self.writer[rows], self.written[rows]
         bad = positions(written > agent.knows[writer])
         if len(bad):
@@ -349,21 +356,21 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """A tensor core's operation, the ``number``-th of the pipe with this column, reads chunks of 16 bytes."""
+        """Check reads of 16-byte chunks by operation ``number`` of the tensor-core pipe in ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))
         self.reader[rows, -1] = column
         self.was_read[rows, -1] = number
-        # Who knows of the operation knows of the writes as well that it came after.
+        # A thread that knows of the operation also knows of the writes before it.
         np.maximum.at(saw, self.writer[rows], self.written[rows])
 
     def pipe_arrives(self, known: Array, key: Key) -> None:
-        """A commit counts on an mbarrier: who waits for that knows this."""
+        """Let a commit arrive at an mbarrier: threads that wait for the mbarrier learn ``known``."""
         self._gather(key, known)
 
     def copies_have_read(self, thread: int, reads: list[slice]) -> None:
-        """``thread`` has waited for its copies that read these records."""
+        """End the reads of copies that ``thread`` has waited for."""
         column = self.column[thread]
         for rows in reads:
             own = self.reader[rows, -1] == column
@@ -371,14 +378,16 @@ class Races:
         self.dirty[self.machine.warp[thread]] = True
 
     def groups_are_done(self, threads: Array, groups: Array) -> None:
-        """``threads`` have waited for so many of their groups of ``cp.async``."""
+        """Record the number of ``cp.async`` groups that each of ``threads`` has waited for."""
         if self.fenced > self.grouped:
             self.clocks[threads, self.grouped + self.column[threads]] = groups
             self.dirty[self.machine.warp[threads]] = True
 
     def copy_arrives(self, agent: Agent, key: Key, tells: bool) -> None:
-        """A copy counts on an mbarrier: who waits for that knows of the copy; and with ``tells`` of what the thread
-        that started it did before."""
+        """Let a copy arrive at an mbarrier: threads that wait for the mbarrier know of the copy.
+
+        If ``tells``, they also learn of the earlier accesses of the thread that started the copy.
+        """
         known = agent.knows.copy() if tells else np.zeros_like(agent.knows)
         known[self.agent] = max(known[self.agent], agent.clock)
         self._gather(key, known)

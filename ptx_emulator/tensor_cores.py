@@ -1,14 +1,14 @@
-"""What tensor cores do with descriptors, scales and accumulators (PTX ISA, "tcgen05"): MMAs and copies of scales.
+"""MMAs and copies of scales by tensor cores: descriptors, scales, accumulators (PTX ISA, "tcgen05").
 
-Block-scaled MMAs of FP4 alone. In which order the hardware adds, and how it rounds between, NVIDIA does not say: here
-all products, which are exact, and the accumulator are added in float64, and the sum is rounded once.
+Only block-scaled MMAs of FP4 are implemented. NVIDIA does not document the order of additions or intermediate
+rounding. Here the exact products and the accumulator are added in float64, and the sum is rounded once.
 
-PTX has figures only of where accumulators and scales are. Settled by calibration with NVIDIA's kernels:
+The PTX ISA shows the placement of accumulators and scales in figures only. Calibration with NVIDIA's kernels settled:
 
 - The accumulator of 128 rows of one CTA, and of 256 rows of two: row r of a CTA is lane r; column n is column n.
-- Scales of row r are in lane r % 32 of each quarter, in column r // 32, the word's bytes being blocks along k; those of
-  K = 96 go on in the word that is four columns on for each 128 rows.
-- A descriptor of K = 96 whose leading dimension is an absolute address says where a row's second 128 bytes are.
+- Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are blocks along k. For
+  K = 96 they continue in the word four columns further for each 128 rows.
+- For K = 96, a leading dimension that is an absolute address locates the second 128 bytes of a row.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @lru_cache(4096)
 def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
-    """Offsets in shared memory of the first ``width`` bytes of each row, as chunks of 16: (rows, width // 16).
+    """Return shared-memory offsets of the first ``width`` bytes of each row as 16-byte chunks: (rows, width // 16).
 
-    K-major. "Shared memory descriptor" and "Canonical layouts"
+    K-major. See "Shared memory descriptor" and "Canonical layouts" in the PTX ISA.
     """
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     absolute, swizzle = descriptor >> 52 & 1, descriptor >> 61
@@ -59,7 +59,7 @@ def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an instruction descriptor of a block-scaled kind says ("Instruction descriptor"), of ``group`` CTAs."""
+    """Fields of a block-scaled instruction descriptor ("Instruction descriptor") for ``group`` CTAs."""
 
     m: int
     n: int
@@ -94,7 +94,7 @@ class Shape:
         return shape
 
     def check(self, descriptor: int) -> None:
-        """Raises if there is no such MMA."""
+        """Check that the MMA exists. Raises EmulationError otherwise."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -107,11 +107,11 @@ class Shape:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of A and of B that each CTA has."""
+        """Return the rows of A and of B in each CTA."""
         return self.m // self.group, self.n // self.group
 
     def scale_columns(self, rows: int, number: int) -> int:
-        """Columns from the first to the last that has scales of ``rows`` rows, from id ``number`` on."""
+        """Return the number of columns that hold scales of ``rows`` rows, starting at scale id ``number``."""
         return -(-rows // 32) + (self.second_word(rows) if number + self.k // self.block > 4 else 0)
 
     @staticmethod
@@ -120,14 +120,14 @@ class Shape:
 
 
 class TensorCores:
-    """Of one launch."""
+    """Tensor cores of one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.memory = machine.tensor
 
     def _read_later(self, agent: Agent, cta: int, chunks: Array, pipe: Pipe, number: int) -> None:
-        """An operation that reads these chunks of shared memory is issued."""
+        """Issue an operation that reads chunks of shared memory."""
         shared = self.machine.shared
         if chunks.min() < 0 or chunks.max() + 16 > shared.size:
             raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
@@ -136,13 +136,13 @@ class TensorCores:
         self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
-        """(rows, width) bytes of shared memory, and which of them somebody wrote."""
+        """Return (rows, width) bytes of shared memory, and a mask of the initialised ones."""
         shared = self.machine.shared
         index = (cta * shared.stride + chunks[..., None] + np.arange(16)).reshape(len(chunks), -1)
         return shared.data[index], shared.flags[index] & WRITTEN != 0
 
     def copy(self, thread: int, address: int, descriptor: int, group: int) -> None:
-        """``tcgen05.cp`` 32x128b.warpx4: 32 rows of 16 bytes, to each quarter of the lanes."""
+        """Execute ``tcgen05.cp`` 32x128b.warpx4: copy 32 rows of 16 bytes to each quarter of the lanes."""
         memory = self.memory
         chunks = operand_chunks(descriptor, 32, 16)
         if address >> 16:
@@ -177,9 +177,9 @@ class TensorCores:
         group: int,
         block: int,
     ) -> None:
-        """``tcgen05.mma`` of block-scaled kinds, both operands in shared memory: ``A @ B``, or that and D.
+        """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair has the rows of A that make its half of D, half of B's, and scales of all of these.
+        Each CTA of a pair holds the rows of A of its half of D, half of B's rows, and the scales of all of these.
         """
         memory, threads = self.memory, np.array([thread])
         shape = Shape.of(instruction, group, block)
@@ -237,15 +237,15 @@ class TensorCores:
         return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
 
     def _operand(self, cta: int, chunks: Array, negated: bool) -> tuple[Array, Array]:
-        """The numbers of an operand's rows, and which rows are there."""
+        """Return the values of an operand's rows, and a mask of the rows that are initialised."""
         data, there = self._bytes(cta, chunks)
         numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
         return -numbers if negated else numbers, there.all(1)
 
     def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
-        """The scale of each number of an operand's rows, and of which rows all scales are there.
+        """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
 
-        Each quarter of the lanes has to have the same, for each belongs to other rows of the accumulator.
+        All quarters of the lanes must hold equal scales because each quarter serves other rows of the accumulator.
         """
         row = np.arange(rows)
         first = part.columns.start + row // 32

@@ -1,24 +1,24 @@
-"""Tensor memory (PTX ISA, "tcgen05"): its columns' allocation, its contents, and the order of what accesses them.
+"""Tensor memory (PTX ISA, "tcgen05"): allocation of columns, contents, and order of accesses.
 
-The contents of each CTA are words, (128 lanes, 512 columns). A record belongs to one column of a quarter of the lanes,
-which is what one warp can access. It says which operation wrote there last, which MMA used what is there as scales,
-and which warp loaded it: each as a column of the vector clocks of ``races``, and that column's clock. An MMA and a copy
-to tensor memory (``cp``) have the column of their pipe, which is the thread that issues them, and count that thread's
-operations; a load and a store have their warp's first thread's, and no clock that anybody knows before
+The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column of a quarter of the
+lanes, the part that one warp can access. It stores the last operation that wrote there, the last MMA that read scales
+there, and the last warp that loaded it, each as a column of the vector clocks of ``races`` with that column's clock.
+MMAs and copies to tensor memory (``cp``) use the column of their pipe, the issuing thread, whose clock counts the
+thread's operations. Loads and stores use the column of their warp's first thread; no thread knows their clock before
 ``tcgen05.wait``.
 
-An operation must know what it conflicts with, as "Memory Consistency Model for 5th generation of TensorCore
-operations" has it:
+An operation must know of all conflicting ones, following "Memory Consistency Model for 5th generation of TensorCore
+operations":
 
-- Of the operations that one thread issues, an MMA comes after those copies, and those MMAs with the same accumulator
-  and shape, that came before it. Nothing else is in order, a copy after an MMA neither: that takes a commit, and a
-  wait for its mbarrier.
-- What a thread came to know through barriers counts from its next ``tcgen05.fence::after_thread_sync`` on.
-- Others know of a load or store if a ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` came before the
+- Among the operations of one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same
+  accumulator and shape. Nothing else is ordered, including a copy after an MMA: that needs a commit and a wait for its
+  mbarrier.
+- Knowledge that a thread gained through barriers takes effect at its next ``tcgen05.fence::after_thread_sync``.
+- Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
   barrier. A commit implies that fence.
 
-``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: all operations of a thread are
-in order; no fence is needed, and no wait.
+``lenient`` requires less, which calibration with NVIDIA's kernels showed to be necessary: all operations of a thread
+are ordered, and no fence and no wait is needed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 LANES, COLUMNS = 128, 512
 NOT_YET = np.iinfo(np.int32).max
-"""The clock of what nobody can know to be complete."""
+"""Clock of an operation that no thread can know to be complete."""
 COPIED = 0
-"""What a record says of how it was written, if not by an MMA: those have their accumulator and shape."""
+"""Kind of a write by a copy. An MMA's kind is its accumulator and shape."""
 
 
 class Part(NamedTuple):
-    """Some columns of some quarters of a CTA's lanes: an index of records."""
+    """Index of the records of some columns in some quarters of a CTA's lanes."""
 
     cta: int
     quarters: slice
@@ -55,9 +55,9 @@ class Part(NamedTuple):
 
 @dataclass
 class Pipe:
-    """A thread that issues MMAs and copies: their column in clocks, how many there were, and those under way.
+    """A thread that issues MMAs and copies: its column in clocks, its number of operations, and those in flight.
 
-    ``saw``: clocks of the writes to shared memory that they came after.
+    ``saw`` contains the clocks of earlier writes to shared memory.
     """
 
     column: int
@@ -67,7 +67,7 @@ class Pipe:
 
 
 class Records:
-    """Of one kind of access: who was last, when, and of loads and stores whether a fence followed."""
+    """Last accesses of one kind: column, clock, and for loads and stores whether a fence followed."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
@@ -78,14 +78,14 @@ class Records:
         self.column[part], self.clock[part], self.fenced[part] = column, clock, True
 
     def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
-        """A thread has waited for its accesses, or fenced behind that."""
+        """Record that a thread has waited for its accesses, and whether it has fenced after that."""
         own = self.column[part] == column
         self.clock[part] = np.where(own, clock, self.clock[part])
         self.fenced[part] = np.where(own, fenced, self.fenced[part])
 
 
 class TensorMemory:
-    """Of one launch. Everything is empty if the program has no ``tcgen05`` instructions."""
+    """Tensor memory of one launch. Empty if the program contains no ``tcgen05`` instructions."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -99,23 +99,23 @@ class TensorMemory:
         self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
-        # Of a warp, for which its first thread stands: loads and stores not waited for, and those not fenced.
+        # By the first thread of a warp: loads and stores that were not waited for, and that were not fenced.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
-        # What each thread knew at its last tcgen05.fence::after_thread_sync.
+        # Knowledge of each thread at its last tcgen05.fence::after_thread_sync.
         self.knew = np.zeros_like(machine.races.clocks[: machine.threads if exists else 0])
         self.cta_group = 0
 
     # Allocation
 
     def group(self, size: int) -> None:
-        """Note an instruction's ``cta_group``: all of a kernel have the same."""
+        """Record an instruction's ``cta_group``, and check that all instructions of a kernel use the same."""
         if self.cta_group not in (0, size):
             raise Fault(EmulationError, 0, "cta_group::1 and cta_group::2 in one kernel")
         self.cta_group = size
 
     def ctas_of(self, thread: int, group: int) -> list[int]:
-        """The CTAs that an instruction of this thread works on: the own one, or the pair with ranks 2 i and 2 i + 1."""
+        """Return the CTAs that an instruction works on: the thread's own, or the pair with ranks 2 i and 2 i + 1."""
         self.group(group)
         machine = self.machine
         if group == 1:
@@ -126,7 +126,7 @@ class TensorMemory:
         return [int(cta) for cta in machine.cta_of_rank[machine.cluster[thread], first : first + 2]]
 
     def allocate(self, thread: int, columns: int, group: int) -> int:
-        """The first of so many columns. (A CTA has the tensor memory of its SM to itself here, so that none waits.)"""
+        """Allocate columns and return the first. Each CTA owns an SM's tensor memory here, so it never waits."""
         self.group(group)
         cta = int(self.machine.cta[thread])
         if columns not in (32, 64, 128, 256, 512):
@@ -162,7 +162,7 @@ class TensorMemory:
             raise Fault(EmulationError, 0, f"CTA {cta} ended with tensor memory allocated")
 
     def part(self, cta: int, address: int, columns: int, quarter: int | None = None) -> Part:
-        """The columns from an address on; all lanes of them, unless ``quarter`` says which."""
+        """Return ``columns`` columns from an address on, in one quarter of the lanes or in all."""
         first = address & 0xFFFF
         there = self.allocation[cta, first : first + columns] != 0
         if len(there) < columns or not there.all():
@@ -173,18 +173,18 @@ class TensorMemory:
     # Order
 
     def know(self, threads: Array) -> None:
-        """``tcgen05.fence::after_thread_sync``"""
+        """Execute ``tcgen05.fence::after_thread_sync``."""
         self.knew[threads] = self.machine.races.clocks[threads]
 
     def tell(self, threads: Array) -> None:
-        """``tcgen05.fence::before_thread_sync``"""
+        """Execute ``tcgen05.fence::before_thread_sync``."""
         clocks, column = self.machine.races.clocks, self.machine.races.column
         for thread in set(self.unfenced).intersection(threads.tolist()):
             for records, part in self.unfenced.pop(thread):
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """What all of the threads know, which execute one instruction together."""
+        """Return the common knowledge of threads that execute one instruction together."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]
@@ -192,7 +192,7 @@ class TensorMemory:
         return known
 
     def _ordered(self, records: Records, part: Part, threads: Array) -> Array:
-        """Which accesses the threads know to be complete."""
+        """Return a mask of the accesses that the threads know to be complete."""
         known = self._known(threads)
         complete = records.clock[part] <= known[records.column[part]]
         own = np.zeros(len(known), bool)
@@ -216,7 +216,7 @@ class TensorMemory:
         raise Fault(Race, 0, f"{what} of tensor memory {where}, which was {did} by {name}, {why}")
 
     def check_read(self, threads: Array, part: Part, what: str, pipe: Pipe | None = None) -> None:
-        """``threads`` execute an instruction that reads; ``pipe``: an MMA, which comes after copies of its pipe."""
+        """Check that ``threads`` may read. ``pipe``: pipe of an MMA, which is ordered after copies of that pipe."""
         ordered = self._ordered(self.written, part, threads)
         if pipe is not None:
             ordered |= (self.written.column[part] == pipe.column) & (self.machine.lenient | (self.how[part] == COPIED))
@@ -225,7 +225,7 @@ class TensorMemory:
     def check_write(
         self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
     ) -> None:
-        """The same of one that writes; ``follows``: what it comes after in its pipe, as ``how`` has it."""
+        """Check that ``threads`` may write. ``follows``: kinds of writes in ``how`` after which the pipe orders it."""
         for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
             ordered = self._ordered(records, part, threads)
             if pipe is not None and records is not self.loaded:
@@ -241,7 +241,7 @@ class TensorMemory:
     # Loads and stores, of one warp
 
     def access(self, threads: Array, address: int, columns: int, kind: str) -> Part:
-        """A warp loads (``ld``) or stores (``st``) columns of its quarter of the lanes: check and note it."""
+        """Check and record a warp's load (``ld``) or store (``st``) of columns in its quarter of the lanes."""
         machine, thread = self.machine, int(threads[0])
         quarter = int(machine.tid[thread]) // 32 % 4
         if address >> 16 & ~16 != 32 * quarter:
@@ -260,7 +260,7 @@ class TensorMemory:
         return part
 
     def wait(self, thread: int, kind: str) -> None:
-        """``tcgen05.wait``"""
+        """Execute ``tcgen05.wait``."""
         records = self.loaded if kind == "ld" else self.written
         column = int(self.machine.races.column[thread])
         for part in self.pending.pop((thread, kind), []):
@@ -280,7 +280,7 @@ class TensorMemory:
         return self.pipes[thread]
 
     def next_operation(self, thread: int) -> tuple[Pipe, int]:
-        """The pipe of a thread, and the number of the operation that it issues now."""
+        """Return the pipe of a thread, and the number of its next operation."""
         pipe = self.pipe_of(thread)
         pipe.issued += 1
         if pipe.issued == 0xFFFF:
@@ -288,7 +288,7 @@ class TensorMemory:
         return pipe, pipe.issued
 
     def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
-        """Execute an operation later, behind those of the same thread."""
+        """Execute an operation later, after earlier operations of the same thread."""
         self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
 
     def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:

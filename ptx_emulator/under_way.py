@@ -1,4 +1,4 @@
-"""What runs beside the threads: copies, in their groups, and the reads of warpgroup MMAs."""
+"""Asynchronous operations: copies in their groups, and reads of warpgroup MMAs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAR = np.iinfo(np.int64).max
 
 @dataclass
 class Group:
-    """A bulk group of a thread: how many copies are under way, and the records (see ``races``) of what all read."""
+    """A bulk group of a thread: number of copies in flight, and the records (see ``races``) that all of them read."""
 
     under_way: int = 0
     reads: list[slice] = field(default_factory=list)
@@ -30,10 +30,12 @@ class Group:
 
 @dataclass(eq=False)
 class Copy:
-    """An asynchronous operation under way, or for ``cp.async`` those of all ``threads`` of one instruction.
+    """An asynchronous operation in flight; for ``cp.async``, the operations of all ``threads`` of one instruction.
 
-    ``group``: of a bulk group's copy; ``groups``: of ``cp.async``, the number of each thread's group; ``pipe``:
-    of tensor cores, those that are executed in this order.
+    Attributes:
+        group: Bulk group of a bulk copy.
+        groups: Number of each thread's group, for ``cp.async``.
+        pipe: Operations of a tensor core, executed in order.
     """
 
     step: Step
@@ -46,26 +48,28 @@ class Copy:
 
 
 class UnderWay:
-    """Of one launch."""
+    """Asynchronous operations of one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.copies: list[Copy] = []
         self.bulk_copies = 0
         self.held: list[Copy] = []
-        # Bulk groups of a thread that it has not waited for.
+        # Bulk groups that their thread has not waited for.
         self.open: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
-        # Groups of cp.async: how many each thread has committed and waited for, and the newest that is not empty.
+        # cp.async groups: numbers that each thread has committed and waited for, and its newest non-empty group.
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # What groups of warpgroup MMAs read, by the first thread of a warp; the last group is open.
+        # Reads of warpgroup MMAs by group, for the first thread of a warp. The last group is open.
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Threads may not end before their bulk copies have read, or their ``cp.async`` written. (NVIDIA's cooperative
-        kernel of sm_120a does.)"""
+        """Check that threads end only after their bulk copies have read and their ``cp.async`` have written.
+
+        NVIDIA's cooperative kernel for sm_120a ends earlier.
+        """
         if self.machine.lenient:
             return
         for thread in {*self.groups, *self.open}.intersection(threads.tolist()):
@@ -78,7 +82,7 @@ class UnderWay:
     def start(
         self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
     ) -> None:
-        """Execute a copy later. ``ctas``: whose shared memory it uses; ``reads``: records, of a bulk group's copy."""
+        """Execute a copy later. ``ctas`` own the shared memory it uses; ``reads`` are records of a bulk copy."""
         group = None
         if reads is not None:
             group = self.open.setdefault(thread, Group())
@@ -89,7 +93,7 @@ class UnderWay:
         self.bulk_copies += 1
 
     def release_held(self) -> None:
-        """Nothing else can go on."""
+        """Release a held copy because nothing else can run."""
         self.copies, self.held = self.held, []
 
     def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
@@ -98,7 +102,7 @@ class UnderWay:
         self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
 
     def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
-        """Execute an operation of a tensor core later, behind those that are in its pipe."""
+        """Execute a tensor-core operation later, after earlier operations in its pipe."""
         pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
         self.copies.append(pipe[-1])
 
@@ -138,8 +142,8 @@ class UnderWay:
         return done
 
     def wait_async(self, threads: Array, most: int | None) -> Array:
-        """Wait until at most the ``most`` newest groups of ``cp.async`` are incomplete; ``None``: for all, committed or
-        not."""
+        """Wait until at most the ``most`` newest ``cp.async`` groups are incomplete. None: wait for all ``cp.async``,
+        committed or not."""
         if most is None:
             self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
         until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
@@ -153,7 +157,7 @@ class UnderWay:
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
 
-    # Warpgroup MMAs: what a warp, for which its first thread stands, reads until it has waited for the group
+    # Warpgroup MMAs: reads of a warp, named by its first thread, until the warp has waited for the group
 
     def product_reads(self, thread: int, offset: int, size: int) -> None:
         cta = int(self.machine.cta[thread])
@@ -165,7 +169,7 @@ class UnderWay:
             self.products.setdefault(thread, [[]]).append([])
 
     def wait_for_products(self, threads: Array, most: int) -> None:
-        """All but the ``most`` newest groups have read."""
+        """End the reads of all except the ``most`` newest groups."""
         for thread in threads[self.machine.lane[threads] == 0].tolist():
             groups = self.products.setdefault(thread, [[]])
             done = max(len(groups) - 1 - most, 0)

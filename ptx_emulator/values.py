@@ -1,4 +1,4 @@
-"""PTX's types, how their numbers lie in arrays with one element a thread, and how they are rounded."""
+"""PTX types, their values as arrays with one element a thread, and rounding."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ F32_NAN = np.uint32(0x7FFFFFFF)
 
 @dataclass(frozen=True)
 class Type:
-    """A PTX type; ``dtype`` is what its arrays have."""
+    """A PTX type. ``dtype`` is the dtype of its arrays."""
 
     name: str
     bits: int
@@ -54,24 +54,24 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 def of_each(value: Array | int, threads: Array) -> Array:
-    """A value for each thread; it may be one that all share."""
+    """Return one value for each thread; all may share one."""
     if isinstance(value, np.ndarray) and value.shape == threads.shape:
         return value
     return np.broadcast_to(value, threads.shape)
 
 
 def positions(mask: Array) -> Array:
-    """Where a mask of one dimension is true. (``np.flatnonzero`` takes three times as long for a hundred threads.)"""
+    """Return the true positions of a mask. (``np.flatnonzero`` takes three times as long for a hundred threads.)"""
     return mask.nonzero()[0]
 
 
 def any_true(mask: Array) -> bool:
-    """Whether any of a mask is true. (``mask.any()`` takes three times as long for a hundred threads.)"""
+    """Check that a mask contains a true value. (``mask.any()`` takes three times as long for a hundred threads.)"""
     return np.count_nonzero(mask) > 0
 
 
 def distinct(values: Array) -> list[Any]:
-    """The different values, in order. (``np.unique`` takes three times as long for a hundred.)"""
+    """Return the distinct values in order. (``np.unique`` takes three times as long for a hundred values.)"""
     return sorted(set(values.tolist()))
 
 
@@ -79,7 +79,7 @@ def distinct(values: Array) -> list[Any]:
 
 
 def canonical(value: Array) -> Array:
-    """fp32 results: every NaN is the one that the hardware gives."""
+    """Replace every NaN of fp32 results with the hardware's canonical NaN."""
     nan = np.isnan(value)
     if any_true(nan):
         bits = np.where(nan, F32_NAN, value.astype(np.float32).view(np.uint32))
@@ -88,13 +88,16 @@ def canonical(value: Array) -> Array:
 
 
 def flush(value: Array) -> Array:
-    """``.ftz``: subnormals become zeros of their sign."""
+    """Apply ``.ftz``: replace subnormals with zeros of their sign."""
     return np.where(np.abs(value) < np.float32(2.0**-126), np.copysign(np.float32(0), value), value)
 
 
 def round_to_odd_sum(a: Array, b: Array) -> Array:
-    """``a + b`` of float64 arrays, rounded to odd: rounding that further is as if the sum had been exact (Boldo and
-    Melquiond, 2008, for at most 51 bits)."""
+    """Return ``a + b`` of float64 arrays, rounded to odd.
+
+    A further rounding to at most 51 bits then gives the same result as rounding the exact sum (Boldo and Melquiond,
+    2008).
+    """
     total = a + b
     # TwoSum (Knuth): total + error is the exact sum.
     virtual = total - a
@@ -108,7 +111,7 @@ def round_to_odd_sum(a: Array, b: Array) -> Array:
 
 
 def fma_f32(a: Array, b: Array, c: Array) -> Array:
-    """The product of float32 is exact in float64."""
+    """Return ``a * b + c`` of float32 arrays with one rounding. The product is exact in float64."""
     wide = np.float64
     return round_to_odd_sum(a.astype(wide) * b.astype(wide), c.astype(wide)).astype(np.float32)
 
@@ -117,9 +120,9 @@ _ROUNDING = {"rn": np.rint, "rz": np.trunc, "rp": np.ceil, "rm": np.floor}
 
 
 def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Array:
-    """float64 values rounded to ``significand`` bits; below ``2^min_exponent`` steps do not get smaller.
+    """Round float64 values to ``significand`` bits; below ``2^min_exponent`` the step stays constant.
 
-    ``mode``: rn, rz, rp (up), rm (down). Infinities and NaN stay. Values are exact in float64.
+    ``mode``: rn, rz, rp (up), rm (down). Infinities and NaN are kept. The results are exact in float64.
     """
     _, exponent = np.frexp(value)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - (significand - 1))
@@ -128,7 +131,7 @@ def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Ar
 
 
 def to_f16(value: Array, mode: str = "rn") -> Array:
-    """float64 or float32 to the bits of fp16."""
+    """Convert float64 or float32 to the bits of fp16."""
     if mode == "rn":
         half = value.astype(np.float16)
     else:
@@ -138,14 +141,14 @@ def to_f16(value: Array, mode: str = "rn") -> Array:
 
 
 _BELOW_BF16, _BELOW_HALF_OF_BF16 = np.uint64((1 << 45) - 1), np.uint64((1 << 44) - 1)
-"""The bits of a float64 below those of bf16."""
+"""Masks of the bits of a float64 below the significand of bf16."""
 
 
 def to_bf16(value: Array, mode: str = "rn") -> Array:
-    """float64 or float32 to the bits of bf16."""
+    """Convert float64 or float32 to the bits of bf16."""
     wide = value.astype(np.float64)
     if mode == "rn" and not any_true((np.abs(wide) < 2.0**-126) & (wide != 0)):
-        # All steps are of 45 bits of float64: half of one, less if that is to leave an even number, carries.
+        # A step is 45 bits of a float64. Adding half a step, or less for ties to even, carries into the result.
         bits = wide.view(np.uint64)
         carried = bits + (_BELOW_HALF_OF_BF16 + (bits >> np.uint64(45) & np.uint64(1)))
         cut = (carried & ~_BELOW_BF16).view(np.float64)
@@ -164,7 +167,7 @@ def from_bf16(bits: Array) -> Array:
 
 
 def _tiny_values(exponent_bits: int, significand_bits: int, count: int) -> Array:
-    """The values of the codes 0 to count - 1 of a small format without sign."""
+    """Return the values of the codes 0 to count - 1 of a small unsigned format."""
     codes = np.arange(count)
     exponent, fraction = codes >> significand_bits, codes & ((1 << significand_bits) - 1)
     bias = (1 << (exponent_bits - 1)) - 1
@@ -175,7 +178,7 @@ def _tiny_values(exponent_bits: int, significand_bits: int, count: int) -> Array
 
 @dataclass(frozen=True)
 class Tiny:
-    """A format of at most 8 bits: the finite values without sign, in order of their codes."""
+    """A format of at most 8 bits: its finite non-negative values in order of their codes."""
 
     significand: int
     values: Array
@@ -184,7 +187,7 @@ class Tiny:
 
     @cached_property
     def min_exponent(self) -> int:
-        """Of the smallest number that is not subnormal."""
+        """Exponent of the smallest normal number."""
         return round(math.log2(self.values[1])) + self.significand - 1
 
     def encode(self, value: Array) -> Array:
@@ -196,12 +199,12 @@ class Tiny:
         return np.where(np.isnan(wide), self.nan, codes).astype(np.uint16)
 
     def decode(self, codes: Array) -> Array:
-        """As fp16, which holds all."""
+        """Decode to fp16, which represents all values."""
         return self._halves[codes & (2 * self.sign - 1)]
 
     @cached_property
     def _halves(self) -> Array:
-        """The fp16 number of each code."""
+        """Return the fp16 value of each code."""
         magnitude = np.concatenate([self.values, np.full(self.sign - len(self.values), np.nan)])
         return np.concatenate([magnitude, -magnitude]).astype(np.float16)
 
@@ -214,20 +217,22 @@ TINY = {
 
 
 def product(left: Array, right: Array) -> Array:
-    """``left @ right``, a few rows at a time: the library's threads do not pay for so little, and where other processes
-    have the cores they took ten times as long."""
+    """Return ``left @ right``, computed a few rows at a time.
+
+    Threads of the BLAS library do not pay off for such small products; on busy cores they took ten times as long.
+    """
     rows = max((1 << 18) // right.size, 1)
     return np.concatenate([left[i : i + rows] @ right for i in range(0, len(left), rows)])
 
 
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
-"""The numbers of all codes of FP4."""
+"""Value of each FP4 code."""
 SCALES = {
-    # A sign bit is not looked at: PTX says that it is no part of the number.
+    # The sign bit is ignored: PTX defines it as no part of the number.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),
     "ue8m0": np.append(np.exp2(np.arange(255.0) - 127), np.nan),
 }
-"""The numbers of all codes of scales."""
+"""Value of each scale code, by format."""
 
 
 def halves(word: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""What each instruction does that is not only arithmetic, a module for each kind; importing this makes all known.
+"""Instructions other than arithmetic, one module a kind. Importing this package registers all of them.
 
 To add an instruction that only computes, add a function to ``ptx_emulator.arithmetic``. Otherwise add one here under
 ``effect``: it gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.

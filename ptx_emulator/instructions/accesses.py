@@ -21,7 +21,7 @@ SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "const"
 
 
 def split_space(parts: list[str]) -> tuple[str, list[str]]:
-    """The state space that modifiers name, and the other modifiers."""
+    """Return the state space named by modifiers, and the other modifiers."""
     found = [part for part in parts if part in SPACES or part == "param::entry"]
     space = found[0] if found else ""
     rest = [part for part in parts if part not in found]
@@ -29,7 +29,7 @@ def split_space(parts: list[str]) -> tuple[str, list[str]]:
 
 
 def _parsed(ins: Instruction, parts: list[str], operand: int) -> tuple[str, Any, tuple[Any, ...]]:
-    """The state space of an access, its type, and the registers or numbers that this operand, maybe a vector, has."""
+    """Return state space and type of an access, and the registers or constants of an operand or vector."""
     space, parts = split_space(parts)
     _, (type,) = modifiers(ins, parts, _ACCESS)
     values = ins.operands[operand]
@@ -94,7 +94,7 @@ def _atomic_sum(a: np.float32, b: np.float32, flushes: bool) -> np.float32:
 
 @effect("atom red")
 def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """One thread after the other, in an order that is not random. Sums of fp32 in global memory flush subnormals."""
+    """Decode an atomic. Threads execute in a fixed order. fp32 sums in global memory flush subnormals."""
     space, parts = split_space(parts)
     mods, (type,) = modifiers(ins, parts, _ACCESS + " acq_rel " + " ".join(_ATOMIC))
     (name,) = mods & set(_ATOMIC)
@@ -148,7 +148,7 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     window = 0 if space else SHARED_WINDOW
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
-        # Compilers compute addresses before they know whether there is such a CTA: only accesses check the rank.
+        # Compilers compute addresses of CTAs that may not exist, so only accesses check the rank.
         number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)

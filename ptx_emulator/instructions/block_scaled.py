@@ -1,4 +1,4 @@
-"""Block-scaled products of a warp (``mma.sync … block_scale``): consumer Blackwell's FP4."""
+"""Block-scaled MMAs of a warp (``mma.sync … block_scale``) in FP4, for sm_120a."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ K = 64
 
 
 def _numbers(words: Array) -> Array:
-    """The numbers of words, which get a last axis of 8."""
+    """Return the values in words, with a new last axis of 8."""
     codes = np.ascontiguousarray(words)[..., None].view(np.uint8)
     return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(*words.shape, 8)
 
 
 def _selectors(values: tuple[Array, ...]) -> list[int]:
-    """Selectors of bytes and of threads, which are the same in all lanes."""
+    """Return the byte and thread selectors, which must be equal in all lanes."""
     for value in values:
         different = positions(value != value.flat[0])
         if len(different):
@@ -37,11 +37,12 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 
 @effect("mma.sync.aligned.kind::mxf4 mma.sync.aligned.kind::mxf4nvf4")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """``(A * scales) @ (B * scales) + C``. Lane 4 g + t holds eight numbers from k = 8 t on, then eight from 32 + 8 t
-    on: of rows g and g + 8 of A, of column g of B.
+    """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Scales are bytes of one word for each row or column: from the byte selected on; of rows g and g + 8 in the lanes
-    4 g + 2 s and one more, of column g in lane 4 g + s, where s is the thread selected.
+    Lane 4 g + t holds eight values from k = 8 t on and eight from k = 32 + 8 t on, of rows g and g + 8 of A and of
+    column g of B. The scales of a row or column are bytes of one word, starting at the selected byte. With the selected
+    thread s, the words of rows g and g + 8 are in lanes 4 g + 2 s and 4 g + 2 s + 1, that word of column g in lane
+    4 g + s.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:
@@ -58,7 +59,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if max(a_byte, b_byte) > 4 - count or (a_byte | b_byte) % count or a_thread > 1 or b_thread > 3:
             raise Fault(EmulationError, 0, f"selectors {a_byte}, {a_thread}, {b_byte}, {b_thread}")
         a, b, c, (a_scale, b_scale) = np.split(words, [4, 6, 10])
-        # The registers of A: halves of the rows, then halves of k.
+        # Registers of A: halves of the rows, then halves of k.
         left = _numbers(a).reshape(2, 2, warps, 8, 4, 8).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, K)
         right = _numbers(b).transpose(1, 2, 0, 3, 4).reshape(warps, 8, K)
         rows = np.concatenate([a_scale[:, :, 2 * a_thread], a_scale[:, :, 2 * a_thread + 1]], 1)

@@ -25,7 +25,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # How many bytes to read; or a predicate: whether to read none.
+    # The number of bytes to read, or a predicate that skips the read.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine
@@ -43,7 +43,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _some_cp_async(
     m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
 ) -> Callable[[], None]:
-    """Check everything now; copy later, and zeros in place of what is not read."""
+    """Check now and return a function that copies later, with zeros instead of bytes that are not read."""
     bad = positions((counts > size) | (source % size != 0))
     if len(bad):
         kind = EmulationError if counts[bad[0]] > size else Misaligned
@@ -59,7 +59,7 @@ def _some_cp_async(
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
     m.races.write(threads, ctas, offsets, size, m.under_way.committed[threads])
-    # Bytes under way are not there, whatever was there before.
+    # Bytes in flight are uninitialised, whatever was there before.
     for i in range(0, size, 4):
         m.shared.forget(ctas, offsets + i, 4)
 
@@ -147,11 +147,11 @@ def _bulk_between_ctas(d: Decoder, ins: Instruction) -> Step:
 
 
 Bytes = tuple[int, Callable[[], Array]]
-"""How many bytes a copy has, and what reads them when it is executed."""
+"""Size of a copy in bytes, and the function that reads them when the copy is executed."""
 
 
 def global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
-    """What reads ``size`` bytes of global memory later; they are checked now."""
+    """Check ``size`` bytes of global memory now, and return a function that reads them later."""
     ((_, memory, bank, start),) = m.places("global", thread, address)
     there = memory.span(int(bank[0]), int(start[0]), size, True)
     return lambda: memory.data[there]
@@ -166,8 +166,10 @@ def _start_to_shared(
     bytes_of: Callable[[int], Bytes],
     sources: Array | None = None,
 ) -> tuple:
-    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
-    ``sources``: the CTAs that they are in, if they are in shared memory."""
+    """Start a copy for each thread: check now, copy later.
+
+    ``bytes_of(i)`` returns the bytes of thread i; ``sources`` are the CTAs that hold them, if in shared memory.
+    """
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
     barrier_ctas, barriers = m.shared_place(space, threads, barrier)
@@ -194,7 +196,7 @@ def one_to_shared(
     size: int,
     read: Callable[[], Array],
 ) -> Callable[[], None]:
-    """A copy of ``size`` bytes that ``read`` reads, which counts on an mbarrier of maybe another CTA."""
+    """Return a copy of ``size`` bytes from ``read`` that arrives at an mbarrier, possibly of another CTA."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     if barrier_cta == int(m.cta[thread]):
@@ -207,14 +209,14 @@ def one_to_shared(
         m.races.copy_arrives(agent, ("mbarrier", barrier_cta, barrier), tells=False)
         m.barriers.complete(barrier_cta, barrier, size)
 
-    # Bytes under way are not there, whatever was there before.
+    # Bytes in flight are uninitialised, whatever was there before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
 
 
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Noted and checked, though nothing is read: whoever writes there meanwhile may do so."""
+    """Record and check a prefetch. It reads nothing, so other threads may write there meanwhile."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 
@@ -287,7 +289,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))
-        # Whoever sends has to know that the barrier is initialised.
+        # The sender must know that the barrier is initialised.
         m.races.read(threads, barrier_ctas, barriers, 8)
         for i, thread in enumerate(threads.tolist()):
             if barrier_ctas[i] != ctas[i]:
@@ -310,7 +312,7 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        # Norms' sums over clusters rely on it.
+        # Sums of norms over a cluster rely on it.
         m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
         m.barriers.complete(where, barrier, size)
 

@@ -1,4 +1,4 @@
-"""Arithmetic on two fp32 numbers at once (``f32x2``), which lie in 64 bits."""
+"""Arithmetic on pairs of fp32 values in 64 bits (``f32x2``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix instructions: of a warp, and of a warpgroup."""
+"""Matrix instructions of a warp and of a warpgroup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def whole_warps(machine: Machine, threads: Array) -> int:
-    """How many warps; each must have all lanes."""
+    """Check that every warp has all lanes, and return the number of warps."""
     partial = positions(machine.warp_mask[threads] != 0xFFFFFFFF)
     if len(partial):
         raise Fault(EmulationError, partial[0], "a warp of fewer than 32 threads")
@@ -31,7 +31,7 @@ def whole_warps(machine: Machine, threads: Array) -> int:
 def matrix_step(
     d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, undefined: Any
 ) -> Step:
-    """All lanes take part, but do not learn what others stored."""
+    """Return a step in which all lanes take part without learning of each other's stores."""
     step = warp_step(d, ins, sources, targets, run, Imm(-1))
     step.undefined, step.orders = undefined, False
     return step
@@ -52,13 +52,13 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
 
         def spread(words: list[Array]) -> list[Array]:
-            """Lane 4 i + j gets word j of row i, or of column i, of each matrix."""
+            """Give lane 4 i + j word j of row i, or of column i, of each matrix."""
             rows = np.stack(words, -1).reshape(warps, count, 8, 4)
             if "trans" in mods:
                 rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
             return [rows[:, i].reshape(-1) for i in range(count)]
 
-        # Lane 8 i + j has the address of row j of matrix i.
+        # Lane 8 i + j holds the address of row j of matrix i.
         at = positions(machine.lane[threads] < 8 * count)
         address = of_each(address, threads)[at]
         words = machine.checked(at, machine.load, space, threads[at], address, 4, 4)
@@ -84,7 +84,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, address: Array, *words: Array) -> tuple:
         warps = whole_warps(machine, threads)
-        # Lane 4 i + j has word j of row i, or of column i, of each matrix; lane 8 i + j the address of row j.
+        # Lane 4 i + j holds word j of row i, or of column i, of each matrix; lane 8 i + j the address of row j.
         rows = np.stack([of_each(word, threads) for word in words]).reshape(count, warps, 8, 4)
         if "trans" in mods:
             rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -99,7 +99,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _numbers(kind: str, words: Array) -> Array:
-    """The numbers that words hold: a last axis for the two halves of each, or the four bytes."""
+    """Return the values in words, with a new last axis for the two halves or four bytes of each."""
     words = np.ascontiguousarray(words)[..., None]
     if kind == "e4m3":
         return TINY["e4m3x2"].decode(words.view(np.uint8)).astype(np.float64)
@@ -107,26 +107,26 @@ def _numbers(kind: str, words: Array) -> Array:
     return (halves.view(np.float16) if kind == "f16" else from_bf16(halves)).astype(np.float64)
 
 
-# Registers of products have the axes: register, warp, g, t; lane 4 g + t has the t-th neighbours of a row g of A, and
-# of the sums, then of row g + 8, then of the next columns: 8, or 16 of bytes.
+# Registers of operands and accumulators have the axes register, warp, g, t. Lane 4 g + t holds the t-th neighbours of
+# row g of A or of the accumulator, then of row g + 8, then of the next columns (8, or 16 for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:
-    """A, (warps, 16, k), of its registers."""
+    """Return A, (warps, 16, k), from its registers."""
     blocks, warps = len(words) // 2, words.shape[1]
     numbers = _numbers(kind, words).reshape(blocks, 2, warps, 8, 4, -1)
     return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, -1)
 
 
 def accumulators(words: Array) -> Array:
-    """C, (warps, 16, columns), of its registers."""
+    """Return C, (warps, 16, columns), from its registers."""
     blocks, warps = len(words) // 4, words.shape[1]
     numbers = np.ascontiguousarray(words).view(np.float32).reshape(blocks, 2, 2, warps, 8, 4)
     return numbers.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, 8 * blocks)
 
 
 def of_accumulators(sums: Array) -> Array:
-    """The registers of sums, rounded to float32."""
+    """Return the registers of accumulators, rounded to float32."""
     warps, _, columns = sums.shape
     rounded = canonical(sums.astype(np.float32)).reshape(warps, 2, 8, columns // 8, 4, 2)
     return rounded.transpose(3, 1, 5, 0, 2, 4).reshape(columns // 2, 32 * warps)
@@ -138,11 +138,11 @@ _MMA |= {f"m16n8k{k}.row.col.f32.e4m3.e4m3.f32": (k, "e4m3") for k in (16, 32)}
 
 @effect("mma.sync.aligned")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """``A @ B + C``. Lane 4 g + t holds neighbours 2 t and 2 t + 1, or of bytes 4 t and three more: of row g of A and
-    C, of column g of B.
+    """Decode ``A @ B + C``.
 
-    In which order the hardware adds, and how it rounds between, NVIDIA does not say: here the products, which are
-    exact, and C are added in float64, and the sum is rounded once.
+    Lane 4 g + t holds elements 2 t and 2 t + 1 (of bytes: 4 t to 4 t + 3) of row g of A and C, and of column g of B.
+    NVIDIA does not document the order of additions or intermediate rounding. Here the exact products and C are added
+    in float64, and the sum is rounded once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)
@@ -171,7 +171,7 @@ _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4
 
 @lru_cache(4096)
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2).
+    """Return shared-memory addresses of 32 bytes of each row as two 16-byte pieces: (rows, 2).
 
     K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
@@ -185,18 +185,17 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
 
 
 def swizzled(address: Array, bits: int = 3) -> Array:
-    """Where a swizzle puts what would lie at these addresses of shared memory: that of 128 bytes, or with fewer bits
-    of 64, 32, or none."""
+    """Apply a swizzle to shared-memory addresses: 128 bytes for 3 bits, 64, 32 or none for fewer."""
     return address ^ (address >> 7 & (1 << bits) - 1) << 4
 
 
 @effect("wgmma.mma_async.sync.aligned")
 def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """A quarter of the product for each of the four warps, each at its time: ``A @ B + D``, or ``A @ B``; A in
-    registers or in shared memory.
+    """Decode ``wgmma``: ``A @ B + D`` or ``A @ B``, with A in registers or in shared memory.
 
-    The sum is there at once; but the atoms that hold an operand count as being read until the warp has waited for the
-    group. That registers are still in use is not noticed.
+    Each of the four warps computes a quarter of the product at its own time. The result is available at once, but the
+    shared memory of the operands counts as being read until the warp has waited for the group. Use of registers that
+    are still in flight is not detected.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands
@@ -204,7 +203,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     columns, kinds = int(match[1]), [kind for kind in match.groups()[1:] if kind]
     in_registers = isinstance(a, Vec)
-    # Signs; and of 16 bits, whether operands are transposed: those that have descriptors.
+    # Signs; for 16-bit types also transposition of operands with descriptors.
     wanted = [1, 1] + ([] if kinds[0] == "e4m3" else [0] * (1 if in_registers else 2))
     if kinds[0] != kinds[1] or [sign.value for sign in signs] != wanted:
         raise unknown(ins)
@@ -213,13 +212,15 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def read(threads: Array, parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
-        """For each thread of ``threads``, which stands for its warp, descriptor and addresses: these rows of an operand
-        in shared memory, and which of them nobody wrote."""
+        """Return rows of a shared-memory operand, and masks of uninitialised bytes.
+
+        ``threads`` contains one thread of each warp; ``parts`` its number, descriptor and addresses.
+        """
         if not parts:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts])
-        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack it
+        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack the rank
         try:
             words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
         except Fault as fault:
@@ -251,7 +252,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         leaders, starts = threads[::32].tolist(), [one[::32].tolist() for one in descriptors]
         multiplied = [warp for warp in range(warps) if all(one[warp] for one in starts)]
         if rows is not None:
-            # What is asked without a descriptor is how NaN in registers spreads.
+            # Without a descriptor, only the propagation of NaN in registers is needed.
             for warp in set(range(warps)).difference(multiplied):
                 products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
             lefts = [(rows[warp], np.zeros(16, bool)) for warp in multiplied]
@@ -297,7 +298,7 @@ def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("movmatrix.sync.aligned.m8n8.trans.b16")
 def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Lane 4 i + j has elements 2 j and 2 j + 1 of row i, and gets those of column i."""
+    """Decode ``movmatrix``: lane 4 i + j holds elements 2 j and 2 j + 1 of row i and receives them of column i."""
     machine = d.machine
 
     def run(threads: Array, word: Array) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Instructions between registers that are no arithmetic, control flow, and those that have nothing to do here."""
+"""Moves between registers, control flow, and instructions without an effect in the emulator."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ LANE_MASKS = {
     f"lanemask_{kind}": np.array([sum(1 << j for j in range(32) if compare(j, i)) for i in range(32)])
     for kind, compare in (("eq", operator.eq), ("lt", operator.lt), ("le", operator.le), ("gt", operator.gt))
 }
-"""Of each lane."""
+"""Special registers that depend on the lane only."""
 
 
 def special_register(m: Machine, name: str) -> Array | None:
-    """The value in each thread."""
+    """Return the value of a special register in each thread, or None if it is unknown."""
     base, _, axis = name[1:].partition(".")
     if axis:
         i = "xyz".index(axis)

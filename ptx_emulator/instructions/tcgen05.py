@@ -25,7 +25,7 @@ def _cta_group(ins: Instruction) -> int:
 
 
 def _of_warps(m: Machine, threads: Array, act: Callable[..., None], *values: Array) -> None:
-    """``act(positions, threads, *values)`` for each warp; values are the same in all of its lanes."""
+    """Call ``act(positions, threads, *values)`` for each warp. Values must be equal in all lanes of a warp."""
     values = tuple(of_each(value, threads) for value in values)
     for warp in distinct(m.warp[threads]):
         at = positions(m.warp[threads] == warp)
@@ -43,7 +43,7 @@ def _of_warps(m: Machine, threads: Array, act: Callable[..., None], *values: Arr
 
 
 def _by_warps(d: Decoder, ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
-    """A step without results: ``act(thread, *values)`` for the first thread of each warp."""
+    """Return a step without results that calls ``act(thread, *values)`` for the first thread of each warp."""
 
     def run(threads: Array, *values: Array) -> tuple:
         _of_warps(d.machine, threads, lambda at, warp, *one: act(int(warp[0]), *one), *values)
@@ -53,7 +53,7 @@ def _by_warps(d: Decoder, ins: Instruction, sources: list[Source], act: Callable
 
 
 def _by_threads(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
-    """A step without results: ``act(thread, *values)`` for each thread."""
+    """Return a step without results that calls ``act(thread, *values)`` for each thread."""
 
     def run(threads: Array, *values: Array) -> tuple:
         values = tuple(of_each(value, threads) for value in values)
@@ -104,7 +104,7 @@ def _relinquish(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _places(shape: str, count: int) -> tuple[Array, Array]:
-    """Of each register of each thread of a warp: which of its 32 lanes, which of the columns ("Matrix fragments")."""
+    """Return lane and column of each register of each thread of a warp (PTX ISA, "Matrix fragments")."""
     register, thread = np.arange(count)[:, None], np.arange(32)[None]
     if shape == "32x32b":
         return thread + 0 * register, register + 0 * thread
@@ -113,7 +113,7 @@ def _places(shape: str, count: int) -> tuple[Array, Array]:
 
 
 def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: dict[str, int]) -> tuple[str, int]:
-    """Shape and number of columns of a load or store."""
+    """Return shape and number of columns of a load or store."""
     if len(parts) != 3 or parts[0] not in width or parts[2] != "b32":
         raise unknown(ins)
     columns = width[parts[0]] * int(parts[1][1:])
@@ -123,7 +123,7 @@ def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: d
 
 
 def _cells(part: Part, lanes: Array, columns: Array, address: int) -> tuple[int, Array, Array]:
-    """An index of ``TensorMemory.data``: the lanes count from the address's."""
+    """Return an index of ``TensorMemory.data``. Lanes count from the address's lane."""
     return part.cta, (address >> 16) + lanes, part.columns.start + columns
 
 
@@ -208,7 +208,7 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Block-scaled kinds of FP4. Hints on which operand to keep in the collector change no result."""
+    """Decode a block-scaled MMA of FP4. Collector hints do not change the result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
     sizes = [_BLOCKS.get(part, 0) for part in rest if part != "block_scale"]
     if kind == "kind::mxf4" and not sizes:

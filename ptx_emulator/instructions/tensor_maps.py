@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 _BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
-"""Of the number of an element's type."""
+"""Bits of an element by type number."""
 
 
 class TensorMap:
-    """What the DSL's host code writes, innermost dimension first. (The format is not documented: this is what maps of
-    the DSL's own kernels and of NVIDIA's examples were seen to hold.)"""
+    """A tensor map as the DSL's host code writes it, innermost dimension first.
+
+    The format is not documented; it was read from maps of the DSL's own kernels and of NVIDIA's examples.
+    """
 
     def __init__(self, data: bytes):
         words = struct.unpack("<32I", data)
@@ -35,7 +37,7 @@ class TensorMap:
             raise NotImplementedError(f"a tensor map of elements of type {words[2] >> 7 & 15}")
         self.bits = _BITS[words[2] >> 7 & 15]
         self.swizzle_bits = words[2] >> 13 & 3
-        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # bytes, but for the innermost
+        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # in bytes, except the innermost
         self.sizes = [words[8 + i] + 1 for i in range(self.rank)]
         box = [words[13] >> 24, *(words[14] >> 8 * i & 0xFF for i in range(4))]
         self.box = [extent + 1 for extent in box[: self.rank]]
@@ -45,9 +47,11 @@ class TensorMap:
 
 @dataclass
 class Box:
-    """A box at its place: where its bytes are in shared memory, from its beginning, and where in global memory.
+    """A box at given coordinates: addresses of its bytes in shared and global memory.
 
-    ``there``: (rows, bytes) which of them are in the tensor; ``index``: where in ``memory``, row after row, those are.
+    Attributes:
+        there: (rows, bytes) mask of the bytes that lie in the tensor.
+        index: Positions of these bytes in ``memory``, row by row.
     """
 
     map: TensorMap
@@ -57,7 +61,7 @@ class Box:
     index: Array
 
     def read(self) -> Array:
-        """In the order of shared memory: zeros for what is beyond the tensor."""
+        """Return the bytes in the order of shared memory, with zeros outside the tensor."""
         contents = np.zeros(self.there.shape, np.uint8)
         if self.memory is not None:
             contents[self.there] = self.memory.data[self.index]
@@ -66,7 +70,7 @@ class Box:
         return ordered
 
     def write(self, contents: Array, known: Array) -> None:
-        """From what is in shared memory, and which of it somebody wrote."""
+        """Write the box from bytes of shared memory; ``known`` masks the initialised ones."""
         there = self.there.reshape(-1)
         if not known[self.place][there].all():
             raise Fault(Uninitialised, 0, "stores to global memory what nobody wrote")
@@ -75,7 +79,7 @@ class Box:
 
 
 def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordinates: list[int]) -> Box:
-    """The box whose first element has these coordinates, for shared memory from ``offset`` on: checked."""
+    """Check and return the box whose first element has these coordinates, for shared memory from ``offset`` on."""
     one = np.array([thread])
     box = TensorMap(global_bytes(m, one, np.array([map], np.uint64), 128)().tobytes())
     if box.rank != dimensions:
@@ -84,7 +88,7 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         raise Fault(EmulationError, 0, f"a box at offset {offset:#x} of shared memory: no multiple of 128")
     if coordinates[0] * box.bits % 8:
         raise Fault(EmulationError, 0, f"a box from element {coordinates[0]} of {box.bits} bits on")
-    # Rows of the box, the innermost of its outer dimensions first.
+    # Rows of the box, innermost outer dimension first.
     steps = np.stack(np.unravel_index(np.arange(box.size // box.row_bytes), box.box[:0:-1] or (1,)))[::-1]
     rows, inside = np.zeros(steps.shape[1], np.int64), np.ones(steps.shape[1], bool)
     for step, at, extent, stride in zip(steps, coordinates[1:], box.sizes[1:], box.strides[1:], strict=False):
@@ -113,7 +117,7 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _started(ins: Instruction, sources: list, start: Callable[..., None]) -> Step:
-    """``start(thread, *values)`` for each thread."""
+    """Return a step that calls ``start(thread, *values)`` for each thread."""
 
     def run(threads: Array, *values: Array) -> tuple:
         values = tuple(of_each(value, threads) for value in values)
@@ -129,8 +133,11 @@ def _started(ins: Instruction, sources: list, start: Callable[..., None]) -> Ste
 
 
 def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) -> Step:
-    """A box to the same place in each CTA of a mask, and there it counts on the mbarrier in the same place; with
-    ``cta_group::2``, on that of the CTA in the target's pair whose rank is as even as that of the mbarrier given."""
+    """Decode a copy of a box to the same offset in each CTA of a mask.
+
+    The copy arrives at the mbarrier at the same offset of that CTA. With ``cta_group::2`` it arrives in the CTA of the
+    target's pair whose rank has the parity of the given mbarrier's rank.
+    """
     known = (
         "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster cta_group::1"
         " cta_group::2 L2::cache_hint"
@@ -169,7 +176,7 @@ def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
 
 
 def _to_global(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) -> Step:
-    """A box from shared memory: what of it is in the tensor."""
+    """Decode a copy of a box from shared memory; bytes outside the tensor are skipped."""
     modifiers(ins, parts, "global shared::cta tile bulk_group L2::cache_hint")
     m = d.machine
 

@@ -1,4 +1,4 @@
-"""Instructions in which the lanes of a warp take part together."""
+"""Instructions that the lanes of a warp execute together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def warp_step(d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, mask: Operand) -> Step:
-    """A step for which the lanes of ``mask`` meet."""
+    """Return a step at which the lanes of ``mask`` meet."""
     return Step(ins, sources, targets, run, "warp", d.source(mask, TYPES["u32"]))
 
 
@@ -63,7 +63,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
-    """``function`` of the positions of each warp's threads."""
+    """Apply ``function`` to the positions of each warp's threads."""
     result = np.zeros(len(threads), dtype)
     for warp in distinct(machine.warp[threads]):
         at = positions(machine.warp[threads] == warp)
@@ -117,7 +117,7 @@ def _redux(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("elect.sync")
 def _elect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """The lowest lane."""
+    """Decode ``elect.sync``: it elects the lowest lane."""
     first, mask = ins.operands
     lane, elected = first.items
     machine = d.machine
