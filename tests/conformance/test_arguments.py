@@ -9,7 +9,6 @@ import torch
 from expected import assert_same, raw
 from support.cases import (
     arguments,
-    computed,
     each_of_op,
     get_error,
     make_call,
@@ -19,6 +18,7 @@ from support.cases import (
     poisoned,
     run,
     sample_with,
+    with_usable_backend,
 )
 from support.devices import DEVICES
 from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
@@ -91,9 +91,9 @@ class Place:
         return given, dict(zip(op.out_names, outputs, strict=True))
 
 
-def computed_on(op, given, device):
+def callable_on(op, given, device):
     """The arguments; where no kernel can compute the call, with the reference by name."""
-    return arguments(op, computed(op, named(op, given), torch.device(device)))
+    return arguments(op, with_usable_backend(op, named(op, given), torch.device(device)))
 
 
 def changed(given, change):
@@ -280,14 +280,14 @@ def test_a_square_weight_has_to_be_transposed(op, place):
             with pytest.raises(ValueError, match=rf"^cute::{op.name}: b has shape .*pass weight\.t\(\)"):
                 place.call(form, op, given)
             assert not place.launches.calls
-            place.call(form, op, computed_on(op, {**given, "b": stored.t()}, place.device))
+            place.call(form, op, callable_on(op, {**given, "b": stored.t()}, place.device))
 
 
 @pytest.mark.parametrize("op", TRANSPOSED)
 def test_other_weights_may_lie_by_rows_of_k(op, place):
     """A contiguous (K, N) means what the transposed view of an (N, K) does."""
     # A weight of 512 elements a row: none of these is square.
-    given = computed_on(op, make_call(op, 4, 384, device=place.device), place.device)
+    given = callable_on(op, make_call(op, 4, 384, device=place.device), place.device)
     packed = {**given, "b": given["b"].view(torch.uint8).contiguous().view(given["b"].dtype)}
     assert packed["b"].is_contiguous() and given["b"].shape[0] != given["b"].shape[1]
     for form in place.forms:

@@ -7,6 +7,7 @@ import torch
 from expected import assert_same
 from support.cases import (
     choices_of,
+    copy_updated,
     defined,
     form_groups,
     get_sample,
@@ -15,7 +16,6 @@ from support.cases import (
     op_cases,
     out_for,
     overload,
-    private,
     run,
     sample_cases,
     updated,
@@ -47,12 +47,12 @@ def test_compiled_is_eager(op, names, device):
             as_function(*others, **rest, out=out[0] if returns_one else out)
         return results
 
-    private_samples = [[private(op, sample) for _ in range(3)] for sample in samples]
+    copies_of_samples = [[copy_updated(op, sample) for _ in range(3)] for sample in samples]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(program, backend=counter, fullgraph=True)
-    results = compiled([[(each.args, each.kwargs) for each in three] for three in private_samples], outputs)
+    results = compiled([[(each.args, each.kwargs) for each in three] for three in copies_of_samples], outputs)
     assert counter.frame_count == 1
-    for name, returned, out, three, want in zip(names, results, outputs, private_samples, wanted, strict=True):
+    for name, returned, out, three, want in zip(names, results, outputs, copies_of_samples, wanted, strict=True):
         got = (*map(as_tuple, returned), out)
         for tensors, each in zip(got, three, strict=True):
             assert_same((*defined(op, each, tensors), *updated(op, each)), want)
@@ -77,7 +77,7 @@ def test_inductor(op, name, device):
             output.view(torch.uint8) + 1 if output.dtype.itemsize == 1 else output * 2 for output in outputs
         )
 
-    eager, compiled = private(op, sample), private(op, sample)
+    eager, compiled = copy_updated(op, sample), copy_updated(op, sample)
     want = program(eager.args, eager.kwargs)
     got = torch.compile(program, fullgraph=True)(compiled.args, compiled.kwargs)
     for i in range(2):

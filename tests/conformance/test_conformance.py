@@ -16,6 +16,7 @@ from support.cases import (
     call,
     call_function,
     call_out,
+    copy_updated,
     defined,
     each_sample,
     expected_of,
@@ -29,7 +30,6 @@ from support.cases import (
     op_cases,
     out_for,
     overload,
-    private,
     require_grad,
     run,
     run_function,
@@ -75,7 +75,7 @@ def test_result(op, name, device):
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     expected = expected_of(op).results(given)
-    copy = private(op, sample)
+    copy = copy_updated(op, sample)
     outputs = defined(op, copy, as_tuple(op.reference(*copy.args, **copy.kwargs)))
     for results in (run(op, sample), (*outputs, *updated(op, copy))):
         assert all(output.device.type == device for output in results)
@@ -86,7 +86,7 @@ def test_result(op, name, device):
 def test_deterministic_and_pure(op, name, device):
     sample = get_sample(op, name, device)
     first = run(op, sample)
-    sample = private(op, sample)
+    sample = copy_updated(op, sample)
     torch.use_deterministic_algorithms(True)
     try:
         with only_updates(op, sample):

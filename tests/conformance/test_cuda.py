@@ -15,6 +15,7 @@ from support.cases import (
     call_function,
     call_out,
     choices_of,
+    copy_updated,
     defined,
     each_sample,
     expected_of,
@@ -27,7 +28,6 @@ from support.cases import (
     op_cases,
     out_for,
     plain_sample,
-    private,
     quantises_rows,
     run,
     run_out,
@@ -82,7 +82,7 @@ def test_captured_is_eager(op, name):
     sample = get_sample(op, name, "cuda")
     outputs = out_for(op, run(op, sample))
     run_out(op, sample, outputs)
-    samples = [private(op, sample) for _ in range(3)]
+    samples = [copy_updated(op, sample) for _ in range(3)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         as_op = call(op, samples[0])
@@ -113,7 +113,7 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
         call(op, sample)
     told = str(raised.value)[str(raised.value).index("torch_cute_ops.warmup(") :]
     eval(told, {"torch_cute_ops": torch_cute_ops, "torch": torch})
-    captured = private(op, sample)
+    captured = copy_updated(op, sample)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = call(op, captured)
@@ -125,7 +125,7 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
 def test_runs_on_the_current_stream(op):
     """The input is written late on a side stream; the op, on that stream, must wait for it, and only on that one."""
     data = plain_sample(op, "cuda")
-    samples = [private(op, plain_sample(op, "cuda")) for _ in range(2)]
+    samples = [copy_updated(op, plain_sample(op, "cuda")) for _ in range(2)]
     want = run(op, data)
     outputs = out_for(op, want)
     torch.cuda.synchronize()
@@ -233,7 +233,7 @@ def test_many_rows(op, choices, rows, width):
     given = make_call(op, rows, width, device="cuda", **choices)
     sample = named(op, given)
     outputs = run(op, sample)
-    expected = private(op, sample)
+    expected = copy_updated(op, sample)
     want = [*as_tuple(op.reference(**expected.kwargs)), *updated(op, expected)]
     is_rounded = isinstance(op.path, RowQuant) and not op.path.quantises
     if is_rounded and not op.path.normalises:

@@ -9,13 +9,13 @@ from support.cases import (
     call,
     call_function,
     call_out,
+    copy_updated,
     defined,
     each_of_op,
     named,
     op_cases,
     out_for,
     overload,
-    private,
     run,
     sample_with,
     tensors_in,
@@ -172,7 +172,7 @@ def test_a_subclass_sees_the_op(op, mode, place):
     }
     for kind, forms in calls.items():
         for form in forms:
-            own, outputs = private(op, sample), out_for(op, want)
+            own, outputs = copy_updated(op, sample), out_for(op, want)
             given = wrapped(op, own, floating if mode else ())
             Wrapper.seen.clear()
             with mode() if mode else torch.enable_grad():

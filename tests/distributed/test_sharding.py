@@ -23,12 +23,12 @@ from samples._fp4_gemm import POWERS, random_matrix
 from samples._moe_fc1 import GatedSamples
 from support.cases import (
     arguments,
+    copy_updated,
     expected_of,
     get_sample,
     named,
     op_cases,
     overload,
-    private,
     sample_cases,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,7 +115,7 @@ def assert_rule_holds(op: OpSpec, given: dict[str, Any], rule: Rule, mesh: Any) 
 
 
 def private_of(op: OpSpec, given: dict[str, Any]) -> dict[str, Any]:
-    return private(op, named(op, given)).kwargs
+    return copy_updated(op, named(op, given)).kwargs
 
 
 def joined(tensor: DTensor) -> torch.Tensor:

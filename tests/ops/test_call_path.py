@@ -11,7 +11,7 @@ from samples import Sample, sample_inputs
 from support.cases import (
     arguments,
     compiled_op_cases,
-    computed,
+    copy_updated,
     defined,
     each_error,
     each_sample,
@@ -26,12 +26,12 @@ from support.cases import (
     op_cases,
     out_for,
     poisoned,
-    private,
     require_grad,
     run,
     sample_cases,
     tensors_in,
     updated,
+    with_usable_backend,
 )
 from support.launch_model import launches  # noqa: F401  (a fixture)
 
@@ -49,7 +49,7 @@ by_form = each_sample(form_cases())
 def enter(op, sample, outputs=None):
     """Call the CUDA entry, of the op or of its ``.out``; while gradients are on, and a tensor requires grad, the guard
     before it."""
-    sample = computed(op, sample, torch.device("cuda"))
+    sample = with_usable_backend(op, sample, torch.device("cuda"))
     given = (*tensors_in(sample), *(outputs or ()))
     is_guarded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     if outputs is None:
@@ -60,7 +60,7 @@ def enter(op, sample, outputs=None):
 
 def run_entry(op, sample, outputs=None):
     """Outputs and final values of updated arguments; the sample keeps its own."""
-    sample = private(op, sample)
+    sample = copy_updated(op, sample)
     returned = enter(op, sample, outputs)
     assert outputs is None or returned is None
     return *defined(op, sample, returned if outputs is None else outputs), *updated(op, sample)
@@ -73,7 +73,7 @@ def test_result(op, name, launches):  # noqa: F811
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for _ in range(2):
-        given = private(op, sample)
+        given = copy_updated(op, sample)
         with only_updates(op, given):
             got = enter(op, given)
         got = *defined(op, given, got), *updated(op, given)
@@ -274,7 +274,7 @@ QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0
 @each_sample(QUANTISING)
 def test_copies(op, name, launches):  # noqa: F811
     """Strided rows are read where they are, and copied only where the kernel cannot read them; so are residuals."""
-    sample = private(op, get_sample(op, name, "cpu"))
+    sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
     assert (args[0].data_ptr() == sample.args[0].data_ptr()) == (name in IN_PLACE)
@@ -285,7 +285,7 @@ def test_copies(op, name, launches):  # noqa: F811
 @each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
 def test_copies_of_residuals(op, name, launches):  # noqa: F811
     """A residual is updated where it is, if the kernel can."""
-    sample = private(op, get_sample(op, name, "cpu"))
+    sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
     (target,) = updated(op, sample)
@@ -365,9 +365,9 @@ def test_launchers_are_not_confused(op, launches):  # noqa: F811
 def test_a_format_by_another_name(op, launches):  # noqa: F811
     """The format that a block size means, named too, is the same kernel: nothing is compiled, and a capture goes on."""
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
-    want = enter(op, private(op, sample))
+    want = enter(op, copy_updated(op, sample))
     named = {"scale_format": "e4m3"}
-    got = enter(op, private(op, Sample("named", sample.args, {**sample.kwargs, **named})))
+    got = enter(op, copy_updated(op, Sample("named", sample.args, {**sample.kwargs, **named})))
     assert_same(got, want)
     assert len(launches.compiled) == 1
 

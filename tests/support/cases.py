@@ -157,7 +157,7 @@ PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128
 def plain_sample(op: OpSpec, device: str) -> Sample:
     """A sample with nothing special about it."""
     sample = next(sample for sample in sample_inputs(op.name, device) if sample.name in PLAIN)
-    return computed(op, sample, torch.device(device))
+    return with_usable_backend(op, sample, torch.device(device))
 
 
 @cache
@@ -176,7 +176,7 @@ def _sample_with(name: str, device: str, names: tuple[str, ...]) -> Sample:
     for sample in (plain_sample(op, device), *_samples(name, device).values()):
         given = arguments(op, sample)
         if all(isinstance(given[each], torch.Tensor) and given[each].numel() for each in names):
-            return computed(op, named(op, given), torch.device(device))
+            return with_usable_backend(op, named(op, given), torch.device(device))
     raise AssertionError(f"no sample of {name} passes {', '.join(names)}")
 
 
@@ -187,7 +187,7 @@ def get_sample(op: OpSpec, name: str, device: str) -> Sample:
 
 def new_sample(op: OpSpec, name: str, device: str) -> Sample:
     """The sample with data that no other has."""
-    return computed(op, _named(sample_inputs(op.name, device), name), torch.device(device))
+    return with_usable_backend(op, _named(sample_inputs(op.name, device), name), torch.device(device))
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
@@ -195,7 +195,7 @@ def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
     error = _errors(op.name, device)[name]
     if all(tensor.is_leaf for tensor in tensors_in(error)):
         return copied(error)
-    return computed(op, _named(error_inputs(op.name, device), name), torch.device(device))
+    return with_usable_backend(op, _named(error_inputs(op.name, device), name), torch.device(device))
 
 
 @cache
@@ -213,10 +213,10 @@ def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
-        return {entry.name: computed(op, entry, torch.device(device)) for entry in inputs(op.name, device)}
+        return {entry.name: with_usable_backend(op, entry, torch.device(device)) for entry in inputs(op.name, device)}
 
 
-def computed(op: OpSpec, entry: Input, device: torch.device) -> Input:
+def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input:
     """The call; on a GPU with the reference by name where no other backend can compute it, which ``auto`` refuses."""
     if not op.has_backends or device.type != "cuda":
         return entry
@@ -326,20 +326,20 @@ def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | No
 
 def run(op: OpSpec, sample: Sample) -> Tensors:
     """Outputs and final values of updated arguments, of the op."""
-    sample = private(op, sample)
+    sample = copy_updated(op, sample)
     return *defined(op, sample, call(op, sample)), *updated(op, sample)
 
 
 def run_out(op: OpSpec, sample: Sample, outputs: Tensors) -> Tensors:
     """The same of the ``.out`` overload, which writes these outputs."""
-    sample = private(op, sample)
+    sample = copy_updated(op, sample)
     call_out(op, sample, outputs)
     return *defined(op, sample, outputs), *updated(op, sample)
 
 
 def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> Tensors:
     """The same of the typed Python function."""
-    sample = private(op, sample)
+    sample = copy_updated(op, sample)
     return *defined(op, sample, call_function(op, sample, outputs)), *updated(op, sample)
 
 
@@ -358,7 +358,7 @@ def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
     return tuple(given[name] for name in op.updated)
 
 
-def private(op: OpSpec, sample: Input) -> Input:
+def copy_updated(op: OpSpec, sample: Input) -> Input:
     """The sample with copies of what the op updates."""
     return copied(sample, updated(op, sample))
 
@@ -539,7 +539,7 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
     columns = 5 * 64 if op.name.startswith("moe_fc1_") else 136
     sizes = (math.prod(lead), columns, input_width(op, width))
     sample = samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), **kwargs)
-    return arguments(op, computed(op, sample, torch.device(device)))
+    return arguments(op, with_usable_backend(op, sample, torch.device(device)))
 
 
 def quantises_rows(op: OpSpec) -> bool:
