@@ -1,4 +1,4 @@
-"""A small GEMM with what warp-level kernels use: ``cp.async`` in stages, ``ldmatrix``, ``mma``."""
+"""A small GEMM of warp-level instructions: ``cp.async`` in stages, ``ldmatrix``, ``mma``."""
 
 from typing import NamedTuple
 
@@ -37,17 +37,17 @@ class GemmKernel:
 
     @cute.jit
     def __call__(self, a, b, c, stream):
-        # CuTe wants (n, k), in whatever order.
+        # CuTe takes (n, k) in any stride order.
         if const_expr(not self.config.transposed):
             b = cute.make_tensor(b.iterator, cute.select(b.layout, [1, 0]))
-        # Two warps side by side; 16 columns each, so that one ldmatrix.x4 loads B for both MMAs.
+        # Two warps next to each other, 16 columns each, so one ldmatrix.x4 loads B for both MMAs.
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)),
             cute.make_layout((1, 2, 1)),
             permutation_mnk=(16, 32, 16),
         )
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128)
-        # Each thread 16 bytes of the dimension that is contiguous.
+        # Each thread copies 16 bytes along the contiguous dimension.
         k_first = cute.make_tiled_copy_tv(atom, cute.make_layout((32, 2), stride=(2, 1)), cute.make_layout((1, 8)))
         n_first = cute.make_tiled_copy_tv(atom, cute.make_layout((4, 16), stride=(1, 4)), cute.make_layout((8, 1)))
         copy_b = k_first if const_expr(self.config.transposed) else n_first
@@ -65,7 +65,7 @@ class GemmKernel:
         s_a = smem.allocate_tensor(self.dtype, k_first, 16)
         s_b = smem.allocate_tensor(self.dtype, k_first if transposed else n_first, 16)
 
-        # From global to shared memory; rows that A does not have become zeros.
+        # From global to shared memory, with zeros for rows beyond A.
         copy_a, copy_b = copy_a.get_slice(tid), copy_b.get_slice(tid)
         from_a = copy_a.partition_S(cute.local_tile(a, (TILE, DEPTH), (0, None)))
         from_b = copy_b.partition_S(cute.local_tile(b, (TILE, DEPTH), (0, None)))
@@ -92,7 +92,7 @@ class GemmKernel:
                 stage = step % STAGES
                 cute.copy(copy_a, from_a[None, None, None, step], to_a[None, None, None, stage], pred=exists)
                 cute.copy(copy_b, from_b[None, None, None, step], to_b[None, None, None, stage])
-            # Also an empty one: so many groups are newer than the one that is waited for.
+            # Commit even an empty group: the wait counts newer groups.
             cute.arch.cp_async_commit_group()
             if const_expr(step >= STAGES - 1):
                 stage = (step - STAGES + 1) % STAGES
@@ -101,7 +101,7 @@ class GemmKernel:
                 cute.copy(load_a, load_a.partition_S(s_a)[None, None, None, stage], load_a.retile(r_a))
                 cute.copy(load_b, load_b.partition_S(s_b)[None, None, None, stage], load_b.retile(r_b))
                 cute.gemm(mma, r_c, r_a, r_b, r_c)
-                # Everyone has read before the stage is filled again.
+                # All threads have read the stage before it is refilled.
                 cute.arch.sync_threads()
 
         place = thread.partition_C(cute.local_tile(cute.make_identity_tensor(c.shape), (TILE, TILE), (0, 0)))

@@ -1,4 +1,4 @@
-"""Small programs for the PTX emulator, and how they are run."""
+"""Small PTX programs, and a function that runs them."""
 
 import struct
 from typing import Any
@@ -17,7 +17,7 @@ SEEDS = range(4)
 
 
 def entry(body: str, shared: int = 0, params: int = 2) -> str:
-    """A kernel with pointers ``p0``, ``p1``, … in %rd0, %rd1, …; shared memory is ``buf``; tid in %r0."""
+    """Return a kernel with pointers ``p0``, ``p1``, … in %rd0, %rd1, …, shared memory ``buf``, and tid in %r0."""
     names = ", ".join(f".param .u64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.u64 %rd{i}, [p{i}];" for i in range(params))
     memory = f".shared .align 128 .b8 buf[{shared}];" if shared else ""
@@ -46,7 +46,7 @@ def launch(
     seed: int | None = 0,
     **kwargs: Any,
 ) -> list[np.ndarray]:
-    """Run a kernel on copies of the buffers: their contents afterwards."""
+    """Run a kernel on copies of the buffers and return their contents."""
     memory = GlobalMemory()
     addresses = [memory.allocate(f"p{i}", b.view(np.uint8)) for i, b in enumerate(buffers)]
     params = [struct.pack("<Q", address) for address in addresses]
@@ -60,12 +60,12 @@ def zeros(count: int) -> np.ndarray:
 
 
 AT = "mul.wide.u32 %rd8, %r0, 4; add.s64 %rd9, %rd0, %rd8;"
-"""%rd9: the thread's word of p0."""
+"""Code that computes the address of the thread's word of p0 into %rd9."""
 SLOT = "shl.b32 %r8, %r0, 2; mov.u32 %r9, buf; add.s32 %r9, %r9, %r8;"
-"""%r9: the thread's word of ``buf``."""
+"""Code that computes the address of the thread's word of ``buf`` into %r9."""
 
 HALVES = {
     "bf16": (torch.bfloat16, (8, -126, 127), [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC1]),
     "f16": (torch.float16, (11, -14, 15), [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3C01, 0x7BFF, 0x7C00, 0x7E01]),
 }
-"""Of each 16-bit format: dtype; significant bits, smallest and largest exponent; bits of special numbers."""
+"""By 16-bit format: dtype; significant bits, smallest and largest exponent; bits of special values."""

@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 def gemm(config: tuple, rows: int, seed: int | None, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the small kernel of the DSL computes, and what torch does."""
+    """Return the results of the small DSL kernel and of torch."""
     config = Config(*config)
     dtype = {"Float16": torch.float16, "BFloat16": torch.bfloat16}[config.dtype]
     a, b = torch.randint(-16, 17, (rows, config.k)).to(dtype), torch.randint(-16, 17, (config.k, 32)).to(dtype)
@@ -44,7 +44,7 @@ def test_wrong_matrix_products_of_the_dsl(config: tuple) -> None:
         return edit
 
     wait, barrier, group = r"cp\.async\.wait_group\s+1;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
-    # The barriers: before a stage is read, and before it is filled again.
+    # Barriers before a stage is read, and before it is refilled.
     for pattern, which in ((wait, 1), (barrier, 0), (barrier, 1), (barrier, 2), (barrier, 3), (group, 1)):
         for seed in (None, 0, 1):
             with pytest.raises(Race, match=r"cp\.async"):

@@ -1,4 +1,4 @@
-"""The PTX emulator's block-scaled ``mma.sync`` and ``stmatrix``, on small programs."""
+"""Block-scaled ``mma.sync`` and ``stmatrix`` in small programs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,10 @@ KINDS = {
 
 
 def product(kind: str, a: tuple[int, int] = (0, 0), b: tuple[int, int] = (0, 0)) -> str:
-    """Of operands in p1, twelve words a lane; ``a`` and ``b`` select the scales' bytes and threads."""
+    """Return a program that multiplies operands in p1, twelve words a lane.
+
+    ``a`` and ``b`` select byte and thread of the scales.
+    """
     loads = "".join(f"ld.global.b32 %r{10 + i}, [%rd11+{4 * i}];" for i in range(12))
     stores = "".join(f"st.global.b32 [%rd13+{4 * i}], %r{30 + i};" for i in range(4))
     body = f"""
@@ -30,12 +33,12 @@ def product(kind: str, a: tuple[int, int] = (0, 0), b: tuple[int, int] = (0, 0))
 
 
 def word(codes: np.ndarray) -> np.uint32:
-    """Eight codes of FP4, the first in the lowest bits."""
+    """Pack eight FP4 codes, the first in the lowest bits."""
     return np.uint32(sum(int(code) << 4 * i for i, code in enumerate(codes)))
 
 
 def lanes(kind: str, a_at: tuple[int, int], b_at: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Random operands as each lane holds them, and the product."""
+    """Return random operands in the layout of the lanes, and their product."""
     _, name, count = KINDS[kind]
     random = np.random.default_rng(1)
     a, b = random.integers(0, 16, (16, 64)), random.integers(0, 16, (8, 64))
@@ -52,7 +55,7 @@ def lanes(kind: str, a_at: tuple[int, int], b_at: tuple[int, int]) -> tuple[np.n
             word(one) for one in (a[g, near], a[g + 8, near], a[g, far], a[g + 8, far], b[g, near], b[g, far])
         ]
         words[lane, 6:10] = c[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2].view(np.uint32)
-        # Lanes that are not selected hold what would be seen.
+        # Lanes that are not selected hold other scales, so a wrong selection shows.
         scales = np.full((2, 4), 0x7F, np.uint8)
         if t // 2 == a_at[1]:
             scales[0, a_at[0] : a_at[0] + count] = a_scale[g + 8 * (t % 2)]
@@ -113,7 +116,7 @@ STORED = """
 
 @pytest.mark.parametrize(("count", "transposed"), [(1, False), (2, False), (4, False), (4, True), (2, True)])
 def test_stmatrix(count: int, transposed: bool) -> None:
-    """Lane 4 i + j stores elements 2 j and 2 j + 1 of row i of each matrix, or of column i; 16 bytes are a row."""
+    """Lane 4 i + j stores elements 2 j and 2 j + 1 of row i, or column i, of each matrix; a row is 16 bytes."""
     form, words = f"x{count}" + ".trans" * transposed, ", ".join(f"%r{10 + i}" for i in range(count))
     text = STORED.format(AT=AT, FORM=form, WORDS=words, LAST=128 * (count - 1))
     (out,) = launch(entry(text, 512, 1), zeros(32 * count))
@@ -124,7 +127,7 @@ def test_stmatrix(count: int, transposed: bool) -> None:
 
 
 def test_stmatrix_of_a_part() -> None:
-    """What it does not store stays unwritten."""
+    """Bytes that it does not store stay uninitialised."""
     text = STORED.format(AT=AT, FORM="x2", WORDS="%r10, %r11", LAST=256)
     with pytest.raises(Uninitialised):
         launch(entry(text, 512, 1), zeros(96))

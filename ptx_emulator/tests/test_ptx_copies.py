@@ -1,4 +1,4 @@
-"""The PTX emulator, on small programs: mbarriers, bulk copies, ``cp.async``, clusters."""
+"""Small programs with mbarriers, bulk copies, ``cp.async`` and clusters."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ STARTED:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_copies_tell_of_themselves_alone(seed: int | None) -> None:
-    """Who waits for a copy knows what its thread stored before it arrived, not what it stored between."""
+    """Waiting for a copy orders stores before its thread's arrival, not stores between arrival and copy."""
     store = "mov.u32 %r4, 9; st.shared.u32 [%r3], %r4;"
     before, after = (
         entry(TOLD.format(AT=AT, WAIT=WAIT, BEFORE=one, AFTER=other), 272) for one, other in ((store, ""), ("", store))
@@ -89,7 +89,7 @@ def test_wrong_bulk_copies() -> None:
 
 
 def test_bulk_prefetches() -> None:
-    """Whole pieces of 16 bytes of one tensor, whether anyone has written them or not; nothing else."""
+    """A prefetch takes whole 16-byte pieces of one tensor, initialised or not, and nothing else."""
 
     def prefetch(source: str, size: str) -> None:
         body = "setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, 256; mov.u32 %r2, 0; mov.u64 %rd2, 64;"
@@ -114,7 +114,10 @@ READ = "cp.async.bulk.wait_group.read 0;"
 
 
 def stored(before: str = FENCE, after: str = "", wait: str = READ, end: str = "") -> str:
-    """Thread 0 copies what all wrote: ``before`` and ``after`` the barrier it is fenced; ``end`` is for all."""
+    """Return a program in which thread 0 copies the stores of all threads.
+
+    ``before`` and ``after`` are instructions around the barrier, such as fences; all threads execute ``end``.
+    """
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 33; mov.u32 %r1, buf;
     st.shared.u32 [%r9], %r0;
@@ -137,7 +140,7 @@ def test_bulk_store(seed: int | None) -> None:
         stored(),
         stored("fence.proxy.async;", wait="cp.async.bulk.wait_group 0;"),
         stored("fence.proxy.async.shared::cluster;"),
-        # By the thread that copies, or by one that the copy is after.
+        # Fenced by the thread that copies, or by a thread before the barrier.
         stored("", FENCE),
         stored("", f"@!%p0 {FENCE}"),
         stored("", f"@%p1 {FENCE} bar.sync 0;"),
@@ -148,7 +151,7 @@ def test_bulk_store(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_need_a_fence(seed: int | None) -> None:
-    """After the stores, in all shared memory, and before the copy."""
+    """The fence must cover shared memory, after the stores and before the copy."""
     for fences in (
         ("",),
         ("fence.proxy.async.global;",),
@@ -165,7 +168,7 @@ def test_bulk_stores_need_a_fence(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_must_have_read(seed: int | None) -> None:
-    """Before anything is written where they read, and before their threads end."""
+    """Copies must have read before their source is overwritten and before their threads end."""
     again = "bar.sync 0; st.shared.u32 [%r9], %r0;"
     later = "mov.u32 %r4, 0; L: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 300; @%p2 bra L;"
     launch(stored(end=again), zeros(64), block=64, seed=seed)
@@ -173,7 +176,7 @@ def test_bulk_stores_must_have_read(seed: int | None) -> None:
         launch(stored(wait="", end=again), zeros(64), block=64, seed=seed)
     for bad in (
         stored(wait="cp.async.bulk.wait_group.read 1;", end=again),
-        # Who waits is another thread, or waits too late.
+        # Another thread waits, or the wait comes too late.
         stored(wait="", end=f"@%p1 {READ} {again}"),
         stored(wait="", end=f"bar.sync 0; {READ} {later} st.shared.u32 [%r9], %r0;"),
         stored(end="st.shared.u32 [%r9], %r0;"),
@@ -226,7 +229,7 @@ def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
     for part, error in {FENCE: Race, READ: Race, "cp.async.bulk.wait_group 0;": EmulationError}.items():
         with pytest.raises(error):
             launch(entry(STREAM.replace(part, ""), 264), zeros(192), data, block=64, seed=seed)
-    # What no thread wrote or read needs no fence.
+    # Bytes that no thread has accessed need no fence.
     unchanged = STREAM.replace("ld.shared.u32 %r5, [%r9]; add.u32 %r5, %r5, 1;", "")
     unchanged = unchanged.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
     assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
@@ -241,7 +244,7 @@ def gathered(
     partner: int = 32,
     after: str = "",
 ) -> str:
-    """Every thread gets the word that thread ``tid ^ partner`` copied."""
+    """Return a program in which every thread reads the word that thread ``tid ^ partner`` copied."""
     body = f"""
     {AT} {SLOT} setp.lt.u32 %p0, %r0, 32;
     add.s64 %rd10, %rd1, %rd8;
@@ -264,10 +267,10 @@ def test_cp_async(seed: int | None) -> None:
         (gathered(), 32),
         (gathered(between="cp.async.wait_all; bar.sync 0;"), 32),
         (gathered("cp.async.ca.shared.global [%r9], [%rd9], 4;", "cp.async.wait_all; bar.sync 0;"), 32),
-        # Within a warp, and for a thread itself, less is enough.
+        # Within a warp, and within a thread, less synchronisation is enough.
         (gathered(between="cp.async.wait_group 0; bar.warp.sync -1;", partner=1), 1),
         (gathered(between="cp.async.wait_group 0;", partner=0), 0),
-        # An empty group is newer.
+        # The newer group is empty.
         (gathered(between="cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;"), 32),
         (gathered(after="bar.sync 0; cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.wait_all;"), 32),
     ):
@@ -285,7 +288,7 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
         gathered(between=wait, partner=1),
         gathered(between=f"bar.sync 0; {wait}"),
         gathered(between="cp.async.wait_group 1; bar.sync 0;"),
-        # Of a group that is not committed, or where some threads do not wait.
+        # The group is not committed, or some threads do not wait.
         gathered(copy, f"{wait} bar.sync 0;"),
         gathered(between=f"@%p0 {wait} bar.sync 0;"),
     ):
@@ -295,7 +298,7 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cp_async_must_not_overwrite(seed: int | None) -> None:
-    """What others may still read; nor may anything be stored where it still writes."""
+    """``cp.async`` must not overwrite bytes that others may still read, and nothing may store where it still writes."""
     again = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
     with pytest.raises(Race, match=r"write of .* thread \d+ of CTA 0 read unordered; .*cp\.async\.ca"):
         launch(gathered(after=f"{again} cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
@@ -311,7 +314,7 @@ def test_cp_async_must_not_overwrite(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_groups_of_cp_async(seed: int | None) -> None:
-    """Of two groups, the older is there before the newer."""
+    """The older of two groups completes first."""
     two = """
     cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.commit_group;
     cp.async.ca.shared.global [%r9+256], [%rd9], 4; cp.async.commit_group;
@@ -323,7 +326,7 @@ def test_groups_of_cp_async(seed: int | None) -> None:
         launch(gathered(two, wait + newer, after="cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
     wait = wait.replace("1", "0")
     assert (launch(gathered(two, wait + newer), WORDS, zeros(64), block=64, seed=seed)[1]).all()
-    # A bulk copy reads what was fenced.
+    # A bulk copy reads fenced bytes.
     stored = f"""
     {wait} {FENCE} bar.sync 0; setp.ne.u32 %p2, %r0, 0; @%p2 bra END; mov.u32 %r1, buf;
     cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1+256], 256;
@@ -348,7 +351,7 @@ COPIES = """
 
 
 def copied(copy: str, data: np.ndarray) -> np.ndarray:
-    """What ``copy`` brings each of 32 threads of its row, into bytes that were 0xFF."""
+    """Run ``copy`` into bytes of 0xFF and return the row of each of 32 threads."""
     size = data.shape[1]
     kind, value = {4: ("b32", "%r4"), 8: ("v2.b32", "{%r4, %r5}"), 16: ("v4.b32", "{%r4, %r5, %r6, %r7}")}[size]
     start = "mov.b32 %r4, -1; mov.b32 %r5, -1; mov.b32 %r6, -1; mov.b32 %r7, -1;"
@@ -373,7 +376,7 @@ def test_sizes_of_cp_async(size: int) -> None:
         (f"{ca} {at}, %p1;", some, 0),
         (f"@%p0 {ca} {at};", some, 0xFF),
     ):
-        # Who reads nothing may be out of bounds.
+        # A copy that reads nothing may be out of bounds.
         found = copied(copy, data[:20] if reads is some else data)
         assert (found == np.where(reads, data, otherwise)).all(), copy
         if reads is some:
@@ -423,7 +426,7 @@ SENT:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cluster(seed: int | None) -> None:
-    """Each CTA sends a word to both."""
+    """Each CTA sends a word to both CTAs."""
     (out,) = launch(entry(CLUSTER, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == [100101] * 128
     early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
@@ -450,7 +453,7 @@ PEER = f"""
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
-    """In whatever order they came here."""
+    """The fault is found regardless of the order of execution."""
     (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
@@ -485,7 +488,7 @@ SECOND:
 
 
 def refilled(between: str, seed: int | None = None) -> None:
-    """A stage is loaded from, then refilled."""
+    """Load from a stage, then refill it; ``between`` orders the two."""
     data = np.arange(64, dtype=np.uint32) * 7
     kernel = entry(REFILLED.replace("BETWEEN", between), 520)
     assert (launch(kernel, zeros(64), data, block=64, seed=seed)[0] == 2 * data).all()
@@ -509,7 +512,7 @@ def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
     ],
 )
 def test_what_waits_for_loads(between: str) -> None:
-    """What needs the value, or that of a later load, and cannot be done later."""
+    """An instruction that cannot be delayed and needs the value of this or a later load completes the load."""
     refilled(between)
 
 
@@ -538,7 +541,7 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
 
 
 def peek(before: str, after: str, seed: int | None) -> list[int]:
-    """Whether a wait succeeded, and how often the next one did not."""
+    """Return whether a wait succeeded, and how often the next wait timed out."""
     program = entry(PEEK.format(AT=AT, BEFORE=before, AFTER=after), 16)
     return launch(program, zeros(2), zeros(2), seed=seed)[0].tolist()
 
@@ -546,14 +549,14 @@ def peek(before: str, after: str, seed: int | None) -> list[int]:
 def test_a_wait_may_time_out_once() -> None:
     for seed in (None, *SEEDS):
         assert peek(ARRIVE, "", seed) == [1, 0]
-        # What the thread does after its first wait is what that waits for.
+        # The phase completes through the thread's own arrival after its first wait.
         assert peek("", ARRIVE, seed) == [0, 0]
         with pytest.raises(Deadlock):
             peek("", "", seed)
 
 
 def test_waits_time_out_at_random() -> None:
-    """A loop sees it, but no more often than once; without a seed it does not where something else can run."""
+    """A wait in a loop times out at most once, and without a seed only if nothing else can run."""
     body = PEEK.format(AT=AT, BEFORE="", AFTER="").replace(
         "mbarrier.try_wait.parity.shared.b64 %p1",
         "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
@@ -567,7 +570,7 @@ def test_waits_time_out_at_random() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_copy_that_is_held(seed: int | None) -> None:
-    """It is the last of two to the same place, and is waited for."""
+    """A held copy is executed last of two to the same address, and a wait for it still completes."""
     start = "cp.async.bulk.global.shared::cta.bulk_group [%rd0],"
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, buf;

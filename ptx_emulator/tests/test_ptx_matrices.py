@@ -1,4 +1,4 @@
-"""The PTX emulator: matrix loads and MMAs, alone and in a GEMM that the DSL compiles."""
+"""Matrix loads and MMAs of warps and warpgroups."""
 
 import re
 
@@ -11,7 +11,7 @@ from ptx_emulator import Deadlock, EmulationError, Misaligned, OutOfBounds, Race
 
 
 def lane_words(count: int, pointer: str = "%rd0") -> str:
-    """%rd9: the thread's first of ``count`` words."""
+    """Compute the address of the thread's first of ``count`` words into %rd9."""
     return f"mul.wide.u32 %rd8, %r0, {4 * count}; add.s64 %rd9, {pointer}, %rd8;"
 
 
@@ -23,7 +23,7 @@ STORE = f"st.global.v4.b32 [%rd9], {registers(30, 34)};"
 
 
 def product(k: int, half: str, before: str = "", after: str = "", store: str = STORE) -> str:
-    """Each warp multiplies: a lane's words of A, B and C are in p0, its result goes to p1."""
+    """Return a program in which each warp multiplies. A lane's words of A, B and C are in p0, results go to p1."""
     b, c = 10 + k // 4, 10 + k // 4 + k // 8
     loads = "".join(f"ld.global.b32 %r{10 + i}, [%rd9+{4 * i}];" for i in range(c - 6))
     body = f"""
@@ -39,7 +39,7 @@ def product(k: int, half: str, before: str = "", after: str = "", store: str = S
 
 
 def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
-    """The words of each lane, as the tables of the PTX ISA have them."""
+    """Return the words of each lane, following the tables of the PTX ISA."""
     words = []
     for lane in range(32):
         group, pair = lane >> 2, lane % 4
@@ -55,14 +55,14 @@ def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
 
 
 def matrices(k: int, half: str) -> tuple[torch.Tensor, ...]:
-    """Integers, so that every sum is exact."""
+    """Return random integer matrices, so that every sum is exact."""
     dtype = HALVES[half][0]
     a, b = torch.randint(-100, 101, (16, k)).to(dtype), torch.randint(-100, 101, (k, 8)).to(dtype)
     return a, b, torch.randint(-(2**20), 2**20, (16, 8)).float()
 
 
 def of_lanes(words: np.ndarray) -> torch.Tensor:
-    """The 16×8 matrix of each warp from the lanes' results."""
+    """Assemble the 16×8 matrix of each warp from the lanes' results."""
     lanes = torch.from_numpy(words).view(torch.float32).reshape(-1, 8, 4, 2, 2)
     return lanes.permute(0, 3, 1, 2, 4).reshape(-1, 16, 8)
 
@@ -74,7 +74,7 @@ def test_mma(k: int, half: str) -> None:
     words = np.concatenate([fragments(*warp) for warp in warps])
     (_, out) = launch(product(k, half), words, zeros(3 * 128), block=96)
     assert torch.equal(of_lanes(out), torch.stack([a.float() @ b.float() + c for a, b, c in warps]))
-    # Not only integers: rounded once, and infinities and NaN where they belong.
+    # Also fractions, which are rounded once, infinities and NaN.
     a, b, c = (torch.randn_like(x) for x in warps[0])
     a[3, 2], c[5, 1] = torch.inf, torch.nan
     want = a.double() @ b.double() + c.double()
@@ -86,7 +86,7 @@ def test_mma(k: int, half: str) -> None:
 
 
 def test_mma_of_bytes() -> None:
-    """Lane 4 g + t holds four neighbours, from 4 t on."""
+    """Lane 4 g + t holds elements 4 t to 4 t + 3."""
     a, b, c = (torch.randint(-8, 9, shape).float() for shape in ((16, 32), (32, 8), (16, 8)))
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     words = []
@@ -122,7 +122,7 @@ def test_wrong_products() -> None:
     ("register", "lane", "results", "lanes"), [(11, 13, (2, 3), range(12, 16)), (15, 9, (0, 2), range(1, 32, 4))]
 )
 def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple, lanes: range) -> None:
-    """A word of A that is missing makes row 11 undefined, one of B column 2, and nothing else."""
+    """A missing word of A makes only row 11 undefined, a missing word of B only column 2."""
     words = fragments(*matrices(16, "f16"))
     hole = f"{SLOT} setp.eq.u32 %p0, %r0, {lane}; @%p0 ld.shared.b32 %r{register}, [%r9];"
     for result in range(4):
@@ -137,8 +137,11 @@ def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple,
 
 
 def test_warpgroup_products_of_what_nobody_wrote() -> None:
-    """Of eight rows of B, 128 bytes each, the sixth is missing, and of another matrix, whose products are added, the
-    third: columns 5 and 2, which a quad's third and second lane have, are undefined, and nothing else."""
+    """A missing row of B makes its column undefined, and nothing else.
+
+    The sixth of eight rows is missing in one matrix, and the third in a second matrix whose products are added. The
+    third and second lane of a quad hold these columns, 5 and 2.
+    """
     sums, ones = registers(30, 34), "{" + ", ".join(["%r20"] * 4) + "}"
     multiply = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, {ones}, %rd9, %p2, 1, 1, 0;"
     for lane, result in ((0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (33, 2), (34, 1), (34, 2), (34, 3), (35, 1)):
@@ -165,7 +168,7 @@ def test_warpgroup_products_of_what_nobody_wrote() -> None:
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 def test_a_warp_of_a_warpgroup_races(row: int) -> None:
-    """The one is named that multiplies a row which a thread of its own has stored, without a fence."""
+    """The error names the warp that multiplies a row which its own thread stored without a fence."""
     sums, writer = registers(30, 34), row // 16 * 32 + 9
     body = f"""
     mov.u32 %r9, buf; mad.lo.u32 %r8, %r0, 80, %r9;
@@ -184,7 +187,10 @@ def test_a_warp_of_a_warpgroup_races(row: int) -> None:
 
 
 def matrix_loads(form: str, between: str = "bar.warp.sync -1;", after: str = "", offset: int = 0) -> str:
-    """Each warp stores 32 rows of 16 bytes and loads matrices; lane ``i`` has the address of row ``5 i + 3``."""
+    """Return a program in which each warp stores 32 rows of 16 bytes and loads matrices.
+
+    Lane ``i`` holds the address of row ``5 i + 3``.
+    """
     count = int(form[1])
     body = f"""
     {lane_words(4)} ld.global.v4.b32 {registers(10, 14)}, [%rd9];
@@ -217,13 +223,13 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
-    # Lanes that meet there, or at an MMA, do not know what others stored.
+    # Lanes that meet there, or at an MMA, do not learn of each other's stores.
     product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
     product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
     for between in ("", product):
         with pytest.raises(Race, match=r"read of .*ldmatrix"):
             launch(matrix_loads("x4.shared", between), data, zeros(256), block=64, seed=seed)
-    # Lane 0 has the address of row 3; lane 8, of row 11, which x1 does not read.
+    # Lane 0 holds the address of row 3; lane 8 the address of row 11, which x1 does not read.
     again = "setp.ne.u32 %p0, %r0, LANE; @%p0 bra END; st.shared.u32 [%r9], %r0; END:"
     with pytest.raises(Race, match=r"write of .* thread 0 of CTA 0 read"):
         launch(matrix_loads("x1.shared", after=again.replace("LANE", "3")), data, zeros(256), block=64, seed=seed)
@@ -249,7 +255,7 @@ def test_wrong_ldmatrix() -> None:
 
 @pytest.mark.parametrize(("form", "lanes"), [("x1.shared", range(12, 16)), ("x1.trans.shared", range(1, 32, 4))])
 def test_matrices_that_nobody_wrote(form: str, lanes: range) -> None:
-    """Row 3 of the matrix is missing; of the other lanes the results may be stored."""
+    """Row 3 of the matrix is missing; lanes that do not depend on it may store their results."""
     data = np.arange(32 * 4, dtype=np.uint32)
     program = matrix_loads(form).replace("st.shared.v4", "setp.ne.u32 %p1, %r0, 18; @%p1 st.shared.v4")
     for lane in (0, 1, 5, 11, 12, 15, 16, 30):

@@ -1,4 +1,4 @@
-"""The PTX emulator's tensor memory and tensor cores (``tcgen05``), on small programs."""
+"""Tensor memory and tensor cores (``tcgen05``) in small programs."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitiali
 
 N, K = 16, 64
 ACCUMULATOR, A_SCALES, B_SCALES = 0, 32, 36
-"""Columns from the allocation's first on."""
+"""Columns relative to the allocation's first."""
 A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 4608, 5120, 5632
 FULL, READY, DONE, FREE, POINTER = (BYTES + 8 * i for i in range(5))
-"""Offsets in shared memory: operands, mbarriers, and where the allocation's address is."""
+"""Offsets in shared memory of mbarriers and of the allocation's address; operands come first."""
 
 
 def wait(offset: int, parity: int) -> str:
@@ -26,7 +26,7 @@ DONE: }}"""
 
 
 def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
-    """Without swizzle: 8 rows of 16 bytes follow each other."""
+    """Build a descriptor without swizzle: 8 rows of 16 bytes are consecutive."""
     constant = 1 << 46 | stride >> 4 << 32 | leading >> 4 << 16
     start = f"add.u32 %r4, %r1, {offset}; shr.u32 %r4, %r4, 4; cvt.u64.u32 {target}, %r4;"
     return f"{start} or.b64 {target}, {target}, {constant};"
@@ -49,7 +49,7 @@ WAIT_LD = "tcgen05.wait::ld.sync.aligned;"
 
 
 def epilogue(kind: Kind, turn: int) -> str:
-    """All threads store their row of the accumulator, and let the next MMA have it."""
+    """Return code in which all threads store their row of the accumulator and release it to the next MMA."""
     stores = " ".join(f"st.global.v4.b32 [%rd9+{4 * i}], {{{', '.join(WORDS[i : i + 4])}}};" for i in range(0, N, 4))
     return f"""
     {wait(DONE, turn)}
@@ -81,7 +81,7 @@ def copy(kind: Kind, column: int, source: str) -> str:
 
 
 def program(kind: Kind) -> str:
-    """Each CTA has 128 rows of A, its part of B, and scales; D = A @ B is stored, and then D + A @ B."""
+    """Return a program that stores D = A @ B, then D + A @ B. Each CTA holds 128 rows of A, part of B, and scales."""
     together = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""
     mov.u32 %r1, buf; mov.u32 %r20, %cluster_ctarank; mov.u32 %r21, 0;
@@ -135,20 +135,20 @@ END:
 
 
 class Operands(NamedTuple):
-    """What each CTA copies, one row each, and the product."""
+    """Bytes that each CTA copies, one row a CTA, and the product."""
 
     data: np.ndarray
     product: np.ndarray
 
 
 def in_rows_of_8(codes: np.ndarray) -> np.ndarray:
-    """Bytes of FP4 in chunks of 16, 8 rows of them together, for ``descriptor(…, 128, 256)``."""
+    """Arrange FP4 bytes as 16-byte chunks of 8 rows each, for ``descriptor(…, 128, 256)``."""
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     return packed.astype(np.uint8).reshape(-1, 8, K // 32, 16).swapaxes(1, 2).reshape(-1)
 
 
 def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
-    """128x4: byte ``16 (r % 32) + 4 (r // 32) + block`` of row r; what nobody has is NaN."""
+    """Arrange scales as 128x4: byte ``16 (r % 32) + 4 (r // 32) + block`` of row r. Padding is NaN."""
     blocks = np.full(512, 0xFF, np.uint8)
     for row, some in enumerate(scales):
         start = 16 * (row % 32) + 4 * (row // 32)
@@ -177,7 +177,7 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
 
 
 def run(kind: Kind, text: str, seed: int | None = 0, **kwargs: bool) -> np.ndarray:
-    """Both results, (2, rows, columns)."""
+    """Run a program and return both results, (2, rows, columns)."""
     out = np.zeros((2, 128 * kind.group, N), np.float32)
     data = operands(kind).data.reshape(-1)
     found = launch(text, out.reshape(-1), data, block=128, grid=kind.group, cluster=kind.group, seed=seed, **kwargs)
@@ -244,7 +244,7 @@ def test_faults_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no wait::ld", "no fence before the barrier", "no fence behind the barrier"])
 def test_lenient_rules(name: str) -> None:
-    """What kernels of NVIDIA leave out."""
+    """``lenient`` accepts omissions of NVIDIA's kernels."""
     before, after, _, _ = FAULTS[name]
     product = operands(NVFP4).product
     assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])
@@ -310,7 +310,7 @@ def move(wait: str = "tcgen05.wait::st.sync.aligned;", first: int = 4) -> np.nda
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_stored_rows_are_loaded_as_fragments(half: int) -> None:
-    """Lane 4 i + j gets columns 2 j and 2 j + 1 of row i, and those of row i + 8: of either half of its warp's rows."""
+    """Lane 4 i + j receives columns 2 j and 2 j + 1 of rows i and i + 8, in each half of its warp's rows."""
     lane = np.arange(32)
     rows = (lane // 4 + 16 * half)[:, None] + [0, 0, 8, 8]
     columns = (2 * (lane % 4))[:, None] + [0, 1, 0, 1]

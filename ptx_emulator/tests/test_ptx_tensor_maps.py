@@ -1,4 +1,4 @@
-"""The PTX emulator's copies by tensor map, on small programs."""
+"""Copies by tensor map in small programs."""
 
 import itertools
 import struct
@@ -12,7 +12,7 @@ from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitiali
 from ptx_emulator.memory import REGION_SHIFT
 
 TENSOR = (2 << REGION_SHIFT) + 16
-"""Where ``launch`` puts its second buffer."""
+"""Address of the second buffer of ``launch``."""
 TYPES = {4: 11, 8: 0, 16: 6, 32: 7}
 
 
@@ -45,7 +45,7 @@ class Map(NamedTuple):
 
 
 def box(map: Map, data: np.ndarray, at: tuple[int, ...]) -> np.ndarray:
-    """The bytes of a box in the order of shared memory; elements that are not in the tensor are 0."""
+    """Return the bytes of a box in the order of shared memory, with zeros outside the tensor."""
     digits = np.zeros(int(np.prod(map.box)) * map.bits // 4, np.uint8)  # of 4 bits
     given = np.stack([data & 15, data >> 4], -1).reshape(-1)
     per = map.bits // 4
@@ -99,7 +99,7 @@ EXPECT = "mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {SIZE};"
 def copied(
     map: Map, at: tuple[int, ...], mods: str = "", more: str = "", ctas: int = 1, to: str = "[%r2]", **kwargs
 ) -> np.ndarray:
-    """What each CTA has in shared memory after a copy by CTA 0, or by all if ``mods`` do not say multicast."""
+    """Return each CTA's shared memory after a copy by CTA 0, or by all CTAs if ``mods`` is not a multicast."""
     copy = f"""cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{mods}
         [%r1], [%rd2, {{{joined(at)}}}], {to}{more};"""
     guard = "@%p2 bra STARTED;" if "multicast" in mods else ""
@@ -160,7 +160,7 @@ COPY:
 
 
 def test_a_pair_counts_on_one_mbarrier() -> None:
-    """With ``cta_group::2`` the mbarrier may be the other CTA's; who waits for another knows nothing of the copy."""
+    """With ``cta_group::2`` the copy may arrive at the other CTA's mbarrier; other mbarriers order nothing."""
     twice = ALL_TO_ONE.replace("{EXPECTED}", str(2 * CUBE.box_bytes))
     own = {"to": "[%r7]", "ctas": 2, "start": twice}
     with pytest.raises((Race, Uninitialised)):
@@ -171,7 +171,7 @@ def test_a_pair_counts_on_one_mbarrier() -> None:
     assert copied(CUBE, (4, 0, 1), ".cta_group::2", ctas=2, start=both).all()
     one = "mov.u32 %r7, %r2;" + EXPECT + "@%p2 bra STARTED; {COPY}"
     pairs = {"mods": ".multicast::cluster.cta_group::2", "more": ", 3", "ctas": 2}
-    # Both boxes count on CTA 0's: CTA 1 waits in vain for its own.
+    # Both boxes arrive at CTA 0's mbarrier: CTA 1 waits in vain for its own.
     with pytest.raises((EmulationError, Deadlock)):
         copied(CUBE, (4, 0, 1), start=one, **pairs)
 
@@ -208,7 +208,7 @@ END:
 
 
 def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """The tensor after a box was stored, and that box in shared memory."""
+    """Return the tensor after a box was stored, and the box in shared memory."""
     text = STORE.format(SIZE=map.box_bytes, RANK=len(at), AT=joined(at))
     size = sum((extent - 1) * stride for extent, stride in zip(map.sizes[1:], map.strides, strict=True))
     tensor = np.zeros(size + map.sizes[0] * map.bits // 8, np.uint8)
@@ -219,7 +219,7 @@ def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> 
 
 @pytest.mark.parametrize(("map", "at"), [MAPS[1], MAPS[2], MAPS[3], MAPS[6], MAPS[7]])
 def test_stored_boxes(map: Map, at: tuple[int, ...]) -> None:
-    """What a load of the same box then has, is what was in shared memory, but for what is not in the tensor."""
+    """A load of the same box gives the stored bytes, except outside the tensor."""
     tensor, source = stored(map, at)
     there = box(map, np.full_like(tensor, 0xFF), at)
     assert np.array_equal(box(map, tensor, at), source & there)
