@@ -1,4 +1,18 @@
-"""Registry × samples as test parameters, and the ways to call an op."""
+"""Samples of all ops as test parameters, and the ways to call an op. The vocabulary of the tests:
+
+- A *sample* is a call that an op accepts, an *error input* a call that it refuses. Both come from ``tests/samples``.
+- A *case* is a ``pytest.param`` of an op and the name of a sample or an error input. ``sample_cases()`` are all samples;
+  ``form_cases()`` are the few samples of each op that differ in form: for tests that do not depend on values.
+- ``@each_sample(cases)`` parametrises a check ``(op, name)``, as ``pytest.mark.parametrize`` would. One pytest item
+  checks a *chunk* of 16 samples (``support.chunks``), because an item takes pytest longer than most checks.
+- ``get_sample(op, name, device)`` is the sample itself, ``arguments(op, sample)`` its arguments by name, and
+  ``named(op, given)`` a sample made from arguments by name.
+- ``call``, ``call_out`` and ``call_function`` call the op, its ``.out`` overload and its Python function. ``run``,
+  ``run_out`` and ``run_function`` do so with copies of updated arguments (``copy_updated``); they return the outputs,
+  then the final values of updated arguments (``updated``), with unspecified elements set to zero (``defined``).
+- ``expected_of(op)`` is the module that computes the expected results, ``tests/expected/<op>.py``.
+- ``out_for`` and ``poisoned`` make outputs filled with a pattern, which shows elements that the op does not write.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +46,7 @@ Input = TypeVar("Input", Sample, ErrorInput)
 
 
 def sample_cases(*names: str) -> list[Any]:
-    """Parameters (op, name of a sample): of all samples, or of those with these names."""
+    """Return the cases (op, name of a sample) of all samples, or of the samples with these names."""
     return [
         _case(op, sample)
         for op in OPS.values()
@@ -43,11 +57,10 @@ def sample_cases(*names: str) -> list[Any]:
 
 @cache
 def form_cases() -> tuple[Any, ...]:
-    """Parameters (op, name of a sample): of each op, the samples whose *form* shows something new.
+    """Return cases (op, name of a sample) for tests that depend on the *form* of a call, but not on values or sizes.
 
-    For what depends on the form of a call and not on values or sizes: the dispatcher, fakes, graphs and the compiler
-    see dtypes, dimensions, strides and arguments, and the same kernel runs whatever calls it. The sample that shows
-    most features is taken first, then the one that adds most, until every feature has been seen.
+    The dispatcher, fakes, graphs and the compiler see dtypes, dimensions, strides and arguments. Of each op, the sample
+    with the most such features is taken first, then the sample that adds most, until every feature has been seen.
     """
     cases = []
     for op in OPS.values():
@@ -61,7 +74,7 @@ def form_cases() -> tuple[Any, ...]:
 
 
 def form_groups(most: int) -> list[Any]:
-    """Parameters (op, names of samples) of `form_cases`, at most so many samples in one."""
+    """Return cases (op, names of samples) of `form_cases`, with at most ``most`` samples in each."""
     names: dict[str, list[str]] = {}
     for case in form_cases():
         op, name = case.values
@@ -74,7 +87,7 @@ def form_groups(most: int) -> list[Any]:
 
 
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
-    """The features of the form of a call, each by itself."""
+    """Return the features of the form of a call."""
     given = arguments(op, sample)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     features: set[Any] = {("positional", len(sample.args))}
@@ -91,7 +104,7 @@ def form_of(op: OpSpec, sample: Sample) -> set[Any]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in memory: each stride as compared with a contiguous one, and whether rows are aligned."""
+    """Describe a tensor's memory layout: each stride compared with a contiguous one, and whether rows are aligned."""
     strides, contiguous = [], 1
     for stride, extent in reversed(list(zip(tensor.stride(), tensor.shape, strict=True))):
         strides.append(extent > 1 and ("0" if stride == 0 else (stride > contiguous) - (stride < contiguous)))
@@ -101,8 +114,8 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
-    """Parameters (op, name of an error input, device), with bad addresses or without. CUDA has bad inputs that the CPU
-    has not, such as tensors on the CPU."""
+    """Return cases (op, name of an error input, device), with or without bad addresses. CUDA also has bad inputs with
+    tensors on the CPU."""
     return [
         pytest.param(op, error.name, device, id=f"{device}-{op.name}-{error.name}")
         for device in devices
@@ -113,13 +126,13 @@ def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
 
 
 CHUNK = 16
-"""Consecutive samples of an op that an item checks: so few that it takes seconds, and workers have even shares."""
+"""Consecutive samples of an op that one pytest item checks: few enough for items of seconds and balanced workers."""
 
 
 def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """A decorator for checks of (op, name of a sample): the samples among these cases, in chunks.
+    """Parametrise a check of (op, name of a sample) with these cases, in chunks.
 
-    A sample is in the chunk of the same id in every test, so that one worker compiles its kernel.
+    A sample belongs to the chunk with the same id in every test, so that one worker compiles its kernel.
     """
     return each_case(
         ("op", "name"), cases, lambda op, name: f"{op.name}-samples-{_chunk(_samples(op.name, 'cpu'), name)}"
@@ -127,18 +140,18 @@ def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
 
 
 def each_error(cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """The same of (op, name of an error input, device)."""
+    """Parametrise a check of (op, name of an error input, device) with these cases, in chunks."""
     chunk_of = lambda op, name, on: f"{on}-{op.name}-errors-{_chunk(_errors(op.name, on), name)}"  # noqa: E731
     return each_case(("op", "name", "on"), cases, chunk_of)
 
 
 def each_of_op(*names: str, cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """The same of other cases, whose first value is an op: all cases of an op are a chunk."""
+    """Parametrise a check with these cases, whose first value is an op. All cases of an op form a chunk."""
     return each_case(names, cases, lambda op, *_: op.name)
 
 
 def _chunk(entries: dict[str, Any], name: str) -> int:
-    """The position of the first entry of the chunk that this one is in."""
+    """Return the position of the first entry of the chunk that contains this entry."""
     return [*entries].index(name) // CHUNK * CHUNK
 
 
@@ -151,11 +164,11 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
 
 
 PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
-"""Names of samples, of which each op has one, of bfloat16 rows and the layout that GEMMs read."""
+"""Names of samples with bfloat16 rows and the layout that GEMMs read. Each op has one of them."""
 
 
 def plain_sample(op: OpSpec, device: str) -> Sample:
-    """A sample with nothing special about it."""
+    """Return a sample without special features."""
     sample = next(sample for sample in sample_inputs(op.name, device) if sample.name in PLAIN)
     return with_usable_backend(op, sample, torch.device(device))
 
@@ -166,7 +179,7 @@ def _plain_on_meta(name: str) -> Sample:
 
 
 def sample_with(op: OpSpec, device: str, *names: str) -> Sample:
-    """A copy of a sample that passes these arguments, tensors with elements; the plain one, if that does."""
+    """Return a copy of a sample that passes nonempty tensors as these arguments: the plain sample if it does."""
     return copied(_sample_with(op.name, device, names))
 
 
@@ -181,17 +194,17 @@ def _sample_with(name: str, device: str, names: tuple[str, ...]) -> Sample:
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
-    """A copy of its own of the sample, whose data is new in each run, and in it the same for each test."""
+    """Return a fresh copy of the sample. Its data depends on the seed of the run, and is the same for each test."""
     return copied(_samples(op.name, device)[name])
 
 
 def new_sample(op: OpSpec, name: str, device: str) -> Sample:
-    """The sample with data that no other has."""
+    """Return the sample with fresh data."""
     return with_usable_backend(op, _named(sample_inputs(op.name, device), name), torch.device(device))
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
-    """The error input, with a copy of its arguments; bad outputs are shared, not copied."""
+    """Return the error input with a copy of its arguments. Bad outputs are shared, not copied."""
     error = _errors(op.name, device)[name]
     if all(tensor.is_leaf for tensor in tensors_in(error)):
         return copied(error)
@@ -209,7 +222,8 @@ def _errors(op: str, device: str) -> dict[str, ErrorInput]:
 
 
 def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str) -> dict[str, Input]:
-    # Made once, since making them takes longer than most tests; and from their own seed, whatever test comes first.
+    # Make samples once, because this takes longer than most tests, and from their own seed, so that the order of tests
+    # does not matter.
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
@@ -217,7 +231,8 @@ def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str
 
 
 def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input:
-    """The call; on a GPU with the reference by name where no other backend can compute it, which ``auto`` refuses."""
+    """Return the call. If no other backend can compute it on a GPU, name the reference, which ``auto`` never takes
+    there."""
     if not op.has_backends or device.type != "cuda":
         return entry
     given = arguments(op, entry)
@@ -232,8 +247,7 @@ def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input
 
 
 def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool:
-    """Whether a backend besides the reference can compute a call of a GEMM, or would not be asked, since it is
-    refused."""
+    """Return whether a backend other than the reference can compute a GEMM call. Refused calls count as computable."""
     try:
         reasons = op.backends(device, **given)
     except (TypeError, ValueError):
@@ -243,7 +257,7 @@ def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool
 
 @cache
 def compiled_op_cases() -> tuple[Any, ...]:
-    """The ops of which a kernel computes plain calls on a Hopper GPU."""
+    """Return the ops whose plain calls run a kernel on a Hopper GPU."""
 
     def is_compiled(op: OpSpec) -> bool:
         sample = plain_sample(op, "meta")
@@ -260,17 +274,17 @@ def _named(inputs: Iterable[Any], name: str) -> Any:
 
 
 def good_outputs_error(op: OpSpec, device: str) -> ErrorInput:
-    """An error input that is about an output, and so whose arguments are good."""
+    """Return an error input whose fault is an output, so that its arguments are good."""
     return copied(next(error for error in _errors(op.name, device).values() if error.out is not None))
 
 
 def expected_of(op: OpSpec) -> ModuleType:
-    """The module ``expected/<op>.py``."""
+    """Return the module ``expected/<op>.py``."""
     return importlib.import_module(f"expected.{op.name}")
 
 
 def properties_for(op: OpSpec) -> dict[str, Any]:
-    """Static properties, as ``warmup`` takes them, of a call that passes every tensor that it may."""
+    """Return static properties, as ``warmup`` takes them, of a call that passes every optional tensor."""
     name, dtype = op.name, torch.bfloat16
     if name == "moe_route_ids":
         return {"experts": 16}
@@ -297,16 +311,16 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
 
 
 def overload(op: OpSpec, name: str = "default") -> Any:
-    """``torch.ops.cute.<op>.<name>``."""
+    """Return ``torch.ops.cute.<op>.<name>``."""
     return getattr(getattr(torch.ops.cute, op.name), name)
 
 
-# Calls. ``call…`` calls with the sample's own tensors; ``run…`` leaves them as they are: arguments that the op updates
-# are copied first, their final values come after the outputs, and what the op leaves unspecified is zero.
+# Calls. ``call…`` functions call with the sample's own tensors. ``run…`` functions leave the sample as it is: they copy
+# arguments that the op updates, return their final values after the outputs, and set unspecified results to zero.
 
 
 def call(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
-    """The op's outputs, always as a tuple."""
+    """Return the op's outputs as a tuple."""
     return as_tuple(overload(op)(*sample.args, **sample.kwargs))
 
 
@@ -317,7 +331,7 @@ def call_out(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors) -> None:
 
 
 def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | None = None) -> Tensors:
-    """What the typed Python function returns, called with ``out=`` if there are outputs."""
+    """Return the results of the typed Python function, called with ``out=`` if there are outputs."""
     kwargs = dict(sample.kwargs)
     if outputs is not None:
         kwargs["out"] = outputs if len(op.outputs) > 1 else outputs[0]
@@ -325,26 +339,26 @@ def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | No
 
 
 def run(op: OpSpec, sample: Sample) -> Tensors:
-    """Outputs and final values of updated arguments, of the op."""
+    """Return the op's outputs and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     return *defined(op, sample, call(op, sample)), *updated(op, sample)
 
 
 def run_out(op: OpSpec, sample: Sample, outputs: Tensors) -> Tensors:
-    """The same of the ``.out`` overload, which writes these outputs."""
+    """Return ``outputs``, written by the ``.out`` overload, and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     call_out(op, sample, outputs)
     return *defined(op, sample, outputs), *updated(op, sample)
 
 
 def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> Tensors:
-    """The same of the typed Python function."""
+    """Return the outputs of the typed Python function and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     return *defined(op, sample, call_function(op, sample, outputs)), *updated(op, sample)
 
 
 def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tensors:
-    """These outputs of the call; what the op leaves unspecified in them becomes zero, in place."""
+    """Return these outputs of the call, after setting elements that the op leaves unspecified to zero, in place."""
     outputs = tuple(outputs)
     if op.defined is not None:
         for output, value in zip(outputs, op.defined(outputs, *sample.args, **sample.kwargs), strict=True):
@@ -353,26 +367,26 @@ def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tens
 
 
 def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
-    """The arguments that the op updates."""
+    """Return the arguments that the op updates."""
     given = arguments(op, sample)
     return tuple(given[name] for name in op.updated)
 
 
 def copy_updated(op: OpSpec, sample: Input) -> Input:
-    """The sample with copies of what the op updates."""
+    """Return the sample with copies of the arguments that the op updates."""
     return copied(sample, updated(op, sample))
 
 
 def require_grad(sample: Sample) -> None:
-    """Have the sample's inputs require grad, those that can, but for scales of one byte."""
+    """Make the sample's inputs require grad if they can, except one-byte scales."""
     for tensor in tensors_in(sample):
         if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
 
 
 def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Input:
-    """The sample with copies of these tensors, or of all: of whole storages, so that views and overlaps are as they
-    were, among them those of other tensors with these."""
+    """Return the sample with copies of these tensors, or of all tensors. Whole storages are copied, so that views and
+    overlaps stay as they are, also with other tensors."""
     originals = tuple(tensors_in(sample) if tensors is None else tensors)
     assert all(tensor.is_leaf for tensor in originals), "a copy would have no history"
     storages = {_storage(tensor): tensor.untyped_storage() for tensor in originals if not tensor.is_meta}
@@ -392,12 +406,12 @@ def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Inpu
 
 
 def faked(sample: Input, mode: FakeTensorMode) -> Input:
-    """The sample with fakes of its tensors."""
+    """Return the sample with fake tensors."""
     return _mapped(lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value, sample)
 
 
 def on_meta(sample: Input) -> Input:
-    """The sample on the meta device: views and overlaps are as they were."""
+    """Return the sample on the meta device, with the same views and overlaps."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
 
@@ -415,13 +429,13 @@ def on_meta(sample: Input) -> Input:
 
 
 def _mapped(change: Callable[[Any], Any], sample: Input) -> Input:
-    """The sample with what ``change`` makes of each argument."""
+    """Return the sample with ``change`` applied to each argument."""
     kwargs = {name: change(value) for name, value in sample.kwargs.items()}
     return replace(sample, args=tuple(map(change, sample.args)), kwargs=kwargs)
 
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in ``storage`` as ``like`` does in its own."""
+    """Return a tensor with the offset, shape and strides of ``like`` in ``storage``."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
@@ -436,8 +450,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
-    """Assert that calls with the sample's own tensors write what the op updates, whose version moves, and that neither
-    another argument nor the memory beside it changes."""
+    """Check that calls with the sample's own tensors write the arguments that the op updates and increment their
+    versions, and that no other argument and no memory between their elements changes."""
     written = updated(op, sample)
     storages = {_storage(target): target.untyped_storage() for target in written}
     others = [tensor for tensor in tensors_in(sample) if _storage(tensor) not in storages]
@@ -456,7 +470,7 @@ def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
 
 
 def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:
-    """The sample's arguments by name, defaults filled in."""
+    """Return the sample's arguments by name, defaults filled in."""
     bound = _signature(op.function).bind(*sample.args, **sample.kwargs)
     bound.apply_defaults()
     bound.arguments.pop("out")
@@ -467,7 +481,7 @@ _signature = cache(inspect.signature)
 
 
 def named(op: OpSpec, given: dict[str, Any]) -> Sample:
-    """The sample of these arguments."""
+    """Return a sample with these arguments by name."""
     return Sample(op.name, (), given)
 
 
@@ -475,21 +489,21 @@ def named(op: OpSpec, given: dict[str, Any]) -> Sample:
 
 
 def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Every granularity with every layout that the op takes, as arguments; formats of FP4 at their default."""
+    """Return every granularity with every layout that the op takes, as arguments. FP4 formats stay at their default."""
     names = inspect.signature(op.function).parameters
     if "granularity" in names:
         pairs = (("token", "row"), ("tensor", "row"), ("block128", "row"), ("block128", "column"))
         return [{"granularity": granularity, "scale_layout": layout} for granularity, layout in pairs]
     if "scale_layout" not in names:
         return [{}]
-    # 8x4 is for activations, of which the one has no scales.
+    # The 8x4 layout is for activations; the activations of weight-only ops are not quantised.
     return [
         {"scale_layout": name} for name in SCALE_LAYOUTS if not (op.name.endswith("_weight_only") and name == "8x4")
     ]
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Those whose outputs differ in how PyTorch sees them: not by the size of a tile or the number of scales alone."""
+    """Return the choices whose outputs look different to PyTorch, not only in tile size or number of scales."""
     alike: tuple[Any, ...] = ({"scale_layout": "8x4"}, {"granularity": "block128", "scale_layout": "row"})
     return [choices for choices in all_choices_of(op) if choices not in alike]
 
@@ -497,8 +511,9 @@ def choices_of(op: OpSpec) -> list[dict[str, Any]]:
 def make_call(
     op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
 ) -> dict[str, Any]:
-    """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
-    rows, where the choices do not say otherwise. An op whose samples have a ``call`` of any size is called by that."""
+    """Return arguments by name of a call that quantises (or returns) a tensor of ``shape``, with random data. The
+    default is NVFP4 in 128x4, or FP8 by row. If the module of samples defines ``call``, that function makes the call.
+    """
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "call"):
         return arguments(op, samples.call(*shape, device=torch.device(device)))
@@ -529,13 +544,13 @@ def make_call(
 
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
-    """Arguments by name of a GEMM with ``a`` (M, K), of ``shape`` flattened, and 136 columns, or five experts of 64
-    with a gate: random data, NVFP4."""
+    """Return arguments by name of an NVFP4 GEMM with random data. ``a`` (M, K) has the flattened ``shape``; the result
+    has 136 columns, or five experts of 64 columns with a gate."""
     samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     *lead, width = shape
-    # An alpha of experts is made with the sample.
+    # The samples of expert GEMMs contain an alpha.
     kwargs = {} if op.name.startswith("moe_") else {"alpha": torch.rand(1, device=device)}
-    # Scales of so many columns have no number of rows that M has in some test: PyTorch takes equal for the same.
+    # The numbers of columns differ from every M of the tests, because PyTorch treats equal sizes as one symbol.
     columns = 5 * 64 if op.name.startswith("moe_fc1_") else 136
     sizes = (math.prod(lead), columns, input_width(op, width))
     sample = samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), **kwargs)
@@ -543,7 +558,7 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
 
 
 def quantises_rows(op: OpSpec) -> bool:
-    """Whether each row of an input becomes a row of codes."""
+    """Return whether each row of an input becomes a row of codes."""
     return next(iter(inspect.signature(op.function).parameters)) == "input" and not op.name.startswith("moe_")
 
 
@@ -552,8 +567,8 @@ def is_for_experts(op: OpSpec) -> bool:
 
 
 def input_width(op: OpSpec, width: int) -> int:
-    """Length of the input rows that become rows of ``width``; for experts, of five of them at least: no number of rows
-    that M has in some test, since PyTorch takes equal for the same."""
+    """Return the length of input rows that become rows of ``width``; for experts, at least five times 64. The length
+    differs from every M of the tests, because PyTorch treats equal sizes as one symbol."""
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
@@ -565,7 +580,7 @@ def input_width(op: OpSpec, width: int) -> int:
 
 
 def forget(op: OpSpec) -> None:
-    """Have an op choose, compile and load anew, as if it had never been called."""
+    """Reset an op to its state before the first call: it chooses, compiles and loads again."""
     op.path.launchers.clear()
     _call._launched.clear()
 
@@ -574,12 +589,12 @@ def forget(op: OpSpec) -> None:
 
 
 def out_for(op: OpSpec, results: Tensors) -> Tensors:
-    """Poisoned tensors for the outputs among these results of ``run``."""
+    """Return poisoned tensors for the outputs among these results of ``run``."""
     return poisoned(results[: len(op.outputs)])
 
 
 def poisoned(like: Iterable[torch.Tensor]) -> Tensors:
-    """Tensors of these shapes whose every byte is 0xAA, or that are NaN where a float can be."""
+    """Return tensors of these shapes with every byte 0xAA, or NaN if the dtype is a float of at least two bytes."""
     return tuple(_poison(t) for t in like)
 
 
