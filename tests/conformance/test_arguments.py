@@ -1,4 +1,4 @@
-"""Tensors that no schema refuses, in every form of every op: ``None`` where a tensor is needed, outputs that overlap
+"""Tensors that no schema refuses, in every form of every op: ``None`` for a required tensor, outputs that overlap
 another tensor, and weights that are not transposed."""
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Forms of a call: ``given`` are the arguments by name, ``outputs`` the tensors to write into, by their names in .out.
+# Forms of a call. ``given`` are the arguments by name, ``outputs`` the tensors to write into, by their names in .out.
 
 
 def as_function(op, given, outputs=None):
@@ -57,13 +57,13 @@ def as_autograd_entry(op, given, outputs=None):
 
 @dataclass
 class Place:
-    """Where calls run.
+    """Environment in which calls run.
 
     Attributes:
-        device: of the tensors that calls are made of.
-        forms: the forms of a call that there are.
-        fakes: what makes fakes of tensors; ``None``: calls get the tensors themselves.
-        launches: what the model of kernels has launched.
+        device: device of the calls' tensors.
+        forms: available forms of a call.
+        fakes: mode that makes fake tensors, or None if calls take the tensors themselves.
+        launches: launches recorded by the model of kernels.
     """
 
     device: str
@@ -72,7 +72,7 @@ class Place:
     launches: Launches = field(default_factory=Launches)
 
     def anew(self):
-        """As the fixture made it: before each case of a chunk."""
+        """Restore the state that the fixture made, before each case of a chunk."""
         self.launches.anew()
         if self.fakes is not None:
             self.fakes = FakeTensorMode()
@@ -84,7 +84,7 @@ class Place:
             return form(op, *(None if each is None else changed(each, mode.from_tensor) for each in (given, outputs)))
 
     def good_call(self, op, has=()):
-        """Arguments that the op takes, these tensors among them, and tensors for its outputs."""
+        """Return good arguments that include the tensors ``has``, and tensors for the outputs."""
         sample = sample_with(op, self.device.replace("meta", "cpu"), *has)
         given = changed(sample.kwargs, on_meta) if self.device == "meta" else sample.kwargs
         outputs = poisoned(run(op, named(op, given))[: len(op.outputs)])
@@ -92,7 +92,7 @@ class Place:
 
 
 def callable_on(op, given, device):
-    """The arguments; where no kernel can compute the call, with the reference by name."""
+    """Return the arguments; if no kernel can compute the call, name the reference."""
     return arguments(op, with_usable_backend(op, named(op, given), torch.device(device)))
 
 
@@ -106,14 +106,13 @@ def on_meta(tensor):
 
 @pytest.fixture(params=(*DEVICES, "meta", "fake", "model"))
 def place(request, monkeypatch):
-    """Each device; meta; fake tensors; and the CUDA entries on the model of compiled kernels."""
+    """Return each environment: devices, meta, fake tensors, and the CUDA entries on the model of compiled kernels."""
     if request.param == "fake":
         return Place("cpu", fakes=FakeTensorMode())
     if request.param == "model":
         recorded = request.getfixturevalue("launches")
-        monkeypatch.setattr(
-            torch.Tensor, "get_device", lambda self: 0
-        )  # so that functions and guards take the fast path
+        # Functions and guards then take the fast path.
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
         return Place("cpu", (as_function, as_autograd_entry, as_cuda_entry), launches=recorded)
     return Place(request.param)
 
@@ -122,7 +121,7 @@ def place(request, monkeypatch):
 
 
 def missing_in(op):
-    """Each required tensor, and all of them."""
+    """Yield each required tensor, and all of them together."""
     required = tuple(each.name for each in op.signature.tensors if not each.is_optional)
     return dict.fromkeys((*((name,) for name in required), required))
 
@@ -136,7 +135,7 @@ def missing_in(op):
     ],
 )
 def test_none_for_a_required_tensor(op, missing, place):
-    """Before a call of the kind has been made, and after, when its kernel is ready."""
+    """Check calls before the first good call, and after it, when the kernel is ready."""
     given, outputs = place.good_call(op)
     for form in place.forms:
         for _ in range(2):
@@ -151,7 +150,7 @@ def test_none_for_a_required_tensor(op, missing, place):
 @pytest.mark.parametrize("op", op_cases())
 def test_none_for_an_output(op, place):
     given, outputs = place.good_call(op)
-    # For a function with one output it means a new tensor.
+    # For a function with one output, None asks for a new tensor.
     forms = place.forms if len(op.outputs) > 1 else place.forms[1:]
     for form in forms:
         for name in op.out_names:
@@ -171,7 +170,7 @@ WRONG = {
     "str": (7, b"linear", ["linear"]),
     "ScalarType": ("bfloat16", 15, 1000, 1.0),
 }
-"""Values that functions refuse by their type, as torch's binding does or would; its own answer to 1000 is a crash."""
+"""Values of wrong types, as torch's binding refuses or should refuse them; given the dtype 1000, it crashes."""
 
 
 @each_of_op(
@@ -181,7 +180,7 @@ WRONG = {
     ],
 )
 def test_wrong_python_types(op, parameter, place):
-    """For functions, on the first call and on later ones."""
+    """Check functions on the first call and on later calls."""
     given, outputs = place.good_call(op)
     nothing = () if parameter.is_optional else (None,)
     for _ in range(2):
@@ -196,13 +195,14 @@ def test_wrong_python_types(op, parameter, place):
 
 
 def span(tensor):
-    """Bytes from a tensor's first element to behind its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
     return (last + 1) * tensor.itemsize
 
 
 def in_one_storage(written, other, shift):
-    """The two in one storage, ``written`` so many bytes behind ``other``, with the values of ``other``."""
+    """Return both tensors in one storage, ``written`` starting ``shift`` bytes after ``other``, with the values of
+    ``other``."""
     storage = torch.zeros(span(written) + span(other) + 2 * abs(shift) + 64, dtype=torch.uint8, device=written.device)
     storage = storage[: len(storage) // 16 * 16]
     begin = max(-shift, 0)
@@ -220,8 +220,8 @@ def in_one_storage(written, other, shift):
 
 
 def shifts_of(written, other):
-    """By which the two overlap: at one place, by a little and by all but a little, either way. An output begins at a
-    multiple of 16 bytes."""
+    """Return shifts, multiples of 16 bytes, by which the tensors overlap: fully, by a little, and by almost
+    everything."""
     far = [(span(tensor) - 1) // 16 * 16 for tensor in (other, written)]
     return dict.fromkeys((0, min(16, far[0]), far[0], -min(16, far[1]), -far[1]))
 
@@ -235,8 +235,8 @@ OVERLAPS = [
 
 @each_of_op("op", "written", cases=OVERLAPS)
 def test_no_output_overlaps_another_tensor(op, written, place):
-    """Nor does an argument that is updated: on the first call and on later ones. Only the same view is allowed where
-    the op says so, and a hint, which nothing depends on. Nothing is written."""
+    """Check outputs and updated arguments, on the first call and on later calls. Only the same view is allowed, if the
+    op says so, and any overlap with a hint, which does not affect results. Nothing is written."""
     names = [each.name for each in op.signature.tensors if each.name not in op.path.hints]
     for other in (name for name in (*names, *op.out_names) if name != written):
         given, outputs = place.good_call(op, has=[name for name in (written, other) if name in names])
@@ -270,7 +270,7 @@ TRANSPOSED = [
 
 @pytest.mark.parametrize("op", TRANSPOSED)
 def test_a_square_weight_has_to_be_transposed(op, place):
-    """Where the weight is stored as a square, its strides tell; on the first call and after good ones."""
+    """Check that strides reveal an untransposed square weight, on the first call and after good calls."""
     given = arguments(op, get_error(op, "b-untransposed", place.device))
     stored = given["b"]
     assert stored.shape[0] == stored.shape[1] and stored.is_contiguous()
@@ -285,8 +285,8 @@ def test_a_square_weight_has_to_be_transposed(op, place):
 
 @pytest.mark.parametrize("op", TRANSPOSED)
 def test_other_weights_may_lie_by_rows_of_k(op, place):
-    """A contiguous (K, N) means what the transposed view of an (N, K) does."""
-    # A weight of 512 elements a row: none of these is square.
+    """Check that a contiguous (K, N) weight means the same as the transposed view of an (N, K) weight."""
+    # The weight has 512 elements per row, so that it is not square for any op.
     given = callable_on(op, make_call(op, 4, 384, device=place.device), place.device)
     packed = {**given, "b": given["b"].view(torch.uint8).contiguous().view(given["b"].dtype)}
     assert packed["b"].is_contiguous() and given["b"].shape[0] != given["b"].shape[1]

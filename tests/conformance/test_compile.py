@@ -32,12 +32,12 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.mark.parametrize(("op", "names"), form_groups(8))
 def test_compiled_is_eager(op, names, device):
-    """The op, its Python function, and the function with ``out=``, with several samples in one graph."""
+    """Check the op, its Python function, and the function with ``out=``, with several samples in one graph."""
     samples = [get_sample(op, name, device) for name in names]
     wanted = [run(op, sample) for sample in samples]
     outputs = [out_for(op, want) for want in wanted]
 
-    # Without the helpers of ``cases.py``, which Dynamo would trace for every call.
+    # Helpers of ``cases.py`` stay outside, because Dynamo would trace them for every call.
     as_op, as_function, returns_one = overload(op), op.function, len(op.outputs) == 1
 
     def program(calls, outputs):
@@ -65,7 +65,7 @@ INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leadin
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), sample_cases(*INDUCTOR))
 def test_inductor(op, name, device):
-    """Between operations of the program, which Inductor fuses and whose buffers it plans."""
+    """Check calls between operations of the program that Inductor fuses and whose buffers it plans."""
     if device == "cuda" and not has_triton():
         pytest.skip("Inductor needs Triton on a GPU")
     sample = get_sample(op, name, device)
@@ -92,7 +92,7 @@ ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
 
 
 def split_call(op, *lead, device, **choices):
-    """Tensors, and the other arguments, of a call with these dimensions before the last."""
+    """Return the tensors and the other arguments of a call with these leading dimensions."""
     width = 256 if choices.get("granularity") == "block128" else 80
     given = make_call(op, *lead, width, device=device, **choices)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -100,10 +100,11 @@ def split_call(op, *lead, device, **choices):
 
 
 def compilations(op, device, sequence, choices, dynamic=None, lead=()):
-    """How many graphs a program with the op is compiled to for this sequence of M; its results are the op's.
+    """Return the number of graphs compiled for a program with the op and this sequence of M. Check that its results
+    equal the op's.
 
-    Kept graphs are counted, not calls of the backend: with ``dynamic=True`` PyTorch makes a float argument symbolic,
-    and starts again when it finds that the op wants a number.
+    Graphs that are kept are counted, not calls of the backend: with ``dynamic=True``, PyTorch makes a float argument
+    symbolic, and starts again when the op asks for a number.
     """
 
     def program(tensors):
@@ -129,7 +130,7 @@ by_op_and_choices = pytest.mark.parametrize(
         pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
         for case in op_cases()
         for choices in choices_of(*case.values)
-        # The caller passes the tiled scale matrix, whose extent PyTorch takes for fixed until it has seen a second one.
+        # The caller passes the tiled scale matrix. PyTorch treats its size as fixed until it sees a second size.
         if not (case.id in TAKING_TILES and choices["scale_layout"] == "128x4")
     ],
 )
@@ -138,15 +139,15 @@ by_op_and_choices = pytest.mark.parametrize(
 @by_op_and_choices
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["2d", "3d"])
 def test_compiles_twice_at_most(op, choices, lead, device):
-    """Once for the first M, once with M symbolic."""
+    """Check for one graph for the first M, and one with M symbolic."""
     assert compilations(op, device, ROWS, choices, lead=lead) <= 2
 
 
 @by_op_and_choices
 def test_compiles_twice_at_most_in_any_order(op, choices, device):
-    """With ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all others.
+    """Check with ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all other M.
 
-    The first M is none of the other sizes: PyTorch takes sizes that are equal in the first call for the same.
+    The first M differs from all other sizes, because PyTorch treats equal sizes as one symbol.
     """
     tensors, _ = split_call(op, 1, device=device, **choices)
     sizes = {size for tensor in tensors.values() for size in tensor.shape}
@@ -157,13 +158,13 @@ def test_compiles_twice_at_most_in_any_order(op, choices, device):
 
 @by_op_and_choices
 def test_no_rows_after_some(op, choices, device):
-    """M = 0 is a case of its own to PyTorch."""
+    """Check M = 0, which PyTorch specialises."""
     assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 3
 
 
 @pytest.mark.parametrize("op", op_cases())
 def test_export(op, device):
-    """``torch.export`` with a symbolic number of rows gives the op's results for other numbers."""
+    """Check that a program exported with a symbolic number of rows returns the op's results for other numbers."""
 
     class Program(torch.nn.Module):
         def forward(self, tensors):

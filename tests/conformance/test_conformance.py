@@ -1,6 +1,6 @@
-"""Every op does what every op must do: registry × samples × device.
+"""Promises that every op keeps: registry × samples × device.
 
-What compiles is in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
+Tests that compile are in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @by_op
 def test_schema(op):
-    """As promised; parsed, so that only the spelling may differ."""
+    """Compare parsed schemas, so that only the spelling may differ."""
     promised = expected_of(op)
     for name, schema in {"default": promised.SCHEMA, "out": promised.OUT_SCHEMA}.items():
         assert str(overload(op, name)._schema) == str(torch._C.parse_schema(schema))
@@ -71,7 +71,7 @@ def test_samples_are_many_and_distinct(op, device):
 
 @by_sample
 def test_result(op, name, device):
-    """Of the op; and of the reference, which runs on a GPU too, where users may compare with it."""
+    """Check the op, and its reference, which runs on a GPU too, so that users may compare results with it."""
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     expected = expected_of(op).results(given)
@@ -101,15 +101,15 @@ DENSE_FP4 += ("fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
 
 
 def ours(op, sample, device) -> bool:
-    """Whether a kernel of ours can compute a GEMM."""
+    """Return whether one of our kernels can compute a GEMM."""
     reasons = op.backends(torch.device(device), *sample.args, **sample.kwargs)
     return any(reason is None for name, reason in reasons.items() if name not in ("cublas", "reference"))
 
 
 @by_sample
 def test_row_alone(op, name, device):
-    """Row m of a batch is the row alone, bit for bit, unless there are other kernels for one: cuBLAS's, and those of
-    dense FP4 GEMMs. (``test_fp4_gemm_gpu`` has rows by one tactic.)"""
+    """Check that row m of a batch equals the row alone, bit for bit, unless a single row uses other kernels: cuBLAS,
+    and dense FP4 GEMMs. (``test_fp4_gemm_gpu`` compares rows computed by one tactic.)"""
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     outputs = run(op, sample)
@@ -153,17 +153,17 @@ def test_row_alone(op, name, device):
 
 
 def outputs_width(y):
-    """Elements of a row of codes."""
+    """Return the number of elements in a row of codes."""
     return y.shape[-1] * (2 if y.dtype == torch.uint8 else 1)
 
 
 def row_of_scales(scale, layout, rows, width, given, m):
-    """The scales of row ``m``, out of a batch's and laid out as those of one row that has no other dimension."""
+    """Return the scales of row ``m`` of a batch, in the layout of a single row without leading dimensions."""
     if layout == "row":
         return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
     if layout == "column":
         return scale[:, m : m + 1].contiguous()
-    # Its bytes, picked out of the batch's layout and laid out anew.
+    # Collect the row's bytes from the batch's layout and arrange them for one row.
     all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
     row = spec.collect(all_bytes, layout, rows, width // given["block_size"])[m]
     laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
@@ -199,7 +199,7 @@ def test_function_is_op(op, name, device):
 
 @by_form
 def test_without_gradients(op, name, device):
-    """In these modes an input may require grad, and results are the same."""
+    """Check that in these modes an input may require grad, and that results are the same."""
     sample = get_sample(op, name, device)
     want = run(op, sample)
     require_grad(sample)
@@ -220,7 +220,7 @@ def _facts(tensors):
 
 @by_form
 def test_fake_is_real(op, name, device):
-    """With fixed sizes, and with symbolic ones."""
+    """Check with fixed sizes, and with symbolic sizes."""
     sample = get_sample(op, name, device)
     real = _facts(run(op, sample)[: len(op.outputs)])
     for shapes in (None, ShapeEnv()):
@@ -235,13 +235,13 @@ def test_fake_is_real(op, name, device):
 
 @by_form
 def test_outputs_are_packed(op, name, device):
-    """As fakes are, however the arguments lie: compiled programs go by the fakes' strides."""
+    """Check that outputs are contiguous like fakes, for any strides of the arguments: compiled programs rely on it."""
     given = arguments(op, get_sample(op, name, device))
     for key in (each.name for each in op.signature.tensors if given[each.name] is not None):
         turned = given[key].view(torch.uint8) if given[key].itemsize == 1 else given[key]
         order = tuple(range(turned.dim()))[::-1]
         turned = turned.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
-        with contextlib.suppress(ValueError):  # such as for a weight that seems not to be transposed
+        with contextlib.suppress(ValueError):  # such as for a weight that looks untransposed
             for output in call(op, named(op, {**given, key: turned.view(given[key].dtype)})):
                 assert output.stride() == torch.empty(output.shape, device="meta").stride()
 
@@ -250,7 +250,7 @@ def test_outputs_are_packed(op, name, device):
 def test_meta_is_real(op, name, device):
     sample = get_sample(op, name, device)
     real = [fact[:3] for fact in _facts(run(op, sample))]
-    # Made from the sample: to draw and lay out its values on meta, in torch's decompositions, takes ten times as long.
+    # Made from the sample: drawing and arranging values on meta through torch's decompositions takes ten times as long.
     outputs = run(op, on_meta(sample))
     assert [fact[:3] for fact in _facts(outputs)] == real
     assert all(output.device.type == "meta" for output in outputs)
@@ -264,8 +264,8 @@ UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 
 
 def utils_for(op, name):
-    """Those that show something new: ``AOT``, a third of a second each, for the form of an op that shows most, since
-    test_compiled_is_eager has all forms with fixed sizes, and test_fake_is_real with symbolic ones."""
+    """Return the checks that add something. ``AOT``, a third of a second each, runs for each op's richest form only:
+    test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real with symbolic sizes."""
     first = next(case for case in form_cases() if case.values[0] is op)
     return [util for util in UTILS if util != AOT or name == first.values[1]]
 
@@ -275,18 +275,18 @@ def test_opcheck(op, name, device):
     sample = get_sample(op, name, device)
     utils = utils_for(op, name)
     if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
-        # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
-        # test_deterministic_and_pure compares bytes.
+        # test_schema multiplies or copies arguments, which these dtypes do not support. test_deterministic_and_pure
+        # compares bytes.
         utils.remove("test_schema")
     if op.defined is not None and AOT in utils:
-        # It compares outputs as if all were specified.
+        # AOT compares unspecified elements of outputs.
         utils.remove(AOT)
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 
 
 @by_form
 def test_opcheck_out(op, name, device):
-    """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
+    """Leave out test_schema, which cannot multiply a float8 output; test_out_is_functional compares bytes."""
     sample = get_sample(op, name, device)
     outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
     utils = [util for util in utils_for(op, name) if util != "test_schema"]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs, streams, sizes, and kernels that follow each other."""
+"""Behaviour that only a GPU can show: graphs, streams, sizes, and kernels that follow each other."""
 
 import fcntl
 import tempfile
@@ -55,8 +55,8 @@ LAID_OUT = [
 
 @pytest.fixture
 def needs_memory():
-    """A function that skips on a GPU with less than so many GB. Such tests run one at a time, however many processes
-    share the GPU, and leave nothing of it allocated."""
+    """Return a function that skips the test on a GPU with less memory than it names, in GB. Such tests run one at a
+    time, however many processes share the GPU, and free all memory."""
 
     def needs(gigabytes):
         total = torch.cuda.get_device_properties(0).total_memory / 1e9
@@ -70,7 +70,8 @@ def needs_memory():
 
 
 def refill(sample, source):
-    """Write the data of another sample of the same name into this one's storages, views and overlaps as they are."""
+    """Write the data of another sample of the same name into this sample's storages; views and overlaps stay as they
+    are."""
     for ours, theirs in zip(tensors_in(sample), tensors_in(source), strict=True):
         ours.untyped_storage().copy_(theirs.untyped_storage())
 
@@ -78,7 +79,7 @@ def refill(sample, source):
 @by_form
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_captured_is_eager(op, name):
-    """A replay computes from what the inputs hold then, for the op, for its Python function and for ``out=``."""
+    """Check that a replay uses the inputs' current content, for the op, its Python function and ``out=``."""
     sample = get_sample(op, name, "cuda")
     outputs = out_for(op, run(op, sample))
     run_out(op, sample, outputs)
@@ -102,7 +103,8 @@ def test_captured_is_eager(op, name):
 
 @by_op
 def test_capture_of_a_kernel_that_is_not_ready(op):
-    """The error names op and key; after the call of warmup that it names, the capture works."""
+    """Check that the error names the op and the key, and that the capture works after the ``warmup`` call that it
+    names."""
     width = torch.randint(1000, 2000, ()).item() * 16
     forget(op)
     sample = named(op, make_call(op, 3, width, device="cuda"))
@@ -123,7 +125,7 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
 
 @by_op
 def test_runs_on_the_current_stream(op):
-    """The input is written late on a side stream; the op, on that stream, must wait for it, and only on that one."""
+    """Write the input late on a side stream. The op, on that stream, must wait for it, and for that stream only."""
     data = plain_sample(op, "cuda")
     samples = [copy_updated(op, plain_sample(op, "cuda")) for _ in range(2)]
     want = run(op, data)
@@ -143,7 +145,7 @@ def test_runs_on_the_current_stream(op):
 
 @by_op
 def test_many_streams_and_threads(op):
-    """Calls from several threads on streams of their own."""
+    """Check calls from several threads, each on its own stream."""
     samples = [plain_sample(op, "cuda") for _ in range(8)]
     wants = [run(op, sample) for sample in samples]
     torch.cuda.synchronize()
@@ -168,8 +170,8 @@ def test_many_streams_and_threads(op):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 def test_kernels_that_follow_each_other(captured, adds):
-    """With programmatic dependent launch a kernel starts before the one ahead of it has ended: each step reads what the
-    step before wrote, and overwrites what the step before read."""
+    """Check programmatic dependent launches, in which a kernel starts before the previous one ends: each step reads
+    results of the step before, and overwrites its inputs."""
     start = torch.randn(257, 2048, dtype=torch.bfloat16, device="cuda")
     weight = torch.rand(2048, dtype=torch.bfloat16, device="cuda") + 0.5
     y, scale = torch_cute_ops.rmsnorm_fp4quant(start, weight, scale_layout="128x4")
@@ -201,7 +203,8 @@ def test_kernels_that_follow_each_other(captured, adds):
 @by_op
 @pytest.mark.slow
 def test_cuda_graph_trees(op):
-    """``torch.compile(mode="reduce-overhead")`` captures the op; results of calls do not overwrite each other."""
+    """Check that ``torch.compile(mode="reduce-overhead")`` captures the op, and that results of calls do not overwrite
+    each other."""
     if not has_triton():
         pytest.skip("Inductor needs Triton for CUDA graphs")
     torch._dynamo.reset()
@@ -227,7 +230,7 @@ SIZES = [(20_000, 1024), (8192, 4096), (3000, 2880), (3000, 7168), (300, 16_384)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize(("op", "choices"), LAID_OUT)
 def test_many_rows(op, choices, rows, width):
-    """Sizes that fill the GPU several times, against the reference; and rows alone give the same."""
+    """Check sizes that fill the GPU several times against the reference, and rows alone against the batch."""
     if choices.get("granularity") == "block128" and width % 128:
         pytest.skip("no whole blocks of 128")
     given = make_call(op, rows, width, device="cuda", **choices)
@@ -282,7 +285,7 @@ def test_dequantize_more_than_2_31_elements(needs_memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", QUANTISING)
 def test_rows_further_apart_than_2_31(op, needs_memory):
-    """Strides of 2^31 elements and more, read in place."""
+    """Check that rows with strides of 2^31 elements and more are read in place."""
     needs_memory(32)
     given = make_call(op, 4, 80, device="cuda", **choices_of(op)[0])
     want = run(op, named(op, given))
@@ -295,7 +298,7 @@ def test_rows_further_apart_than_2_31(op, needs_memory):
 
 @by_op
 def test_another_device(op):
-    """The tensors' device counts, not the current one."""
+    """Check that the tensors' device is used, not the current device."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with torch.cuda.device(0):
@@ -308,7 +311,8 @@ def test_another_device(op):
 
 @pytest.mark.parametrize("op", QUANTISING)
 def test_strided_rows_are_read_in_place(op):
-    """Rows and residuals at strides of a multiple of 16 bytes take no copy: nothing but the outputs is allocated."""
+    """Check that rows and residuals with strides of multiples of 16 bytes are not copied: only outputs are
+    allocated."""
     given = make_call(op, 64, 2048, device="cuda", **choices_of(op)[0])
     for name in ("input", *op.updated):
         storage = torch.randn(64, 3 * 4096, dtype=torch.bfloat16, device="cuda")
@@ -339,7 +343,7 @@ def test_strided_rows_are_read_in_place(op):
     ids=str,
 )
 def test_rows_in_l2_give_the_same_every_time(name, kwargs, width, dtype):
-    """Rows that are copied soon after they are asked for do not overwrite those that are still being read."""
+    """Check that rows copied soon after they are requested do not overwrite rows that are still being read."""
     op = OPS[name]
     rows = torch.randn(1200, 2 * width if name.startswith("silu") else width, device="cuda", dtype=dtype)
     weight = (torch.rand(width, device="cuda", dtype=dtype),) if name.startswith("rmsnorm") else ()

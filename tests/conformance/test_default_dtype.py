@@ -1,4 +1,5 @@
-"""Model loaders set PyTorch's default dtype to the model's; nothing here may depend on it."""
+"""Results under another default dtype: model loaders set PyTorch's default dtype to the model's, and nothing may depend
+on it."""
 
 import contextlib
 
@@ -35,7 +36,8 @@ def test_same_bits(op, name, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_examples_are_calls(op):
-    """Of the same kernels: what is made for a property has the dtype that the op takes."""
+    """Check that example tensors, made for static properties, get the dtypes that the op takes, and so the same
+    kernels."""
     properties = properties_for(op)
     want = registry.kernels_of(op.name, "sm_90a", **properties)
     with bfloat16_by_default():

@@ -1,4 +1,4 @@
-"""Every bad input gives its error, whatever form of the op it reaches, and nothing is launched."""
+"""Error inputs of every op: each form of the op raises the expected error and launches nothing."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def raises(op, error):
 
 
 def good_outputs(op, device):
-    """Outputs of a call that the op would take."""
+    """Return outputs of a call that the op accepts."""
     return call(op, good_outputs_error(op, device))
 
 
@@ -72,7 +72,7 @@ def test_error_under_fake_tensors(op, name, on):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_good_outputs_are_good(op, device):
-    """What the bad outputs are made of is right but for the one thing that is wrong about them."""
+    """Check that error inputs with bad outputs have exactly one fault."""
     outputs = good_outputs(op, device)
     call_out(op, good_outputs_error(op, device), poisoned(outputs))
     for error in error_inputs(op.name, device):
@@ -89,7 +89,7 @@ def test_good_outputs_are_good(op, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_inputs_that_require_grad_are_refused_by_name(op, device):
-    """Any floating argument, and the message tells the way out."""
+    """Check each floating argument; the message tells how to avoid the error."""
     factors = ("global_scale", "scale", "alpha", "residual", "bias")
     samples = [plain_sample(op, device), *sample_inputs(op.name, device)]
     sample = next((sample for sample in samples if any(name in sample.kwargs for name in factors)), samples[0])

@@ -14,12 +14,12 @@ from torch._inductor import config
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# The wrapper's C++ takes a minute to optimise, and a precompiled header is made for nobody else.
+# The wrapper's C++ takes a minute to optimise, and a precompiled header would be made for one use only.
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
 
 
 def default_call(op):
-    """A sample of tensors and of numbers that have no default."""
+    """Return a sample with tensors, and numbers without a default."""
     given = arguments(op, plain_sample(op, "cpu"))
     return named(
         op,
@@ -32,7 +32,7 @@ def default_call(op):
 
 
 class EveryOp(torch.nn.Module):
-    """Calls every op, with default arguments."""
+    """Module that calls every op with default arguments."""
 
     def __init__(self, samples):
         super().__init__()
@@ -57,7 +57,7 @@ def default_calls():
 
 
 def assert_eager(samples, tensors, outputs):
-    """That these are the outputs of every op, and what it has made of its arguments."""
+    """Check the outputs of every op, and the arguments that it updates."""
     for name, sample in samples.items():
         op, after = OPS[name], named(OPS[name], sample.kwargs | tensors[name])
         assert_same((*defined(op, sample, outputs[name]), *updated(op, after)), run(op, sample))
@@ -73,14 +73,15 @@ torch.save((tensors, outputs), results)
 
 
 class Doubled(torch.nn.Module):
-    """A program without any of our ops."""
+    """Module without our ops."""
 
     def forward(self, tensors):
         return {name: x * 2 for name, x in tensors.items()}
 
 
 def loaded(module, tensors, folder):
-    """The process that loads a program's package, which AOTInductor makes, and where it leaves tensors and results."""
+    """Compile a program's package with AOTInductor, load it in a process, and return the process and the results'
+    file."""
     folder.mkdir()
     program = torch.export.export(module, (tensors,))
     package, given, results = (str(folder / name) for name in ("program.pt2", "tensors.pt", "results.pt"))
@@ -92,11 +93,11 @@ def loaded(module, tensors, folder):
 
 @pytest.mark.slow
 def test_package(tmp_path):
-    """Made by AOTInductor, and loaded in a process that knows the ops and nothing of the program."""
+    """Check a package in a process that imports the ops, but not the program."""
     samples = default_calls()
     done, results = loaded(EveryOp(samples), tensors_of(samples), tmp_path / "ours")
     if done.returncode < 0 and loaded(Doubled(), {"x": torch.ones(4)}, tmp_path / "plain")[0].returncode < 0:
-        # Where the C++ compiler links its standard library statically, torch's own check of the device crashes.
+        # If the C++ compiler links its standard library statically, torch's own check of the device crashes.
         pytest.skip("no package of AOTInductor can be loaded on this machine, not even one of PyTorch's ops alone")
     assert done.returncode == 0, done.stderr
     assert_eager(samples, *torch.load(results))
@@ -104,7 +105,7 @@ def test_package(tmp_path):
 
 @pytest.mark.slow
 def test_cpp_wrapper():
-    """Code that Inductor generates in C++."""
+    """Check the C++ code that Inductor generates."""
     samples = default_calls()
     tensors = {name: copied(sample).kwargs for name, sample in samples.items()}
     tensors = {name: {key: tensors[name][key] for key in given} for name, given in tensors_of(samples).items()}
@@ -126,7 +127,7 @@ SYMBOLIC = [
 
 
 class RowsOfAll(torch.nn.Module):
-    """An op with a number that is the number of tokens."""
+    """Module that calls an op with the number of tokens as a number."""
 
     def __init__(self, op, name, numbers):
         super().__init__()
@@ -137,7 +138,7 @@ class RowsOfAll(torch.nn.Module):
 
 
 def rows_of_all(op, name, device):
-    """The module, and a function that makes its input."""
+    """Return the module, and a function that makes its input."""
     given = arguments(op, plain_sample(op, device))
     first, *_ = given
     numbers = {key: value for key, value in given.items() if key not in (first, name)}
@@ -162,13 +163,13 @@ def assert_module_is_eager(compiled, module, make, tokens):
 @pytest.mark.parametrize(("op", "name"), SYMBOLIC)
 @pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)], ids=["dynamic", "default"])
 def test_a_number_of_rows_that_is_a_symbol(op, name, dynamic, most, device):
-    """Compiles once for all numbers of tokens, or once more where the first one is taken for fixed."""
+    """Check that one graph serves all numbers of tokens, or a second graph if the first number is taken as fixed."""
     module, make = rows_of_all(op, name, device)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for tokens in (5, 9, 17, 64, 3, 300):
         assert_module_is_eager(compiled, module, make, tokens)
-    # Those that are kept: PyTorch begins anew where it took a float for a symbol that the op wants as a number.
+    # Count graphs that are kept: PyTorch starts again after it made a float symbolic that the op needs as a number.
     graphs = len(_debug_get_cache_entry_list(RowsOfAll.forward.__code__))
     torch._dynamo.reset()
     assert 1 <= graphs <= most

@@ -1,4 +1,5 @@
-"""Any call at all gives what its fake gives, or a ``ValueError`` or ``TypeError`` that names the op."""
+"""Random calls: each returns results that match its fake, or raises a ``ValueError`` or ``TypeError`` that names the
+op."""
 
 import math
 import os
@@ -24,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 
 SMALL = 1 << 14
-"""Bytes that the tensors of a sample have, at most: the form of a call is what counts."""
+"""Most bytes of a sample's tensors; only the form of a call matters."""
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool),
@@ -62,7 +63,7 @@ VALUES["SymInt"] = VALUES["int"]
 
 
 def like(tensor, shape, dtype=None, device=None):
-    """Zeros of another shape, dtype or device."""
+    """Return zeros of another shape, dtype or device."""
     dtype = dtype or tensor.dtype
     zeros = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device or tensor.device)
     return zeros.view(dtype).view(shape)
@@ -84,7 +85,7 @@ def shapes_near(draw, shape):
 
 
 def strided(draw, tensor):
-    """A tensor of the same shape that lies otherwise."""
+    """Return a tensor of the same shape with other strides."""
     kind = draw(st.sampled_from(("columns first", "step", "offset", "expanded", "overlapping")))
     shape, strides, offset = tensor.shape, list(torch.empty(tensor.shape, device="meta").stride()), 0
     if kind == "columns first":
@@ -106,7 +107,7 @@ def random_integers(draw, tensor):
 
 
 def changed_tensor(draw, tensor, others):
-    """Another tensor, or none at all."""
+    """Return another tensor, or a value that is not a tensor."""
     if not isinstance(tensor, torch.Tensor):
         others = [other for other in others if isinstance(other, torch.Tensor)]
         return draw(st.sampled_from((*NO_TENSOR, *others)))
@@ -132,7 +133,7 @@ def changed_tensor(draw, tensor, others):
 
 
 def overlapping(draw, output, tensors):
-    """An output that lies in another tensor's memory, as far as that goes."""
+    """Return an output in another tensor's memory, if it fits."""
     other = draw(st.sampled_from([tensor for tensor in tensors if tensor.layout == torch.strided]))
     storage = other.untyped_storage()
     if other.is_meta or storage.nbytes() < output.numel() * output.itemsize or not output.numel():
@@ -147,8 +148,7 @@ def overlapping(draw, output, tensors):
 
 @st.composite
 def calls(draw, op):
-    """Arguments by name and outputs: those of a sample, some of them changed. Whether all values are of types that
-    the schema knows, and numbers that it can hold."""
+    """Draw arguments by name, and outputs: a sample with some of them changed."""
     sample = draw(st.sampled_from(samples_of(op)))
     sample = copied(get_sample(op, sample, "cpu"))
     given = arguments(op, sample)
@@ -179,7 +179,7 @@ def calls(draw, op):
 
 
 def samples_of(op):
-    """Names of the small samples that show every form."""
+    """Return the names of small samples that cover every form."""
     names = [case.values[1] for case in form_cases() if case.values[0] is op]
     size = {
         name: sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(get_sample(op, name, "cpu")))
@@ -189,7 +189,7 @@ def samples_of(op):
 
 
 def fits_schema(op, given):
-    """Whether torch may be asked to take the arguments: a dtype that is a number ends in a crash of torch's own."""
+    """Return whether torch can bind the arguments: a number as a dtype crashes torch."""
     return not any(
         parameter.type == "ScalarType" and not isinstance(given.get(parameter.name), torch.dtype | None)
         for parameter in op.signature.parameters
@@ -211,14 +211,14 @@ def forms_of(op, given, outputs):
 
 
 def outcome(op, form, given, outputs, is_function):
-    """What the results look like, or the error's text."""
+    """Return shapes, dtypes, strides and devices of the results, or the error's text."""
     try:
         results = form(given, outputs)
     except (ValueError, TypeError) as error:
         assert op.name in str(error), f"{type(error).__name__} does not name the op: {error}"
         return str(error)
     except RuntimeError as error:
-        # Of torch's binding of Python values to the schema.
+        # raised by torch's binding of Python values to the schema
         if is_function or f"Declaration: cute::{op.name}" not in str(error):
             raise
         return str(error)
@@ -228,7 +228,7 @@ def outcome(op, form, given, outputs, is_function):
 
 
 OF_VALUES = re.compile("out of range")
-"""What only values tell, which fakes have not."""
+"""Errors that depend on values, which fake tensors lack."""
 
 
 @pytest.mark.parametrize("op", op_cases())

@@ -1,4 +1,5 @@
-"""Kernels ahead of calls: ``warmup``, ``precompile``, and what a capture says that meets a kernel that is not ready."""
+"""Kernels made ahead of calls: ``warmup``, ``precompile``, and the error of a capture that meets a kernel that is not
+ready."""
 
 import inspect
 import random
@@ -32,7 +33,7 @@ def test_warmup_without_a_gpu(op, monkeypatch):
 
 
 def properties_of_call(op, sample) -> dict:
-    """What of a call a kernel is compiled for, of an op that quantises or dequantises rows."""
+    """Return the static properties of a call of an op that quantises or dequantises rows."""
     given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
     given.apply_defaults()
     given = given.arguments
@@ -57,7 +58,7 @@ PLAIN = pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-128x4-bfloat
 
 
 class Capture:
-    """Whether a CUDA graph is being captured, as far as the ops can tell."""
+    """A pretended CUDA-graph capture, which ``is_on`` starts and ends."""
 
     def __init__(self, monkeypatch):
         self.is_on = True
@@ -66,7 +67,7 @@ class Capture:
 
 @pytest.fixture
 def capture(launches, monkeypatch):  # noqa: F811
-    """A capture on the launch model, which ``warmup`` takes for a GPU."""
+    """Return a capture on the launch model, which ``warmup`` takes for a GPU."""
     monkeypatch.setattr(_call, "forbid_in_capture", forbid_in_capture)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -77,13 +78,13 @@ def capture(launches, monkeypatch):  # noqa: F811
 
 
 def advised(error: Exception) -> str:
-    """The call that an error says to make."""
+    """Return the call that an error recommends."""
     message = str(error)
     return message[message.index("torch_cute_ops.warmup(") :]
 
 
 def samples_by_kernel(op):
-    """Samples of an op, as many as there are kernels, launchers and properties to tell apart: at most 40, at random."""
+    """Return the plain sample and 40 random samples, enough to cover kernels, launchers and properties."""
     samples = list(sample_inputs(op.name, "cpu"))
     random.shuffle(samples)
     return [plain_sample(op, "cpu"), *samples[:40]]
@@ -91,8 +92,8 @@ def samples_by_kernel(op):
 
 @by_op
 def test_the_advice_of_a_capture_helps(op, capture, launches):  # noqa: F811
-    """A miss during capture launches and compiles nothing, and advises a call of ``warmup`` that is valid Python; after
-    it the same call goes through."""
+    """Check that a miss during capture launches and compiles nothing, and recommends a valid ``warmup`` call after
+    which the same call succeeds."""
     helped = 0
     for sample in samples_by_kernel(op):
         forget(op)
@@ -103,10 +104,10 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):  # noqa: F811
         except RuntimeError as error:
             raised = error
         except ValueError:
-            assert op.has_backends  # that none of them takes on Hopper
+            assert op.has_backends  # no backend takes the call on Hopper
             continue
         else:
-            assert not launches.compiled  # no rows, say
+            assert not launches.compiled  # for example a call without rows
             continue
         helped += 1
         assert not launches.compiled and not launches.calls
@@ -123,7 +124,7 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):  # noqa: F811
 
 @by_row_op
 def test_the_advice_has_every_property(op, name, capture):
-    """Of this call, and no other."""
+    """Check that the recommended call names every property of this call, and no other property."""
     sample = get_sample(op, name, "cpu")
     with pytest.raises(RuntimeError) as raised:
         op.cuda(*sample.args, **sample.kwargs)
@@ -136,7 +137,7 @@ def test_the_advice_has_every_property(op, name, capture):
 @pytest.mark.gpu
 @by_row_op
 def test_warmup_makes_ready(op, name, monkeypatch):
-    """After it, a call compiles nothing."""
+    """Check that a call after ``warmup`` compiles nothing."""
     sample = get_sample(op, name, "cuda")
     torch_cute_ops.warmup(op.name, **properties_of_call(op, sample))
     monkeypatch.setattr(compiler, "trace_and_compile", lambda *args: pytest.fail("compiled after warmup"))
@@ -145,7 +146,7 @@ def test_warmup_makes_ready(op, name, monkeypatch):
 
 @by_row_op
 def test_precompile(op, name, monkeypatch):
-    """Compiles the kernel that the call would, for the architecture, and touches no device."""
+    """Check that ``precompile`` compiles the kernel of the call for the architecture, and touches no device."""
     sample = get_sample(op, name, "cpu")
     compiled = []
     record = lambda kernel, arch: compiled.append((kernel, arch))  # noqa: E731
@@ -181,7 +182,7 @@ def test_precompile_refuses(op, name, bad):
 
 
 def test_precompile_keeps_or_fails(monkeypatch, tmp_path):
-    """What cannot be kept on disk is no success."""
+    """Check that a kernel that cannot be kept on disk is an error."""
     properties = {"hidden": 16, "dtype": torch.bfloat16}
     monkeypatch.setattr(settings, "CACHE", False)
     with pytest.raises(RuntimeError, match="TORCH_CUTE_OPS_CACHE=0"):
@@ -209,6 +210,6 @@ def test_precompile_for_an_unknown_architecture():
 
 @PLAIN
 def test_warmup_takes_no_unknown_property(op, name):
-    """The number of rows is none. It is named also where there is no GPU to warm up."""
+    """Check that the number of rows is refused by name, even without a GPU."""
     with pytest.raises(TypeError, match="rows"):
         torch_cute_ops.warmup(op.name, **properties_of_call(op, get_sample(op, name, "cpu")), rows=5)

@@ -1,8 +1,8 @@
 """Samples of all ops as test parameters, and the ways to call an op. The vocabulary of the tests:
 
 - A *sample* is a call that an op accepts, an *error input* a call that it refuses. Both come from ``tests/samples``.
-- A *case* is a ``pytest.param`` of an op and the name of a sample or an error input. ``sample_cases()`` are all samples;
-  ``form_cases()`` are the few samples of each op that differ in form: for tests that do not depend on values.
+- A *case* is a ``pytest.param`` of an op and the name of a sample or an error input. ``sample_cases()`` lists all
+  samples; ``form_cases()`` lists the few samples of each op that differ in form, for tests that ignore values.
 - ``@each_sample(cases)`` parametrises a check ``(op, name)``, as ``pytest.mark.parametrize`` would. One pytest item
   checks a *chunk* of 16 samples (``support.chunks``), because an item takes pytest longer than most checks.
 - ``get_sample(op, name, device)`` is the sample itself, ``arguments(op, sample)`` its arguments by name, and
