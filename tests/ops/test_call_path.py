@@ -1,4 +1,4 @@
-"""The CUDA entries on CPU tensors, with a model of the compiled kernels: the call path, without a GPU."""
+"""The call path without a GPU: CUDA entries on CPU tensors, with a model of the compiled kernels."""
 
 import contextlib
 import math
@@ -47,8 +47,8 @@ by_form = each_sample(form_cases())
 
 
 def enter(op, sample, outputs=None):
-    """Call the CUDA entry, of the op or of its ``.out``; while gradients are on, and a tensor requires grad, the guard
-    before it."""
+    """Call the CUDA entry of the op or of its ``.out``, through the gradient guard if gradients are enabled and a
+    tensor requires grad."""
     sample = with_usable_backend(op, sample, torch.device("cuda"))
     given = (*tensors_in(sample), *(outputs or ()))
     is_guarded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
@@ -59,7 +59,7 @@ def enter(op, sample, outputs=None):
 
 
 def run_entry(op, sample, outputs=None):
-    """Outputs and final values of updated arguments; the sample keeps its own."""
+    """Return outputs and final values of updated arguments; the sample keeps its own tensors."""
     sample = copy_updated(op, sample)
     returned = enter(op, sample, outputs)
     assert outputs is None or returned is None
@@ -68,8 +68,8 @@ def run_entry(op, sample, outputs=None):
 
 @by_sample
 def test_result(op, name, launches):  # noqa: F811
-    """On the first call, which makes the launcher, and on the next, which finds it. Inputs are untouched, but for those
-    that the op updates."""
+    """Check the first call, which makes the launcher, and the next call, which finds it. Only inputs that the op
+    updates change."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for _ in range(2):
@@ -96,17 +96,17 @@ STRIDED = [
 
 @each_sample(STRIDED)
 def test_result_after_contiguous(op, name, launches):  # noqa: F811
-    """What a call of the same shapes left behind does not mislead one whose tensors lie otherwise."""
+    """Check that a call with other strides is right after a call with the same shapes."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
-    with contextlib.suppress(ValueError):  # a residual that is the input, say, is so no more
+    with contextlib.suppress(ValueError):  # for example, a residual that was the input no longer is
         enter(op, named(op, packed))
     assert_same(run_entry(op, sample), want)
 
 
 def contiguous(value):
-    """A tensor with the same values, one after the other."""
+    """Return a contiguous tensor with the same values."""
     if not isinstance(value, torch.Tensor):
         return value
     return raw(value).clone(memory_format=torch.contiguous_format).view(value.dtype).view(value.shape)
@@ -115,7 +115,7 @@ def contiguous(value):
 @pytest.mark.parametrize("op", [case for case in op_cases() if len(case.values[0].outputs) > 1])
 @pytest.mark.parametrize("more", [-1, 1])
 def test_wrong_number_of_outputs(op, more, monkeypatch):
-    """For the functions, on the first call and on later ones, and on a CPU."""
+    """Check functions on the first call and on later calls, and on a CPU."""
     error = good_outputs_error(op, "cpu")
     outputs = poisoned(enter(op, error))
     outputs = outputs[:more] if more < 0 else (*outputs, outputs[0].clone())
@@ -129,8 +129,8 @@ def test_wrong_number_of_outputs(op, more, monkeypatch):
     assert [output._version for output in outputs] == versions
 
 
-def test_launchers_are_looked_through_while_others_are_made(monkeypatch, launches):  # noqa: F811
-    """By another thread, as far as this one can tell."""
+def test_launchers_may_change_during_a_lookup(monkeypatch, launches):  # noqa: F811
+    """Change the launchers during a lookup, as another thread might."""
     op = OPS["fp4_quantize"]
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
     enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "linear"}))
@@ -148,8 +148,8 @@ def test_launchers_are_looked_through_while_others_are_made(monkeypatch, launche
     assert len(launches.calls) == 4 and len(launches.compiled) == 3
 
 
-def test_scales_may_reach_further_than_those_before(launches):  # noqa: F811
-    """What is known of a call of these shapes does not hide that the output lies among the scales."""
+def test_overlap_with_wide_scales_is_found(launches):  # noqa: F811
+    """Check that the overlap of an output and wide scales is found after a good call with the same shapes."""
     op = OPS["mm_fp8_block"]
     a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
     storage = torch.ones(4096)
@@ -172,7 +172,7 @@ RECODED = [
 
 @each_sample(RECODED)
 def test_a_recoded_weight(op, name, launches):  # noqa: F811
-    """Two kernels, with a weight in FP8 between them."""
+    """Check that two kernels run, with the FP8 weight between them."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     given = arguments(op, sample) | {"backend": "recode"}
@@ -181,8 +181,9 @@ def test_a_recoded_weight(op, name, launches):  # noqa: F811
     assert kernels == (["FP4ToFP8Kernel", "FP8FP4RecodedKernel"] if has_work(op, sample, want) else [])
 
 
-def test_the_sums_by_a_recoded_weight_do_not_go_into_the_weight(launches):  # noqa: F811
-    """The GEMM does not see the FP4 weight, and its own check is not enough."""
+def test_recode_refuses_a_result_in_the_weight(launches):  # noqa: F811
+    """Check the overlap of the result with the FP4 weight. The GEMM's own check cannot find it, because the GEMM never
+    sees the FP4 weight."""
     op = OPS["mm_fp8_fp4"]
     sample = get_sample(op, "nvfp4-128x4-to-bfloat16-exact", "cpu")
     given = arguments(op, sample) | {"backend": "recode"}
@@ -196,8 +197,8 @@ def test_the_sums_by_a_recoded_weight_do_not_go_into_the_weight(launches):  # no
         assert not launches.calls
 
 
-def test_sums_do_not_go_where_rows_are_read(launches):  # noqa: F811
-    """On the first call, and on later ones."""
+def test_result_must_not_overlap_rows(launches):  # noqa: F811
+    """Check the overlap on the first call and on later calls."""
     op = OPS["moe_finalize"]
     rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
     given = rows, index, torch.rand(4, 2)
@@ -210,7 +211,7 @@ def test_sums_do_not_go_where_rows_are_read(launches):  # noqa: F811
 
 
 def test_launchers_are_kept_up_to_a_number(monkeypatch):
-    """The oldest goes; one that is kept already takes no place."""
+    """Check that the oldest launcher is dropped, and that keeping a launcher again takes no second place."""
     monkeypatch.setattr(_call, "MOST_LAUNCHERS", 3)
     path = OPS["fp4_quantize"].path
     for i in (0, 1, 2, 2, 3, 4):
@@ -219,7 +220,7 @@ def test_launchers_are_kept_up_to_a_number(monkeypatch):
 
 
 def has_work(op, sample, want) -> bool:
-    """Whether a call launches something: nothing is read for outputs that are empty, or from an input that is."""
+    """Return whether a call launches a kernel: not if its outputs or its input are empty."""
     if op.name in ("moe_route", "moe_route_ids"):  # offsets and counts are never empty
         return True
     reads_others = op.name == "moe_finalize"  # a token without rows may have a residual
@@ -239,14 +240,14 @@ def test_without_gradients(op, name, launches):  # noqa: F811
 
 @each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
 def test_error(op, name, on, launches):  # noqa: F811
-    """The same errors as on the CPU, and no launch: on a first call, and where there is a launcher for such calls."""
+    """Check for the same errors as on the CPU, and for no launch, on a first call and with a launcher for the call."""
     error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     outputs = outputs if error.out is None else error.out
     match = rf"(?s)cute::{op.name}\b.*{error.match}"
     for is_first in (True, False):
         if not is_first:
-            # For this very call, where one can be made.
+            # Make a launcher for this very call if possible.
             with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
                 enter(op, error)
         launches.calls.clear()
@@ -266,14 +267,14 @@ IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-
 COPIED = ("row-stride-not-16-bytes", "column-offset", "column-step", "columns-first")
 
 
-# Weights are decoded once, and ids are small: these may be copied.
+# Weights are decoded once, and ids are small, so that these may be copied.
 COPYING = ("fp4_dequantize", "moe_route_ids")
 QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0].name not in COPYING]
 
 
 @each_sample(QUANTISING)
 def test_copies(op, name, launches):  # noqa: F811
-    """Strided rows are read where they are, and copied only where the kernel cannot read them; so are residuals."""
+    """Check that strided rows and residuals are copied only if the kernel cannot read them."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
@@ -284,7 +285,7 @@ def test_copies(op, name, launches):  # noqa: F811
 
 @each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
 def test_copies_of_residuals(op, name, launches):  # noqa: F811
-    """A residual is updated where it is, if the kernel can."""
+    """Check that a residual is updated in place if the kernel can do so."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
@@ -295,8 +296,8 @@ def test_copies_of_residuals(op, name, launches):  # noqa: F811
 @pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
 @pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  # noqa: F811
-    """Views that reach into each other have no meaning; the same view has, and so have views side by side."""
+def test_residual_overlapping_the_input(op, rows, columns, launches):  # noqa: F811
+    """Check that the same view and disjoint columns are accepted, and that other overlaps are refused."""
     given = make_call(op, 5, 80, device="cpu")
     storage = torch.randn(10, 160, dtype=torch.bfloat16)
     given["input"] = storage[:5, :80]
@@ -316,14 +317,16 @@ def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  #
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
 def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):  # noqa: F811
-    """As in two: of rows that follow each other, and with other rows in between."""
+    """Check rows that follow each other, and rows with other rows in between."""
     given = make_call(op, 5, 64, device="cpu")
     for spare in (0, 2):
         rows = (*shape[:-1], shape[-1] + spare)
         strides = torch.empty(*rows, 192, device="meta").stride()
         buffer = torch.randn(math.prod(rows) + 1, 192, dtype=torch.bfloat16)
         given["input"] = buffer.as_strided((*shape, 64), strides)
-        given["residual"] = buffer.as_strided((*shape, 64), strides, columns)  # from 160 on, into the next row
+        given["residual"] = buffer.as_strided(
+            (*shape, 64), strides, columns
+        )  # with 160, a view reaches into the next row
         if is_good:
             assert_same(run_entry(op, named(op, given)), run(op, named(op, given)))
             continue
@@ -333,20 +336,22 @@ def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
-    """M is in no key: after the first call, nothing is compiled. (One row that is gated or quantised first has a kernel
-    of its own.)"""
+    """Check that nothing is compiled after the first call, because M is in no key. (A single row that is gated or
+    quantised first uses a separate kernel.)"""
     for rows in (5, 4, 3, 2, 1, 0):
         enter(op, named(op, make_call(op, rows, 80, device="cpu")))
     compiled = {"silu_mul_mm_fp4_weight_only": 2, "fp4quant_mm_fp4": 2, "silu_mul_fp4quant_mm_fp4": 2}
     assert len(launches.compiled) == compiled.get(op.name, 1)
-    # Of two FP4 operands both are decoded, unless K is a multiple of 32, as behind a gate. To quantise takes one launch
-    # more, but for few rows that wgmma multiplies. Offsets of no rows are an output too.
+    # With two FP4 operands, both are decoded unless K is a multiple of 32, as after a gate. Quantising takes one more
+    # launch, except for few rows with wgmma. The offsets of zero rows are also an output.
     made = {"mm_fp4": 10, "fp4quant_mm_fp4": 15, "moe_route": 6, "moe_route_ids": 6}
     assert len(launches.calls) == made.get(op.name, 5)
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
-def test_launchers_are_not_confused(op, launches):  # noqa: F811
+def test_launchers_are_not_confused(
+    op, launches
+):  # Check that each sample finds its own launcher, with all other launchers present and in random order.
     """All samples, in any order, with the launchers of the others there: each finds its own."""
     samples = list(sample_inputs(op.name, "cpu"))
     for i in torch.randperm(len(samples)).tolist():
@@ -363,7 +368,7 @@ def test_launchers_are_not_confused(op, launches):  # noqa: F811
     ],
 )
 def test_a_format_by_another_name(op, launches):  # noqa: F811
-    """The format that a block size means, named too, is the same kernel: nothing is compiled, and a capture goes on."""
+    """Check that naming the default format of a block size reuses the kernel: nothing is compiled."""
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
     want = enter(op, copy_updated(op, sample))
     named = {"scale_format": "e4m3"}
@@ -372,8 +377,8 @@ def test_a_format_by_another_name(op, launches):  # noqa: F811
     assert len(launches.compiled) == 1
 
 
-def test_a_row_with_a_stride_of_its_own(launches):  # noqa: F811
-    """What a dimension of one element has for a stride does not matter."""
+def test_stride_of_a_single_row_is_ignored(launches):  # noqa: F811
+    """Check that the stride of a dimension with one element is ignored."""
     op = OPS["add_rmsnorm_fp4quant"]
     memory, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
     row, other = memory.as_strided((1, 64), (999, 1)), memory.as_strided((1, 64), (64, 1))
@@ -389,7 +394,7 @@ NUMBERS = {
     "swiglu_beta": (1.0, (torch.nan, -torch.inf)),
     "swiglu_limit": (7.0, (0.0, -1.0, torch.nan, torch.inf)),
 }
-"""Numbers that are in no static key: one that an op takes, and some that it does not."""
+"""Numbers that are in no static key: a good value, and bad values."""
 
 
 @pytest.mark.parametrize(
@@ -402,7 +407,7 @@ NUMBERS = {
     ],
 )
 def test_numbers_are_checked_on_later_calls(op, name, launches):  # noqa: F811
-    """A launcher that serves such calls is no way past the checks."""
+    """Check that a launcher for such calls does not bypass the checks."""
     good, bad = NUMBERS[name]
     given = make_call(op, 5, 80, device="cpu") | {name: good}
     enter(op, named(op, given))

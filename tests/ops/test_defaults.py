@@ -1,17 +1,17 @@
-"""Ops that are called one after the other without naming a layout understand each other."""
+"""Ops with their default layouts fit each other."""
 
 import pytest
 import torch
 
 from torch_cute_ops import fp4_dequantize, fp4_quantize, mm_fp4, mm_fp4_weight_only
 
-# The two layouts have equal shapes in the first two alone: nothing but the default tells them apart.
+# The two layouts have equal shapes in the first two sizes only: there, nothing but the default tells them apart.
 SHAPES = [(128, 64), (384, 192), (256, 80), (136, 256), (40, 48), (8, 32)]
 by_shape = pytest.mark.parametrize(("n", "k"), SHAPES)
 
 
 def exact_matrix(rows, k, device):
-    """A matrix that FP4 holds exactly, whose blocks have different scales: powers of two."""
+    """Return a matrix that FP4 stores exactly, whose block scales are different powers of two."""
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
     values = magnitudes[torch.randint(8, (rows, k // 16, 16), device=device)]
     values *= torch.randint(0, 2, values.shape, device=device) * 2 - 1
@@ -25,7 +25,7 @@ def relative_error(got, want):
 
 @by_shape
 def test_exact(n, k, device):
-    """Sums of numbers with few bits, equal to those in float64."""
+    """Check that sums of numbers with few bits equal the float64 sums."""
     w, a = exact_matrix(n, k, device), exact_matrix(5, k, device)
     x = torch.randint(-8, 9, (5, k), device=device).bfloat16()
     codes, scales = fp4_quantize(w)
@@ -37,7 +37,7 @@ def test_exact(n, k, device):
 
 @by_shape
 def test_error_of_random_weights(n, k, device):
-    """That of NVFP4, 0.095 of normal weights; scales in another layout than the one that is read give 0.35."""
+    """Check for NVFP4's error, 0.095 for normal weights. Reading scales in the wrong layout gives 0.35."""
     w = torch.randn(max(n, 32), k, device=device).bfloat16()
     x = torch.randn(64, k, device=device).bfloat16()
     codes, scales = fp4_quantize(w)

@@ -1,4 +1,4 @@
-"""The ops that add to a residual: equal to the addition and the op without it, in place, and in compiled stacks."""
+"""Ops that add to a residual: equal to the addition followed by the op without it, in place, and in compiled stacks."""
 
 import re
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def separately(op, given):
-    """Outputs and residual, by ``residual += input`` and the op without the addition."""
+    """Return outputs and residual of ``residual += input`` and the op without the addition."""
     others = {name: value for name, value in given.items() if name not in ("input", "residual")}
     total = given["residual"].clone()
     total += given["input"]
@@ -66,7 +66,7 @@ def test_sample_is_its_parts(op, name, device):
     assert_same(run(op, sample), separately(op, arguments(op, sample)))
 
 
-# Few of what a kernel is compiled for, so that on a GPU most examples meet one that is there.
+# Few combinations of static properties, so that most examples on a GPU find a compiled kernel.
 COMBINATIONS = {
     "fp4": (
         (torch.bfloat16, torch.bfloat16, 96, {"scale_layout": "128x4"}, False),
@@ -90,7 +90,7 @@ COMBINATIONS = {
 
 @st.composite
 def calls(draw, op):
-    """Arguments by name, on the CPU: any leading dimensions, values, and places in memory."""
+    """Draw arguments by name, on the CPU: leading dimensions, values and memory layouts."""
     family = next((each for each in COMBINATIONS if each in op.name), "rounded")
     dtype, weight_dtype, width, choices, has_factor = draw(st.sampled_from(COMBINATIONS[family]))
     if op.name.endswith("_both_layouts"):
@@ -117,13 +117,13 @@ def calls(draw, op):
 @settings(max_examples=60)
 @given_by(data=st.data())
 def test_call_is_its_parts(op, device, data):
-    """Over shapes, dtypes, layouts, strides and special values."""
+    """Check random shapes, dtypes, layouts, strides and special values."""
     drawn = on_device(data.draw(calls(op)), device)
     assert_same(run(op, named(op, drawn)), separately(op, drawn))
 
 
 def on_device(drawn, device):
-    """The arguments on the device, as they lie in memory; one that is another still is it."""
+    """Return the arguments on the device with the same strides. A residual that is the input stays the input."""
     moved = {}
     for name, value in drawn.items():
         if name == "residual" and value is drawn["input"]:
@@ -139,7 +139,7 @@ def on_device(drawn, device):
 
 @each_sample(case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-"))
 def test_more_outputs_are_only_more(op, name, device):
-    """The codes and scales are the same beside the norm, and in both layouts."""
+    """Check that codes and scales do not change when the norm or a second layout is returned too."""
     sample = get_sample(op, name, device)
     y, scale, residual = run(op, sample)
     with_norm = OPS["add_rmsnorm_fp4quant_with_norm"]
@@ -160,7 +160,8 @@ def test_more_outputs_are_only_more(op, name, device):
 @by_op
 @pytest.mark.parametrize("rows_of", ["contiguous", "rows apart", "columns apart", "off by one"])
 def test_version_of_the_residual_moves(op, rows_of, device):
-    """Once or more with each call of each form, also where the kernel works on a copy, and with no rows."""
+    """Check that each form of call increments the residual's version, even if the kernel updates a copy or no rows
+    exist."""
     for shape in ((5, 96), (2, 3, 96), (0, 96)):
         made = make_call(op, *shape, device=device)
         sample = named(op, {**made, "residual": placed(made["residual"], rows_of)})
@@ -182,7 +183,7 @@ def test_version_of_the_residual_moves(op, rows_of, device):
 
 
 def test_autograd_notices_a_residual_that_was_saved(device):
-    """Autograd saved the residual for a product's backward; the op has overwritten it."""
+    """Check that the backward of a product that saved the residual refuses to run after the op overwrote it."""
     made = make_call(OPS["add_rmsnorm_fp4quant"], 4, 64, device=device)
     factor = torch.ones(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     product = factor * made["residual"]
@@ -197,7 +198,8 @@ LAYERS = 4
 
 
 def layers(op, x, residual, weights):
-    """Layers that carry the residual on, as in a transformer; between them something for the compiler to fuse."""
+    """Call layers that pass the residual on, as in a transformer, with operations between them for the compiler to
+    fuse."""
     results = []
     for weight in weights:
         y, *scales = as_tuple(op.function(x, residual, weight))
@@ -229,7 +231,7 @@ def needs_inductor(device):
 @by_op
 @pytest.mark.slow
 def test_inductor_updates_the_residual_in_place(op, device):
-    """Each call in the generated code gets the program's own residual, which nothing else in it touches: no copies."""
+    """Check that each call in the generated code takes the program's residual itself, without copies."""
     needs_inductor(device)
     x, residual, weights = stack_inputs(op, 5, device)
     eager, address, version = residual.clone(), residual.data_ptr(), residual._version
@@ -254,7 +256,7 @@ def test_inductor_updates_the_residual_in_place(op, device):
 @by_op
 @pytest.mark.slow
 def test_residual_inside_the_program(op, device):
-    """A residual that the program makes itself, and so may be planned and captured; on a GPU replayed, too."""
+    """Check a residual that the program creates, so that it may be planned and captured; on a GPU, replay it too."""
     needs_inductor(device)
     x, residual, weights = stack_inputs(op, 5, device)
 
@@ -275,7 +277,7 @@ def test_residual_inside_the_program(op, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [case for case in ADDING if case.id in ("add_rmsnorm_fp4quant", "add_rmsnorm_fp8quant")])
 def test_stack_compiles_twice_at_most(op, device):
-    """Once for the first number of rows, once for all others."""
+    """Check for one graph for the first number of rows, and one for all other numbers."""
     needs_inductor(device)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda *args: layers(op, *args), backend=counter, fullgraph=True)
@@ -291,7 +293,7 @@ def test_stack_compiles_twice_at_most(op, device):
 @pytest.mark.gpu
 @by_op
 def test_captured_stack(op):
-    """A graph of the layers carries its residual from replay to replay."""
+    """Check that a graph of the layers carries its residual from replay to replay."""
     x, residual, weights = stack_inputs(op, 257, "cuda")
     start = residual.clone()
     layers(op, x, residual.clone(), weights)
@@ -306,8 +308,8 @@ def test_captured_stack(op):
         assert_same((*flat(got), residual), (*flat(want), eager))
 
 
-def test_a_number_of_rows_that_data_decide():
-    """Compiled with sizes that are known only at run time; the residual's strides are not those of a whole tensor."""
+def test_data_dependent_number_of_rows():
+    """Check sizes known only at run time, with a residual that is a view of a larger tensor."""
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def program(x, chosen, weight):

@@ -1,4 +1,4 @@
-"""The steps around the GEMMs of an expert layer, one after the other: what each gives is what the next one takes."""
+"""Steps around the GEMMs of an expert layer, in sequence: each step takes the results of the step before."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def logits_of(kind, m, experts, device):
 
 
 def whole_rows(m, width, device):
-    """Rows of small integers, and 448 in each block of 128: whose scale is 1, and whose codes are exact."""
+    """Return rows of small integers, with 448 in each block of 128, so that scales are 1 and codes are exact."""
     rows = torch.randint(-8, 9, (m, width), device=device).float()
     rows[:, ::128] = 448
     return rows.bfloat16()
@@ -39,7 +39,8 @@ def whole_rows(m, width, device):
 @pytest.mark.parametrize("kind", ["random", "one-expert", "first-experts"])
 @pytest.mark.parametrize("m", [0, 1, 50, 129])
 def test_there_and_back(kind, m, layout, device):
-    """Tokens in the experts' order, and back, are the tokens, to the bit; whatever is in the padding."""
+    """Check that tokens permuted to the experts' order and back are the tokens, bit for bit, whatever padding
+    contains."""
     experts = 24
     _, ids, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
         logits_of(kind, m, experts, device), TOPK, **layout
@@ -48,12 +49,12 @@ def test_there_and_back(kind, m, layout, device):
     y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
     rows = torch.where(permuted[:, None] < 0, torch.nan, y.float() * scale.t().repeat_interleave(128, 1))
     quarter = torch.full((m, TOPK), 0.25, device=device)
-    # Pairs that were dropped are missing: as many quarters.
+    # Each dropped pair removes a quarter.
     kept = (expanded >= 0).float().mean(1, keepdim=True)
     assert torch.equal(torch_cute_ops.moe_finalize(rows, expanded, quarter), x.float() * kept)
     back = torch_cute_ops.moe_finalize(rows.bfloat16(), expanded, quarter, x)
     assert torch.equal(back, (x.float() * (1 + kept)).bfloat16())
-    # Each expert's rows are those of the tokens that chose it, in their order.
+    # Each expert's rows are its tokens in their order.
     for expert in range(experts):
         begin, count = int(offsets[expert]), int(counts[expert])
         tokens = permuted[begin : begin + count] // TOPK
@@ -65,12 +66,12 @@ def test_there_and_back(kind, m, layout, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [0, 1, 50, 129, 600])
 def test_order_of_given_ids(m, layout, device):
-    """For the ids that ``moe_route`` chose it is the order that ``moe_route`` gives; pairs without an expert leave the
-    order of the others as it is."""
+    """Check for the order of ``moe_route`` if the ids are those of ``moe_route``. Pairs without an expert do not change
+    the order of other pairs."""
     logits = torch.randn(m, 24, device=device)
     _, ids, *order = torch_cute_ops.moe_route(logits, TOPK, **layout)
     assert_same(torch_cute_ops.moe_route_ids(ids, 24, **layout), order)
-    # Experts of another rank: the upper half, by ids that are theirs there.
+    # The experts from 12 on are on another rank.
     lower = torch.where(ids < 12, ids, -1)
     rows, pairs, offsets, counts = torch_cute_ops.moe_route_ids(lower, 12, **layout)
     assert torch.equal(counts, order[3][:12]) and torch.equal(rows >= 0, (lower >= 0) & (order[0] >= 0))
@@ -82,7 +83,7 @@ def test_order_of_given_ids(m, layout, device):
 @pytest.mark.parametrize("m", [0, 1, 50, 129])
 @pytest.mark.parametrize("scoring", [{}, {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2}])
 def test_weights_as_a_matrix(m, scoring, device):
-    """Those of ``moe_route``, to the bit, each times its expert's factor."""
+    """Check for the weights of ``moe_route``, bit for bit, times each expert's factor."""
     logits, factor = torch.randn(m, 24, device=device), torch.randn(24, device=device)
     given = {**scoring, "scaling_factor": 2.5}
     weights, ids, *_ = torch_cute_ops.moe_route(logits, TOPK, **given)
@@ -94,7 +95,7 @@ def test_weights_as_a_matrix(m, scoring, device):
 
 @pytest.mark.parametrize("m", [0, 7, 130])
 def test_inverse(m, device):
-    """The places of pairs are found from those of rows."""
+    """Check that the rows of pairs are derived from the pairs of rows if they are not passed."""
     route = torch_cute_ops.moe_route(torch.randn(m, 20, device=device), TOPK, max_rows=30)
     x = torch.randn(m, 256, device=device)
     given = {"input": x, "permuted_to_expanded": route[3], "topk": TOPK}
@@ -106,8 +107,8 @@ def test_inverse(m, device):
     assert_same(*results)
 
 
-def test_sums_do_not_go_where_rows_are_read(device):
-    """A token's sums would be stored while others still read the rows; but they may take the residual's place."""
+def test_result_must_not_overlap_rows(device):
+    """Check that the result must not overlap rows that are still read, and that it may replace the residual."""
     rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
     given = rows, index, torch.rand(4, 2, device=device), residual
@@ -120,7 +121,8 @@ def test_sums_do_not_go_where_rows_are_read(device):
 
 
 def test_indices_out_of_range_on_a_cpu():
-    """Are refused by name, and the last that there is, and negative ones, are not; nothing is written."""
+    """Check that indices out of range are refused by name, that the last index and negative indices are accepted, and
+    that nothing is written."""
     rows, weights = torch.randn(12, 64), torch.ones(4, 2)
     pairs, places = torch.arange(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32).view(4, 2)
 
@@ -156,7 +158,7 @@ def test_indices_out_of_range_on_a_cpu():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gate_of_both_layouts(layout, device):
-    """Rows of experts are gated as rows are; and the masked view is that of the same rows."""
+    """Check that experts' rows are gated as other rows are, and that the masked view equals the same rows."""
     _, _, _, permuted, offsets, counts = torch_cute_ops.moe_route(torch.randn(40, 12, device=device), 2, **layout)
     rows = torch.randn(len(permuted), 512, device=device).bfloat16()
     used = permuted >= 0
@@ -166,7 +168,7 @@ def test_gate_of_both_layouts(layout, device):
     as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[:, used])  # noqa: E731
     assert_same(as_bytes(*got), as_bytes(*want))
     if layout == {"alignment": 1}:
-        # Without padding the offsets are enough.
+        # Without padding, offsets suffice.
         assert_same(as_bytes(*torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets)), as_bytes(*want))
     if "max_rows" in layout:
         y, scale = torch_cute_ops.moe_swiglu_fp8quant(poisoned.view(12, -1, 512), counts=counts)
@@ -175,7 +177,7 @@ def test_gate_of_both_layouts(layout, device):
 
 
 def test_choice_is_deepseeks(device):
-    """As DeepSeek-V3's gate computes it, by torch's own operations."""
+    """Compare with DeepSeek-V3's gate, computed by torch's own operations."""
     logits, bias = torch.randn(60, 64, device=device), torch.rand(64, device=device)
     weights, ids, *_ = torch_cute_ops.moe_route(logits, 6, bias, "sigmoid", 8, 3, True, 2.5)
     scores = logits.sigmoid()
@@ -193,7 +195,8 @@ def test_choice_is_deepseeks(device):
 @pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_many_tokens(m, layout):
-    """Of the sizes of DeepSeek-V3, narrower where tokens are many, against the references, and the same every time."""
+    """Check sizes of DeepSeek-V3 (narrower rows for many tokens) against the references, with equal results in each
+    run."""
     width = 7168 if m <= 600 else 1024
     logits = torch.randn(m, 256, device="cuda").bfloat16()
     given = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, **layout}
@@ -238,7 +241,7 @@ def test_many_tokens(m, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "width"), [(1, 512), (40, 512), (130, 256), (300, 512), (300, 7168)])
 def test_steps_in_a_graph(m, width):
-    """All steps in one captured graph, in which another routing is replayed."""
+    """Capture all steps in one graph and replay it with another routing."""
 
     def steps(logits, x):
         weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(logits, TOPK)
