@@ -11,7 +11,6 @@ A file (TOML) has a table ``[[kernel]]`` for each kind of call: ``op``, and the 
 """
 
 import contextlib
-import difflib
 import itertools
 import json
 import math
@@ -92,12 +91,12 @@ def jobs_of(op: str, **properties: Any) -> list[Job]:
         TypeError: for properties that the op refuses together.
     """
     if not isinstance(op, str) or op not in registry.OPS:
-        raise ValueError(f"{_shown(op)} is no op{_meant(op, registry.OPS)}; the ops are {', '.join(registry.OPS)}")
+        raise ValueError(f"{_shown(op)} is no op; the ops are {', '.join(registry.OPS)}")
     spec = registry.OPS[op]
     known = registry.properties_of(op)
     for name in properties:
         if name not in known:
-            raise ValueError(f"{name}: {op} has no such property{_meant(name, known)}; it has {', '.join(known)}")
+            raise ValueError(f"{name}: {op} has no such property; it has {', '.join(known)}")
     if missing := [name for name, each in known.items() if each.is_required and name not in properties]:
         raise ValueError(f"{', '.join(missing)}: missing; {op} needs {'them' if len(missing) > 1 else 'it'}")
     values = {name: _values(name, value, known[name]) for name, value in properties.items()}
@@ -129,12 +128,6 @@ def _check(spec: OpSpec, job: Job) -> None:
         except (TypeError, ValueError) as error:
             refusals.append(error)
     raise refusals[0]
-
-
-def _meant(word: Any, known: Iterable[str]) -> str:
-    """A guess at what was meant by an unknown word, as a message goes on."""
-    near = difflib.get_close_matches(str(word), known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _values(name: str, stated: Any, known: Property) -> list[Any]:
@@ -220,7 +213,7 @@ def compile_jobs(
     """Compile jobs for architectures into the cache on disk, in parallel processes; outcomes as they come.
 
     Needs no GPU. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` goes through it, the
-    processes are ended and what they have half written is deleted. As with all of ``multiprocessing``, a script that
+    processes are ended. As with all of ``multiprocessing``, a script that
     calls this does so under ``if __name__ == "__main__"``.
 
     Args:
@@ -234,18 +227,10 @@ def compile_jobs(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers!r}; use 1 or more")
     tasks = list(itertools.product(jobs, archs))
-    kernels = store()
-    if kernels is not None:
-        kernels.warn_of_writers()  # here and not in every process
     count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
-    processes: Workers[tuple[Job, str], str] = Workers(_compile, count)
-    try:
-        with processes:
-            for (job, arch), result in processes.map(tasks):
-                yield Outcome(job, arch, result if isinstance(result, str) else _fate(result))
-    finally:
-        if kernels is not None:
-            kernels.sweep_after(processes.pids)
+    with Workers(_compile, count) as processes:
+        for (job, arch), result in processes.map(tasks):
+            yield Outcome(job, arch, result if isinstance(result, str) else _fate(result))
 
 
 def _fate(died: Died) -> str:

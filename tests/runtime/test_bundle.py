@@ -1,4 +1,4 @@
-"""Bundles: kernels that run without the compiler, and what is refused."""
+"""Bundles: kernels that run without the compiler, and refused bundles."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,7 +18,7 @@ from support.interpreters import python
 from torch_cute_ops import registry
 from torch_cute_ops.cli import info
 from torch_cute_ops.cli.main import main
-from torch_cute_ops.runtime import bundle, compiler, settings, toolchain
+from torch_cute_ops.runtime import bundle, bundle_build, compiler, settings, toolchain
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.bundle import MANIFEST, RUNTIME, Bundle, BundleError
 
@@ -35,7 +34,7 @@ dtype = "bf16"
 op = "fp4_dequantize"
 hidden = 64
 """
-# Of the DSL, only the runtime library is left.
+# Hides the DSL; only its runtime library remains.
 WITHOUT_DSL = """
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
@@ -49,7 +48,7 @@ import torch_cute_ops
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """A bundle for two architectures, made by the command, with the runtime library in it."""
+    """Build a bundle for two architectures with the command, and copy the runtime library into it."""
     folder = tmp_path_factory.mktemp("bundle")
     (folder / "deployment.toml").write_text(FILE)
     arguments = ["--config", str(folder / "deployment.toml"), "--arch", "sm_90a", "--arch", "sm_100a"]
@@ -60,7 +59,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def copy(made, tmp_path):
-    """A copy without the runtime library, which is large, and found in the DSL's package."""
+    """Copy the bundle without the runtime library, which is large and is found in the DSL's package."""
     return Path(shutil.copytree(made, tmp_path / "kernels", ignore=shutil.ignore_patterns(RUNTIME)))
 
 
@@ -87,23 +86,23 @@ except RuntimeError as error:
 
 
 def test_without_the_dsl(made):
-    """Its functions load and check their arguments; what it lacks is missed by name."""
+    """Functions of the bundle load and check their arguments. An error names a kernel that the bundle lacks."""
     done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Expects 15 parameters when calling"), done.stderr
     assert lines[1].startswith("Expects 5 parameters when calling")
-    assert f"not in the bundle {made}" in lines[2] and "cutlass" in lines[2] and "width=128" in lines[2]
+    assert f"the bundle {made} lacks it" in lines[2] and "cutlass" in lines[2] and "width=128" in lines[2]
 
 
 def test_without_dsl_and_bundle():
     wanted = '*kernels_of("fp4_dequantize", "sm_90a", hidden=64)'
     done = python(f'{WITHOUT_DSL}{IMPORTS}compile_kernel({wanted}, ARCHS["sm_90a"])')
-    assert "RuntimeError: a kernel is in no bundle, and cannot be compiled here" in done.stderr
+    assert "RuntimeError: a kernel cannot be compiled here" in done.stderr
 
 
-def test_what_is_kept_without_the_dsl(made):
-    """Only what the bundle has; nothing on disk can be looked up."""
+def test_is_kept_without_the_dsl(made):
+    """Only the bundle's kernels count, because cache keys need the DSL."""
     code = """
 from torch_cute_ops.runtime.compiler import is_kept
 for hidden in (96, 128):
@@ -116,8 +115,10 @@ for hidden in (96, 128):
 
 @pytest.mark.timing
 def test_start_is_quick(made):
-    """Import, bundle and first kernel take less than 0.3 s of a processor on top of torch, in the best of some runs; or
-    a quarter of what torch itself takes, since both take longer on a processor whose other threads are busy."""
+    """Import, bundle and first kernel take less than 0.3 s of processor time on top of torch, in the best of five runs.
+
+    On a busy processor everything takes longer, so a quarter of torch's own time is accepted too.
+    """
     code = (
         "import time; start = time.process_time()\nimport torch\nbetween = time.process_time()\n"
         "import torch_cute_ops\n" + LOAD.split("    try:")[0] + "end = time.process_time()\n"
@@ -134,7 +135,7 @@ def test_start_is_quick(made):
 
 
 def test_manifest(made):
-    """It says what the kernels were made from, and the kernels are those that were listed."""
+    """The manifest names the compiler, the digest of each file, and exactly the listed kernels."""
     manifest = json.loads((made / MANIFEST).read_text())
     assert set(manifest["archs"]) == {"sm_90a", "sm_100a"}
     assert manifest["compiler"] == list(toolchain.compiler_versions())
@@ -157,13 +158,13 @@ def test_a_bundle_comes_before_the_compiler(made, monkeypatch):
 
 
 def wanted():
-    """A kernel that the bundle has."""
+    """Return a kernel that the bundle contains."""
     (kernel,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
     return kernel
 
 
 def change(*path, to):
-    """What gives a field of the manifest another value; ``...`` stands for the first key there, ``None`` removes."""
+    """Return a function that sets a field of the manifest to ``to``, or deletes it if None. ``...`` is the first key."""
 
     def spoil(folder):
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -194,20 +195,20 @@ def replace_by(make):
 
 LIBRARY = ("archs", "sm_90a")
 REFUSED = {
-    "another version": (change("tvm_ffi", to="0.0.1"), "its apache-tvm-ffi is 0.0.1, here it is"),
-    "other sources": (change("sources", to="abc"), "its kernel sources is abc, here it is"),
+    "another version": (change("tvm_ffi", to="0.0.1"), "its version of apache-tvm-ffi is 0.0.1, here it is"),
+    "other sources": (change("sources", to="abc"), "its digest of the kernel sources is abc, here it is"),
     "another format": (change("format", to=99), "its format is 99, and this version of torch_cute_ops reads 2"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is not a bundle: FileNotFoundError"),
     "no JSON": (write(b"{"), "is not a bundle: .*not JSON"),
     "deep JSON": (write(b"[" * 100_000), "is not a bundle: .*nested too deeply"),
     "binary": (write(b"\xff\x00"), "is not a bundle: .*not JSON"),
-    "huge": (lambda folder: os.truncate(folder / MANIFEST, 2**40), "is not a bundle: .* bytes, more than"),
+    "huge": (lambda folder: os.truncate(folder / MANIFEST, 2**40), "is not a bundle: .* bytes; the limit is"),
     "a FIFO": (replace_by(os.mkfifo), "is not a bundle: .*is not a regular file"),
     "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "is not a bundle: .*is not a regular file"),
     "a folder": (replace_by(os.mkdir), "is not a bundle: .*is not a regular file"),
     "another processor": (
         change("host", to=[*toolchain.host_features(), "avx9"]),
-        "compiled on a processor with avx9, which this one does not have",
+        "needs a processor with avx9",
     ),
     "a list": (write(b"[]"), "is not a bundle: .*expected an object"),
     "no host": (change("host", to=[]), "host: expected a list of strings"),
@@ -234,7 +235,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, copy, monkeypatch, capsys):
-    """At once and with the reason, on the first use and by ``info``."""
+    """At once and with the reason, at the first use and in ``info``."""
     spoil, reason = REFUSED[name]
     spoil(copy)
     started = time.monotonic()
@@ -255,7 +256,7 @@ def test_refused(name, copy, monkeypatch, capsys):
 )
 @hypothesis.settings(max_examples=200)
 def test_any_manifest(made, tmp_path_factory, path, value):
-    """Whatever is wrong with it, the answer is a ``BundleError`` or a bundle that answers."""
+    """Any manifest gives a ``BundleError`` or a usable bundle."""
     folder = tmp_path_factory.mktemp("bundle")
     manifest = json.loads((made / MANIFEST).read_text())
     inner = manifest
@@ -268,16 +269,16 @@ def test_any_manifest(made, tmp_path_factory, path, value):
     (folder / MANIFEST).write_text(json.dumps(manifest))
     try:
         bundle_ = Bundle(folder)
-        bundle_.has(wanted(), "sm_90a")
-        bundle_.function(wanted(), "sm_90a")
+        bundle_.has(wanted().digest, "sm_90a")
+        bundle_.function(wanted().digest, "sm_90a")
     except BundleError:
         pass
 
 
 def test_another_architecture(copy):
     (kernel,) = registry.kernels_of("fp4_quantize", "sm_120a", hidden=64, dtype=torch.bfloat16)
-    with pytest.raises(BundleError, match="has kernels for sm_90a, sm_100a; this device is sm_120a"):
-        Bundle(copy).function(kernel, "sm_120a")
+    with pytest.raises(BundleError, match="contains kernels for sm_90a, sm_100a; this device is sm_120a"):
+        Bundle(copy).function(kernel.digest, "sm_120a")
 
 
 LIBRARIES = {
@@ -293,26 +294,26 @@ LIBRARIES = {
 def test_a_damaged_library(copy, damage):
     LIBRARIES[damage](copy / "sm_90a.so")
     with pytest.raises(BundleError, match=r"is damaged: .*sm_90a\.so"):
-        Bundle(copy).function(wanted(), "sm_90a")
+        Bundle(copy).function(wanted().digest, "sm_90a")
 
 
 def test_links_in_a_bundle(copy):
-    """To it and in it, as volumes of containers have them, they may be."""
+    """Links to the bundle and within it are allowed: volumes of containers use them."""
     copy.rename(copy.with_name("data"))
     copy.symlink_to("data")
     (copy / "sm_90a.so").rename(copy / "version-7.so")
     (copy / "sm_90a.so").symlink_to("version-7.so")
-    assert Bundle(copy).function(wanted(), "sm_90a") is not None
+    assert Bundle(copy).function(wanted().digest, "sm_90a") is not None
 
 
 def test_a_library_without_a_function(copy, tmp_path):
-    """Its digest is right, and the manifest is wrong."""
+    """The manifest lists a function that the library lacks."""
     other = "ab" * 32
     manifest = json.loads((copy / MANIFEST).read_text())
     manifest["archs"]["sm_90a"]["kernels"][other] = f"k{other[:24]}"
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match=r"is damaged: sm_90a\.so has no function kabab"):
-        Bundle(copy).function(SimpleNamespace(digest=other), "sm_90a")
+    with pytest.raises(BundleError, match=r"is damaged: sm_90a\.so contains no function kabab"):
+        Bundle(copy).function(other, "sm_90a")
 
 
 def test_no_runtime_library(copy, monkeypatch):
@@ -322,14 +323,14 @@ def test_no_runtime_library(copy, monkeypatch):
 
 
 def test_another_runtime_library(copy, monkeypatch):
-    """It is refused wherever it was found, unless the user names it."""
+    """A library with another digest is refused, unless the user names it."""
     packaged = Bundle(copy).runtime()
     assert packaged != copy / RUNTIME
     (copy / RUNTIME).write_bytes(b"other")
     with pytest.raises(BundleError, match=rf"is damaged: {copy / RUNTIME} does not match .*TORCH_CUTE_OPS_DSL_RUNTIME"):
-        Bundle(copy).function(wanted(), "sm_90a")
+        Bundle(copy).function(wanted().digest, "sm_90a")
     monkeypatch.setattr(settings, "DSL_RUNTIME", packaged)
-    assert Bundle(copy).function(wanted(), "sm_90a") is not None
+    assert Bundle(copy).function(wanted().digest, "sm_90a") is not None
     monkeypatch.setattr(settings, "DSL_RUNTIME", copy / RUNTIME)
     assert Bundle(copy).runtime() == copy / RUNTIME
     monkeypatch.setattr(settings, "DSL_RUNTIME", copy / "nowhere")
@@ -339,7 +340,7 @@ def test_another_runtime_library(copy, monkeypatch):
     (copy / RUNTIME).unlink()
     change("runtime", "sha256", to="0" * 64)(copy)
     with pytest.raises(BundleError, match=rf"is damaged: {packaged} does not match"):
-        Bundle(copy).function(wanted(), "sm_90a")
+        Bundle(copy).function(wanted().digest, "sm_90a")
 
 
 def test_a_runtime_library_that_leads_out(copy):
@@ -348,34 +349,17 @@ def test_a_runtime_library_that_leads_out(copy):
         Bundle(copy).runtime()
 
 
-@pytest.mark.parametrize("which", [".", MANIFEST, "sm_100a.so", RUNTIME])
-def test_others_who_can_write(copy, which, caplog):
-    """One warning, before anything is loaded."""
-    (copy / RUNTIME).write_bytes(b"")
-    path = copy / which
-    path.chmod(0o777)
-    for _ in range(2):
-        Bundle(copy)
-    assert len(caplog.records) == 1 and f"bundle: {path} can be written by other users" in caplog.text
-    assert f"chmod -R go-w '{path}'" in caplog.text
-
-
-def test_a_bundle_of_ours_gives_no_warning(made, caplog):
-    Bundle(made)
-    assert not caplog.records
-
-
 def test_without_a_flavour(tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain, "compiler_flavour", lambda: None)
     with pytest.raises(BundleError, match="CUDA 12 or 13"):
-        bundle.build(tmp_path / "kernels", [])
+        bundle_build.build(tmp_path / "kernels", [])
     assert not (tmp_path / "kernels").exists()
 
 
 def test_no_linker(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle.shutil, "which", lambda name: None)
-    with pytest.raises(BundleError, match="linked by a C compiler, and there is none"):
-        bundle.build(tmp_path / "kernels", [])
+    monkeypatch.setattr(bundle_build.shutil, "which", lambda name: None)
+    with pytest.raises(BundleError, match="linked by a C compiler, and none was found"):
+        bundle_build.build(tmp_path / "kernels", [])
 
 
 def test_info_tells_the_bundle(made, monkeypatch):

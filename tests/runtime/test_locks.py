@@ -1,8 +1,7 @@
-"""Locks between processes: they exclude, end with their holder, name their holder, and stop nobody for long."""
+"""Locks between processes: they exclude other processes, end with their holder, and block nobody for long."""
 
 import errno
 import fcntl
-import logging
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def holder(path):
-    """A process that holds the lock until it is killed."""
+    """Start a process that holds the lock until it is killed."""
     held = FORK.Event()
 
     def hold():
@@ -48,7 +47,7 @@ def count_up(path, counter, times):
 
 
 def test_one_at_a_time(path, tmp_path):
-    """Although each holder removes the file that the next ones wait on."""
+    """Even though each holder deletes the file that the next processes wait for."""
     counter = tmp_path / "counter"
     counter.write_text("0")
     processes = [FORK.Process(target=count_up, args=(path, counter, 50)) for _ in range(6)]
@@ -69,34 +68,31 @@ def test_a_lock_ends_with_its_holder(path, holder):
     assert not path.exists()
 
 
-def test_waiting_is_bounded_and_told(path, holder, monkeypatch, caplog):
-    """The log names the holder: first at level info, and where the patience is over in a warning."""
-    monkeypatch.setattr(locks, "QUIET_SECONDS", 0.05)
-    caplog.set_level(logging.INFO, "torch_cute_ops")
+def test_waiting_is_bounded(path, holder, caplog):
+    """After the longest wait, a process goes on with a warning."""
     started, entered = time.monotonic(), False
     with one_process(path, 0.4):
         entered = True
     assert entered and 0.4 <= time.monotonic() - started < 5
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    for record in caplog.records:
-        assert f"process {holder.pid} on " in record.getMessage() and str(path) in record.getMessage()
-    assert path.exists()  # it is the holder's still
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and str(path) in record.getMessage()
+    assert path.exists()  # the holder still holds it
 
 
 def test_a_file_that_nobody_locks(path):
-    """Such as one that a process of another time or another kind of lock has left."""
+    """A killed process may leave the file of its lock."""
     path.parent.mkdir()
     path.write_text("1\nanother-host\n")
     started = time.monotonic()
     with one_process(path, 600.0):
-        assert path.read_text().startswith(f"process {os.getpid()} on ")
+        pass
     assert time.monotonic() - started < 1
     assert not path.exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
 def test_without_locks(path, number, monkeypatch):
-    """On a file system that has none, all go on at once and leave nothing."""
+    """If the file system does not support locks, all processes go on at once and leave no file."""
 
     def flock(*_):
         raise OSError(number, os.strerror(number))
@@ -113,14 +109,14 @@ def make_link(path):
     path.symlink_to("target")
 
 
-IN_THE_WAY = {"a link": make_link, "a FIFO": os.mkfifo, "a folder": os.mkdir}
+OBSTACLES = {"a link": make_link, "a FIFO": os.mkfifo, "a folder": os.mkdir}
 
 
-@pytest.mark.parametrize("kind", IN_THE_WAY)
-def test_something_else_in_the_way(path, kind):
-    """It is left alone, and nobody waits for it."""
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_something_else_at_the_path(path, kind):
+    """It is not touched, and nobody waits for it."""
     path.parent.mkdir()
-    IN_THE_WAY[kind](path)
+    OBSTACLES[kind](path)
     before = path.lstat()
     started = time.monotonic()
     with one_process(path, 600.0):
@@ -130,7 +126,7 @@ def test_something_else_in_the_way(path, kind):
     assert kind != "a link" or path.read_text() == "precious"
 
 
-def test_where_there_can_be_no_file(tmp_path):
+def test_a_path_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     entered = False
     with one_process(tmp_path / "file" / "a.lock", 600.0):
@@ -139,14 +135,14 @@ def test_where_there_can_be_no_file(tmp_path):
 
 
 def test_sweep(path, holder):
-    """Files of locks that nobody holds go, others stay."""
+    """Only the files of locks that nobody holds are deleted."""
     left = path.with_name("left.lock")
     left.touch()
     unrelated = path.with_name("unrelated")
     unrelated.touch()
     locks.sweep(path.parent)
     assert sorted(path.parent.iterdir()) == [path, unrelated]
-    with one_process(path, 0.0):  # it still excludes: nobody waits, and the file is not taken away
+    with one_process(path, 0.0):  # not acquired, so not deleted afterwards
         pass
     assert path.exists()
     locks.sweep(path.parent / "nowhere")

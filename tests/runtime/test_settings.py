@@ -96,4 +96,4 @@ def test_where_kernels_are_kept(name, monkeypatch, caplog):
     assert len(caplog.records) == (folder is None)
     if folder is None:
         assert "TORCH_CUTE_OPS_CACHE_DIR" in caplog.text and "stay in memory" in caplog.text
-        assert "TORCH_CUTE_OPS_CACHE_DIR" in compiler.why_no_store()
+        assert "TORCH_CUTE_OPS_CACHE_DIR" in compiler.reason_no_store()

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: what is valid, what is put aside, and many processes at once."""
+"""Cache of compiled kernels on disk: valid, damaged and unreadable entries, and many processes at once."""
 
 import errno
 import functools
@@ -21,7 +21,7 @@ from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.runtime import compiler, files, settings
-from torch_cute_ops.runtime.store import DESCRIPTION, OBJECT, Damaged, Store, _writer, symbol_of
+from torch_cute_ops.runtime.store import DESCRIPTION, OBJECT, Damaged, Store, symbol_of
 
 FORK = multiprocessing.get_context("fork")
 MEGABYTE = 2**20
@@ -32,26 +32,18 @@ def digest(key):
 
 
 def content_of(key):
-    """An object file's stand-in: some pages, and the name of its function."""
+    """Return a stand-in for an object file: some pages, and the name of its function."""
     return digest(key).encode() * 256 + b"__tvm_ffi_" + symbol_of(digest(key)).encode()
 
 
 def write(key, more=b""):
-    """What exports a kernel of this key."""
+    """Return a function that exports a kernel with this key."""
 
     def export(path, symbol):
         assert symbol == symbol_of(digest(key))
         path.write_bytes(content_of(key) + more)
 
     return export
-
-
-def give_away(path, monkeypatch):
-    """Have a path belong to another user than this process runs as."""
-    if os.getuid() == 0:
-        os.chown(path, 4321, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 4321)
 
 
 def read(path, symbol):
@@ -70,7 +62,7 @@ def names_in(folder):
 # One process
 
 
-def test_what_is_saved_is_loaded(store):
+def test_save_then_load(store):
     name = digest(1)
     assert store.load(name, read) is None
     assert store.save("1", write(1))
@@ -87,8 +79,8 @@ def test_saving_twice_keeps_the_first(store):
     assert names_in(store.root / "work") == []
 
 
-def test_what_is_saved_belongs_to_its_writer(store):
-    """Nobody else may write to it, whatever the umask is; everybody may read it."""
+def test_only_the_owner_can_write_to_entries(store):
+    """Whatever the umask is. Everybody may read."""
     before = os.umask(0)
     try:
         store.save("1", write(1))
@@ -109,7 +101,7 @@ def flip(folder):
 
 
 def describe(folder, **fields):
-    """Change the description, and have it agree with the object file."""
+    """Change fields of the description; size and digest match the object file."""
     content = (folder / OBJECT).read_bytes()
     true = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     description = json.loads((folder / DESCRIPTION).read_text())
@@ -117,7 +109,7 @@ def describe(folder, **fields):
 
 
 def copy_of_another(*names):
-    """The named files of another kernel's entry are copied into this one's folder."""
+    """Return a function that copies the named files of another kernel's entry into a folder."""
 
     def damage(folder):
         store = Store(folder.parents[1], MEGABYTE)
@@ -169,59 +161,37 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_kernel_is_put_aside(store, damage, caplog):
-    """At once, with one line in the log; what is saved anew is found."""
+def test_a_damaged_entry_is_deleted(store, damage, caplog):
+    """At once, with one warning. Afterwards the kernel can be saved again."""
     name = digest(1)
     store.save("1", write(1))
     DAMAGES[damage](store.root / name)
     with pytest.raises(Damaged):
         store.read(name)
-    os.utime(store.root / name, (1000, 1000))
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "torch_cute_ops"):
         assert store.load(name, read) is None
     assert time.monotonic() - started < 5
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert name in caplog.text and "put aside" in caplog.text
-    assert len(names_in(store.root / "aside")) == 1
-    assert store.save("2", write(2))  # which prunes
-    assert len(names_in(store.root / "aside")) == 1
+    assert name in caplog.text and "damaged" in caplog.text
+    assert not (store.root / name).exists() and names_in(store.root / "work") == []
     caplog.clear()
     assert store.load(name, read) is None and not caplog.records
     assert store.save("1", write(1))
     assert store.load(name, read) == (content_of(1), symbol_of(name))
 
 
-def test_a_kernel_that_appears_while_it_is_looked_for_stays(store, monkeypatch):
-    name, real = digest(1), Path.stat
-
-    def stat(path, **options):
-        try:
-            return real(path, **options)
-        finally:
-            if path == store.root / name:
-                monkeypatch.setattr(Path, "stat", real)
-                store.save("1", write(1))
-
-    monkeypatch.setattr(Path, "stat", stat)
-    assert store.load(name, read) is None
-    assert store.load(name, read) == (content_of(1), symbol_of(name))
-
-
-def test_a_kernel_that_is_replaced_while_it_is_read_stays(store, monkeypatch):
+def test_an_entry_that_is_deleted_while_it_is_read_is_no_damage(store, monkeypatch, caplog):
     name, real = digest(1), files.read
     store.save("1", write(1))
 
     def read_description(path, limit):
         content = real(path, limit)
-        monkeypatch.setattr(files, "read", real)
         path.parent.rename(store.root / "deleted")
-        store.save("1", write(1, b" anew"))
         return content
 
     monkeypatch.setattr(files, "read", read_description)
-    assert store.load(name, read) is None
-    assert store.load(name, read) == (content_of(1) + b" anew", symbol_of(name))
+    assert store.load(name, read) is None and not caplog.records
 
 
 TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
@@ -230,8 +200,8 @@ TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 @pytest.mark.parametrize("number", TRANSIENT, ids=errno.errorcode.get)
 @pytest.mark.parametrize("where", ["reading", "loading"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_cannot_be_read_stays(store, number, where, times, monkeypatch, caplog):
-    """An error that passes at once is not noticed; one that lasts costs a compilation, and the entry is left alone."""
+def test_an_unreadable_entry_stays(store, number, where, times, monkeypatch, caplog):
+    """After one failure, reading is repeated. After two, the kernel is compiled and the entry is kept."""
     for key in (1, 2):
         store.save(str(key), write(key))
     left = 0
@@ -257,13 +227,13 @@ def test_what_cannot_be_read_stays(store, number, where, times, monkeypatch, cap
     assert len(caplog.records) == times - 1  # one for each kind of error
     assert all(os.strerror(number) in line.getMessage() for line in caplog.records)
     left = 0
-    assert names_in(store.root / "aside") == []
+
     assert store.load(digest(1), load) == (content_of(1), symbol_of(digest(1)))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
-def test_one_failed_write_is_one(store, caplog, number):
-    """One warning for each kind of error; later kernels are written, and what is there is read."""
+def test_a_failed_write_affects_one_kernel(store, caplog, number):
+    """Each kind of error is logged once. Later kernels are written, and stored kernels are read."""
     store.save("1", write(1))
 
     def fail(path, symbol, number=number):
@@ -273,7 +243,7 @@ def test_one_failed_write_is_one(store, caplog, number):
     for _ in range(3):
         assert not store.save("2", fail)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert os.strerror(number) in caplog.text and "stays in memory" in caplog.text
+    assert os.strerror(number) in caplog.text and "stay in memory" in caplog.text
     assert os.strerror(number) in store.failure
     assert names_in(store.root / "work") == []
     assert store.load(digest(2), read) is None
@@ -284,8 +254,8 @@ def test_one_failed_write_is_one(store, caplog, number):
     assert len(caplog.records) == 2 and os.strerror(errno.EDQUOT) in caplog.records[1].getMessage()
 
 
-def test_where_there_is_no_folder(tmp_path, caplog):
-    """A file where the folder should be: kernels stay in memory, locks do without."""
+def test_a_file_instead_of_the_folder(tmp_path, caplog):
+    """Kernels stay in memory, and no locks are taken."""
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file", MEGABYTE)
     assert store.load(digest(1), read) is None
@@ -301,7 +271,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     for age in range(4):
         store.save(str(3 - age), write(3 - age))
         os.utime(store.root / digest(3 - age) / DESCRIPTION, (1000 - age, 1000 - age))
-    # 0 is the oldest by now, but is used.
+    # Kernel 0 is the oldest; loading it makes it the most recently used.
     assert store.load(digest(0), read)
     for new in ("a", "b"):
         store.save(new, write(new))
@@ -316,8 +286,8 @@ def test_a_kernel_larger_than_the_limit_is_kept(tmp_path):
     assert [name for name, _ in store.entries()] == [digest(2)]
 
 
-def test_what_dead_writers_left_is_swept(store):
-    """By its age, where a date in the future is no better than one that is long past; locks that nobody holds."""
+def test_remains_of_killed_writers_are_swept(store):
+    """Old work folders, work folders dated far in the future, and locks that nobody holds."""
     now = time.time()
     ages = {"1-old": 1000, "2-young": now, "3-future": now + 1e6, "4-ahead": now + 60}
     for name, date in ages.items():
@@ -334,17 +304,6 @@ def test_what_dead_writers_left_is_swept(store):
     assert names_in(store.root / "locks") == []
 
 
-def test_sweeping_after_processes(store):
-    """Of these only what has their mark, on this machine."""
-    marks = [_writer(11), _writer(111), f"another-{_writer(11)}"]
-    for mark in marks:
-        (store.root / "work" / f"{mark}-0").mkdir(parents=True)
-    store.sweep_after([11])
-    assert names_in(store.root / "work") == sorted(f"{mark}-0" for mark in marks[1:])
-    store.sweep_after([])
-    assert names_in(store.root / "work") == sorted(f"{mark}-0" for mark in marks[1:])
-
-
 def test_clear(store):
     for i in range(3):
         store.save(str(i), write(i))
@@ -352,7 +311,7 @@ def test_clear(store):
     assert list(store.entries()) == [] and store.load(digest(0), read) is None
 
 
-def test_clearing_says_what_it_could_not(store, monkeypatch):
+def test_clear_returns_errors(store, monkeypatch):
     for i in range(3):
         store.save(str(i), write(i))
     real = Path.rename
@@ -368,48 +327,11 @@ def test_clearing_says_what_it_could_not(store, monkeypatch):
     assert [name for name, _ in store.entries()] == [digest(1)]
 
 
-WRITERS = {
-    "the folder": lambda store: store.root.parent,
-    "its part": lambda store: store.root,
-    "an entry": lambda store: store.root / digest(1),
-    "an object": lambda store: store.root / digest(1) / OBJECT,
-    "a description": lambda store: store.root / digest(1) / DESCRIPTION,
-}
-
-
-@pytest.mark.parametrize("which", WRITERS)
-@pytest.mark.parametrize("how", ["everybody", "the group", "another user", "nobody else"])
-def test_others_who_can_write(store, which, how, monkeypatch, caplog):
-    """One warning before anything of theirs is loaded."""
-    os.chmod(store.root.parent, 0o755)
-    for key in (1, 2):
-        store.save(str(key), write(key))
-    path = WRITERS[which](store)
-    if how == "another user":
-        give_away(path, monkeypatch)
-    else:
-        path.chmod({"everybody": 0o777, "the group": 0o775, "nobody else": 0o755}[how])
-
-    def load(path, symbol):
-        assert len(caplog.records) == (how != "nobody else")
-        return read(path, symbol)
-
-    for key in (1, 2, 1):
-        assert store.load(digest(key), load)
-    assert len(caplog.records) == (how != "nobody else")
-    if caplog.records:
-        assert "TORCH_CUTE_OPS_CACHE_DIR" in caplog.text
-        if how != "another user":
-            assert f"{path} can be written by other users" in caplog.text and f"chmod -R go-w '{path}'" in caplog.text
-        elif os.getuid() == 0:
-            assert f"{path} belongs to user 4321" in caplog.text and f"chown -R 0 '{path}'" in caplog.text
-
-
 # Many processes
 
 
 def compile_all(root, keys, log_path, barrier):
-    """What a process does that needs these kernels: load each, or compile and save it."""
+    """Load each kernel, or compile and save it, as a process that needs these kernels does."""
     store = Store(Path(root), MEGABYTE)
     barrier.wait()
     for key in keys:
@@ -449,8 +371,8 @@ def save_for_ever(root):
 
 
 @pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
-def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
-    """Many processes killed at random moments of writing, pruning and locking, some side by side."""
+def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
+    """Several processes at a time are killed at random moments of writing, pruning and locking."""
     for _ in range(15):
         kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
     store = Store(tmp_path, MEGABYTE)
@@ -467,8 +389,7 @@ def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
 
 
 def test_key_ingredients(monkeypatch):
-    """Each makes another digest: class, config, arguments, architecture, options, versions, flavour, environment,
-    processor, sources; and the digest is a property of their values alone."""
+    """Each field of the key changes the digest, and only the fields' values do."""
     kernel = FakeKernel(row_quant.plan(PROBLEM, SM90))
     key = compiler.key_of(kernel, SM90)
     fields = {field: getattr(key, field) for field in key.__dataclass_fields__}
@@ -509,14 +430,14 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
-    """Started cold at once, one compiles and the others load; later ones load; damage is compiled over."""
+    """Of processes that start at once, one compiles and the others load. Damaged kernels are compiled again."""
     kept, in_the_way = tmp_path / "kept", tmp_path / "file"
     in_the_way.touch()
     folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))
-    # All have torch from one interpreter; each imports the package, and what compiles or loads, by itself.
+    # The processes are forked after `import torch`; each imports the package and compiles or loads by itself.
     *outputs, later = (done.stdout for done in python_in_groups(PROGRAM, [folder] * 3, [folder]))
     assert sorted(output.split()[1] for output in outputs) == ["compiled", "loaded", "loaded"], outputs
-    # Loaded functions check their arguments before they launch; a CPU tensor is not theirs.
+    # Loaded functions check their arguments before they launch: a CPU tensor is refused.
     assert later.split()[1] == "loaded" and "refused ValueError" in later
     (entry,) = Store(kept, MEGABYTE).entries()
     truncate(entry[1])
@@ -539,7 +460,7 @@ def test_settings_of_the_store(monkeypatch, tmp_path):
     assert compiler.store() is None
 
 
-def test_torch_dtypes_print_alike():
-    """The digest is of what the key prints: nothing in it may print an address."""
+def test_a_key_prints_no_address():
+    """The digest is computed from the key's text, which must be the same in every process."""
     key = compiler.key_of(FakeKernel(row_quant.plan(PROBLEM, SM90)), SM90)
     assert " at 0x" not in repr(key) and repr(torch.bfloat16) in repr(key)

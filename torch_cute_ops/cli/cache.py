@@ -3,7 +3,7 @@
 import sys
 import time
 
-from torch_cute_ops.runtime.compiler import store, why_no_store
+from torch_cute_ops.runtime.compiler import reason_no_store, store
 from torch_cute_ops.runtime.store import Damaged, Store
 
 
@@ -18,7 +18,7 @@ def run(action: str) -> int:
     """
     kernels = store()
     if kernels is None:
-        print(f"no kernels are kept on disk: {why_no_store()}")
+        print(f"no kernels are kept on disk: {reason_no_store()}")
         return 0
     return _clear(kernels) if action == "clear" else _list(kernels, action)
 
@@ -33,7 +33,6 @@ def _clear(kernels: Store) -> int:
 
 
 def _list(kernels: Store, action: str) -> int:
-    kernels.warn_of_writers()
     total = damaged = count = 0
     for digest, _ in kernels.entries():
         try:

@@ -11,7 +11,7 @@ from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.registry import OPS, properties_of
 from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
-from torch_cute_ops.runtime.compiler import bundle, store, why_no_store
+from torch_cute_ops.runtime.compiler import bundle, reason_no_store, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 from torch_cute_ops.runtime.toolchain import installed_packages
 
@@ -102,7 +102,7 @@ def cache() -> dict[str, Any]:
     """Where compiled kernels are kept, how many, how large."""
     kernels = store()
     if kernels is None:
-        return {"folder": None, "why": why_no_store()}
+        return {"folder": None, "why": reason_no_store()}
     sizes = [size for _, size, _ in kernels.used()]
     return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
 

@@ -6,8 +6,7 @@ import itertools
 import json
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,8 @@ from torch_cute_ops.cli import cache, info
 from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs, read_jobs
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
-from torch_cute_ops.runtime.compiler import store, why_no_store
+from torch_cute_ops.runtime.compiler import reason_no_store, store
 from torch_cute_ops.runtime.toolchain import compiler_flavour
-
-
-class Terminated(BaseException):
-    """What SIGTERM raises, as SIGINT raises ``KeyboardInterrupt``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_build(commands)
     options = parser.parse_args(arguments)
     try:
-        with _terminable():
-            status: int = options.run(options)
+        status: int = options.run(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,27 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
     return status
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Have SIGTERM raise, so that what has to be left in order is."""
-    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
-        yield
-        return
-
-    def terminate(*_: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _add_info(commands: Any) -> None:
@@ -114,7 +88,7 @@ def _build(options: argparse.Namespace) -> int:
     TORCH_CUTE_OPS_BUNDLE set to it. Needs a C compiler to link with, and no GPU."""
     from tqdm import tqdm
 
-    from torch_cute_ops.runtime import bundle
+    from torch_cute_ops.runtime.bundle_build import build
 
     pairs = []
     for job, arch in itertools.product(read_jobs(options), _archs(options)):
@@ -122,7 +96,7 @@ def _build(options: argparse.Namespace) -> int:
             pairs += [(kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties))]
         except (TypeError, ValueError) as error:
             raise UsageError(f"{job} {arch}: {error}") from None
-    bundle.build(options.output, tqdm(pairs, unit="kernel"))
+    build(options.output, tqdm(pairs, unit="kernel"))
     _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
     return 0
@@ -204,7 +178,7 @@ def _warmup(options: argparse.Namespace) -> int:
 
     jobs, archs = read_jobs(options), _archs(options)
     if store() is None:
-        raise UsageError(f"no kernels are kept on disk: {why_no_store()}")
+        raise UsageError(f"no kernels are kept on disk: {reason_no_store()}")
     failed = 0
     outcomes = deployment.compile_jobs(jobs, archs, options.workers)
     with contextlib.closing(outcomes), tqdm(total=len(jobs) * len(archs), unit="kernel") as bar:

@@ -1,1 +1,1 @@
-"""What every op needs and no op owns: GPU architectures, compiling and caching, capture guard, settings, errors."""
+"""Infrastructure that no op owns: GPU architectures, compiling and caching, tuning, capture guard, settings."""

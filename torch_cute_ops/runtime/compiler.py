@@ -1,8 +1,7 @@
-"""Compile kernels through TVM-FFI and keep them in memory and on disk: the one place that calls the compiler.
+"""Compilation of kernels through TVM-FFI, with caches in memory and on disk. Only this module calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
-``__call__`` that the DSL traces. The cache key is derived from these, so nothing that a kernel depends on can be left
-out of it.
+``__call__`` that the DSL traces. The cache key is derived from these, so that it covers everything a kernel depends on.
 """
 
 import functools
@@ -30,47 +29,47 @@ log = logging.getLogger("torch_cute_ops")
 
 OPTIONS = "--enable-tvm-ffi"
 
-# cute.compile has global state, so one kernel is compiled at a time. The lock is held from the look-up to the store, so
-# two threads that ask for the same kernel compile it once.
+# cute.compile keeps global state, so only one thread compiles at a time. The lock is held from the look-up until the
+# kernel is stored, so two threads that need the same kernel compile it once.
 _lock = threading.Lock()
 _compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
-    """What the DSL compiles."""
+    """Object that the DSL compiles."""
 
     config: Any
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The run-time arguments in order, without the stream, which comes last."""
+        """Describe the run-time arguments in order, without the stream, which comes last."""
 
     def __call__(self, *args: Any) -> None:
         """Trace the launch."""
 
 
 class _Digested:
-    """A value with a digest."""
+    """Base of dataclasses with a digest."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all its fields, hexadecimal; the same in every process."""
+        """SHA-256 of all fields, hexadecimal; the same in every process."""
         return text_digest(repr(self))
 
 
 @dataclass(frozen=True)
 class KernelSpec(_Digested):
-    """A kernel by name: what identifies it without the DSL.
+    """Name and configuration of a kernel, which identify it without the DSL.
 
     Attributes:
-        kernel: module and name of its class.
-        config: what the class is instantiated with.
+        kernel: module and name of the kernel's class.
+        config: argument of the class.
     """
 
     kernel: str
     config: Any
 
     def make(self) -> Kernel:
-        """The kernel; imports the DSL."""
+        """Instantiate the kernel. Imports the DSL."""
         module, _, name = self.kernel.rpartition(".")
         kernel: Kernel = getattr(importlib.import_module(module), name)(self.config)
         return kernel
@@ -81,13 +80,15 @@ class Key(_Digested):
     """Everything that a compiled kernel depends on.
 
     Attributes:
-        kernel: its class.
-        config, arguments: the kernel's.
-        arch, options: what is compiled for, and how.
-        versions: of the compiler's packages and of TVM-FFI.
-        flavour: which of the compiler's builds is loaded, ``"cu12"`` or ``"cu13"``; ``None``: unknown.
-        environment: the variables that the compiler reads.
-        host: the processor that the launching code is compiled for.
+        kernel: module and name of the kernel's class.
+        config: configuration of the kernel.
+        arguments: descriptions of the kernel's run-time arguments.
+        arch: name of the architecture.
+        options: options of the compiler.
+        versions: versions of the compiler's packages and of TVM-FFI.
+        flavour: loaded build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
+        environment: environment variables that the compiler reads.
+        host: features of the processor that the launching code is compiled for.
         sources: digest of this package's files that kernels are made from.
     """
 
@@ -104,7 +105,7 @@ class Key(_Digested):
 
 
 def key_of(kernel: Kernel, arch: Arch) -> Key:
-    """The cache key of ``kernel`` compiled for ``arch``."""
+    """Return the cache key of ``kernel`` compiled for ``arch``."""
     cls = type(kernel)
     return Key(
         kernel=f"{cls.__module__}.{cls.__qualname__}",
@@ -121,15 +122,15 @@ def key_of(kernel: Kernel, arch: Arch) -> Key:
 
 
 def compile_kernel(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
-    """The compiled function of ``kernel`` for ``arch``: from memory, a bundle, the disk, or the compiler.
+    """Return the compiled function of ``kernel`` for ``arch``, from memory, a bundle, the disk, or the compiler.
 
-    The function takes torch tensors and numbers as the kernel's ``arguments()`` describe them, launches on torch's
-    current stream of the first tensor's device, and raises ``ValueError`` or ``TypeError`` for arguments that do not
+    The function takes torch tensors and numbers, as the kernel's ``arguments()`` describe them. It launches on torch's
+    current stream of the first tensor's device. It raises ``ValueError`` or ``TypeError`` for arguments that do not
     match.
 
     Raises:
         BundleError: if the bundle in use does not fit.
-        RuntimeError: if the kernel is in no bundle, and the compiler is not installed.
+        RuntimeError: if no bundle contains the kernel and the compiler is not installed.
     """
     with _lock:
         key = (kernel, arch.name)
@@ -143,23 +144,23 @@ def compile_kernel(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
 def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     kernels = bundle()
     if kernels is not None:
-        function = kernels.function(kernel, arch.name)
+        function = kernels.function(kernel.digest, arch.name)
         if function is not None:
             log.info("from the bundle %s: %s", kernels.root, kernel)
             return function
     try:
         made = kernel.make()
     except ModuleNotFoundError as error:
-        where = "is in no bundle" if kernels is None else f"is not in the bundle {kernels.root}"
-        raise RuntimeError(f"a kernel {where}, and cannot be compiled here ({error}): {kernel}") from None
+        lacking = "no bundle is in use" if kernels is None else f"the bundle {kernels.root} lacks it"
+        raise RuntimeError(f"a kernel cannot be compiled here ({error}), and {lacking}: {kernel}") from None
     return _from_store(made, arch, key_of(made, arch))
 
 
 def bundle() -> "Bundle | None":
-    """The bundle that is in use; ``None`` if there is none.
+    """Return the bundle in use, or None.
 
     Raises:
-        BundleError: if it does not fit.
+        BundleError: if the bundle does not fit.
     """
     return _bundle(settings.BUNDLE) if settings.BUNDLE is not None else None
 
@@ -172,7 +173,7 @@ def _bundle(folder: Path) -> "Bundle":
 
 
 def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
-    """The function from disk; else from the compiler, and then it is stored for the next process."""
+    """Load the function from disk, or compile it and store it for the next process."""
     kernels = store()
     if kernels is None or key.flavour is None:
         return _raw(_timed(kernel, arch, key))
@@ -180,7 +181,7 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
     function: Callable[..., None] | None = kernels.load(digest, load_object)
     if function is None:
         with kernels.writing(digest):
-            # Another process may have been faster.
+            # Another process may have compiled it meanwhile.
             function = kernels.load(digest, load_object)
             if function is None:
                 compiled = _timed(kernel, arch, key)
@@ -191,32 +192,32 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
 
 
 def keep(kernel: KernelSpec, arch: Arch) -> None:
-    """Have ``kernel`` for ``arch`` on disk.
+    """Make sure that ``kernel`` for ``arch`` is on disk.
 
     Raises:
-        RuntimeError: if no kernels are kept on disk, or this one cannot be written.
+        RuntimeError: if no kernels are kept on disk, or this kernel cannot be written.
     """
     kernels = store()
     if kernels is None:
-        raise RuntimeError(f"no kernels are kept on disk: {why_no_store()}")
+        raise RuntimeError(f"no kernels are kept on disk: {reason_no_store()}")
     with _lock:
         made = kernel.make()
         key = key_of(made, arch)
         if key.flavour is None:
-            raise RuntimeError("no kernels are kept on disk: which build of the DSL compiles them is unknown")
+            raise RuntimeError("no kernels are kept on disk: it is unknown which build of the DSL compiles them")
         _from_store(made, arch, key)
         if not kernels.has(key.digest):
             raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}: {kernels.failure}")
 
 
 def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
-    """Whether the bundle in use, or the cache on disk, has ``kernel`` for ``arch``."""
+    """Return True if the bundle in use or the cache on disk contains ``kernel`` for ``arch``."""
     found, kernels = bundle(), store()
-    if found is not None and found.has(kernel, arch.name):
+    if found is not None and found.has(kernel.digest, arch.name):
         return True
     try:
         return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
-    except ModuleNotFoundError:  # without the DSL nothing can be looked up on disk
+    except ModuleNotFoundError:  # the DSL, which the cache key needs
         return False
 
 
@@ -228,18 +229,18 @@ def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
 
 
 def _raw(compiled: Any) -> Callable[..., None]:
-    """The TVM-FFI function without the DSL's wrapper for keyword arguments: 0.3 µs less per call."""
+    """Return the TVM-FFI function without the DSL's wrapper for keyword arguments, which costs 0.3 µs per call."""
     return compiled.__tvm_ffi_object__() or compiled
 
 
 def store() -> "Store | None":
-    """The kernels on disk; ``None`` if none are kept."""
+    """Return the cache on disk, or None if kernels are not kept on disk."""
     folder = settings.cache_folder() if settings.CACHE else None
     return _store(folder, settings.CACHE_MB) if folder is not None else None
 
 
-def why_no_store() -> str:
-    """Why ``store`` answers ``None``."""
+def reason_no_store() -> str:
+    """Reason that ``store`` returns None."""
     return "there is no home folder; set TORCH_CUTE_OPS_CACHE_DIR" if settings.CACHE else "TORCH_CUTE_OPS_CACHE=0"
 
 
@@ -251,10 +252,10 @@ def _store(folder: Path, megabytes: int) -> "Store":
 
 
 def export_object(compiled: Any, path: Path, symbol: str) -> None:
-    """Write a compiled kernel to an object file, its function under this name.
+    """Write a compiled kernel to an object file, with ``symbol`` as the name of its function.
 
     Raises:
-        OSError: if that fails.
+        OSError: if the DSL cannot write the file.
     """
     try:
         compiled.export_to_c(str(path), function_name=symbol)
@@ -265,10 +266,10 @@ def export_object(compiled: Any, path: Path, symbol: str) -> None:
 
 
 def load_object(path: Path, symbol: str) -> Callable[..., None]:
-    """The function of this name in an object file.
+    """Load the function ``symbol`` from an object file.
 
     Raises:
-        OSError: if it cannot be loaded, which may be the file's fault or this process's: the DSL does not say.
+        OSError: if loading fails. The DSL does not say if the file or this process is the cause.
     """
     from cutlass.cute.runtime import load_module
 
@@ -280,7 +281,7 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
 
 
 def trace_and_compile(kernel: Kernel, arch: Arch, options: str = "") -> Any:
-    """The DSL's compiled object of ``kernel``, not cached; ``options`` are added to the compiler's."""
+    """Compile ``kernel`` without caching. ``options`` are appended to the compiler's options."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -315,7 +316,7 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
 
 
 def _after_fork() -> None:
-    """Replace the lock: in a child that was forked while another thread compiled, nobody would release it."""
+    """Replace the lock. If another thread held it during the fork, nobody would release it in the child."""
     global _lock
     _lock = threading.Lock()
 
@@ -324,6 +325,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def clear() -> None:
-    """Forget every compiled kernel in memory."""
+    """Forget all compiled kernels in memory."""
     with _lock:
         _compiled.clear()

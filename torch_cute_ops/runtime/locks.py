@@ -1,7 +1,7 @@
-"""Locks between processes. They save work and protect nothing that must hold: where there are none, do without.
+"""Locks between processes. They only avoid duplicate work: code must also be correct without them.
 
-A lock is an advisory one (``flock``) on a file, so it ends with the process that holds it. Whoever releases it removes
-its file first; so whoever gets a lock makes sure that the file is still the one at that path.
+A lock is an advisory lock (``flock``) on a file, so it ends with its process. The holder deletes the file before it
+releases the lock, so a process that acquires a lock must check that the path still names the locked file.
 """
 
 import contextlib
@@ -9,20 +9,18 @@ import errno
 import fcntl
 import logging
 import os
-import platform
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from torch_cute_ops.runtime.files import make_folder
 
 log = logging.getLogger("torch_cute_ops")
 
-QUIET_SECONDS = 3.0
-"""How long to wait before the log says for whom."""
-LONGEST_PAUSE = 0.2
-"""Seconds between two attempts."""
+LONGEST_PAUSE: Final = 0.2
+"""Longest pause between two attempts, seconds."""
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -31,12 +29,12 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 def one_process(path: Path, patience: float) -> Iterator[None]:
     """Run the block in one process at a time.
 
-    Runs it at the same time as another process where the file system has no locks, where ``path`` cannot be written, or
-    after the other one has held the lock for ``patience`` seconds.
+    Several processes may run it at once if the file system does not support locks, if ``path`` cannot be written, or if
+    a process holds the lock for longer than ``patience`` seconds.
 
     Args:
-        path: the lock's file; its folder is made.
-        patience: seconds.
+        path: file of the lock; its folder is created.
+        patience: longest wait, seconds.
     """
     descriptor = _acquire(path, patience)
     try:
@@ -47,7 +45,7 @@ def one_process(path: Path, patience: float) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files of locks that nobody holds: their holders died."""
+    """Delete the files of locks that no process holds, which killed processes left."""
     with contextlib.suppress(OSError):
         for path in folder.glob("*.lock"):
             descriptor = _try(path)
@@ -56,8 +54,8 @@ def sweep(folder: Path) -> None:
 
 
 def _acquire(path: Path, patience: float) -> int | None:
-    """The descriptor of the locked file; ``None``: go on without a lock."""
-    started, pause, silent = time.monotonic(), 0.01, True
+    """Return the descriptor of the locked file, or None to go on without a lock."""
+    started, pause = time.monotonic(), 0.01
     while True:
         try:
             make_folder(path.parent)
@@ -69,20 +67,17 @@ def _acquire(path: Path, patience: float) -> int | None:
             return descriptor
         waited = time.monotonic() - started
         if waited >= patience:
-            log.warning("%s has held %s for %.0f s; this process goes on without it", _holder(path), path, waited)
+            log.warning("another process has held %s for %.0f s; this process goes on without it", path, waited)
             return None
-        if silent and waited >= QUIET_SECONDS:
-            silent = False
-            log.info("waiting, for %.0f s at most, for %s, which holds %s", patience, _holder(path), path)
         time.sleep(max(0.0, min(pause, patience - waited)))
         pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
 def _try(path: Path) -> int | None:
-    """The descriptor of the locked file; ``None``: another process holds the lock, or has just removed its file.
+    """Return the descriptor of the locked file, or None if another process holds the lock or just deleted the file.
 
     Raises:
-        OSError: where there can be no lock.
+        OSError: if no lock is possible.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
@@ -91,16 +86,13 @@ def _try(path: Path) -> int | None:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(path, descriptor):
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
             return descriptor
-    except (BlockingIOError, PermissionError):  # some file systems say the latter
+    except (BlockingIOError, PermissionError):  # some file systems raise PermissionError
         pass
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             with contextlib.suppress(OSError):
-                path.unlink()  # it cannot be anybody's lock
+                path.unlink()  # nobody can hold a lock here
         os.close(descriptor)
         raise
     os.close(descriptor)
@@ -111,7 +103,7 @@ def _release(path: Path, descriptor: int) -> None:
     with contextlib.suppress(OSError):
         if _is_at(path, descriptor):
             path.unlink()
-    # Not only closed: a child that was forked meanwhile has the file open too.
+    # Closing alone does not release the lock if a child was forked meanwhile and inherited the descriptor.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -122,18 +114,3 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _holder(path: Path) -> str:
-    """Who holds a lock, as its file says."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return "another process"
-    try:
-        text = os.read(descriptor, 200).decode("ascii", "replace")
-    except OSError:
-        text = ""
-    finally:
-        os.close(descriptor)
-    return text if text.isprintable() and text else "another process"

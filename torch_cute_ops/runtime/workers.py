@@ -1,18 +1,16 @@
-"""Work in processes of their own, which end when the work does, or when this process does, in whatever way."""
+"""Worker processes that end when their work ends, or when the parent process ends for any reason."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
-
-from torch_cute_ops.runtime import once
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -22,10 +20,10 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Died:
-    """What comes of a task whose process ended before the task did.
+    """Outcome of a task whose process ended before the task did.
 
     Attributes:
-        status: the process's exit status; negative: the signal that ended it.
+        status: exit status of the process; if negative, minus the number of the signal that ended it.
     """
 
     status: int | None
@@ -38,17 +36,16 @@ class _Worker(NamedTuple):
 
 
 class Workers(Generic[Task, Result]):
-    """Processes that apply a function to tasks; they are gone when the ``with`` block ends.
+    """Processes that apply a function to tasks. They are gone when the ``with`` block ends.
 
-    An interrupt from the keyboard does not reach them: this process hears it, and leaves the block. Should it be
-    killed, they end by themselves.
+    The workers ignore Ctrl-C; the parent receives it and leaves the block. If the parent is killed, the workers exit.
 
     Args:
-        function: of a module that can be imported. It, its tasks and its results travel by pickle.
-        count: how many processes there are at most.
+        function: function of an importable module. The function, its tasks and its results are pickled.
+        count: maximum number of processes.
 
     Attributes:
-        pids: of all processes that were started.
+        pids: ids of all started processes.
     """
 
     def __init__(self, function: Callable[[Task], Result], count: int) -> None:
@@ -70,7 +67,7 @@ class Workers(Generic[Task, Result]):
             self._busy.clear()
 
     def map(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result | Died]]:
-        """Each task with what came of it, as they end."""
+        """Yield each task with its result, in the order of completion."""
         waiting = list(tasks)[::-1]
         while waiting or self._busy:
             while waiting and len(self._busy) < self._count:
@@ -92,18 +89,18 @@ class Workers(Generic[Task, Result]):
         # Spawned: a process that has initialised CUDA must not be forked.
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self._function, once.given()), daemon=True)
-        # Else started with the first process, and it would leave this thread, and so that process, hearing interrupts.
+        process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
+        # Otherwise the first process.start() would start the tracker, which unblocks interrupts in this thread.
         resource_tracker.ensure_running()
         with _interrupts_held(), theirs:
             process.start()
             self._busy.append(_Worker(process, pipe, task))
             self.pids.append(process.pid or 0)
-        with contextlib.suppress(OSError):  # where it has ended already, receiving says so
+        with contextlib.suppress(OSError):  # if the process has ended, map() notices it
             pipe.send(task)
 
     def _go_on(self, worker: _Worker, waiting: list[Task]) -> None:
-        """Give a worker that is done its next task; without one, it ends."""
+        """Send a worker its next task, or end the worker if no task is left."""
         if not waiting:
             _end(worker)
             return
@@ -120,7 +117,7 @@ def _end(worker: _Worker) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Have this thread, and the processes that it starts, deaf to interrupts."""
+    """Block interrupts in this thread, and in processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
     try:
         yield
@@ -128,15 +125,14 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(pipe: "connection.Connection[Any, Any]", function: Callable[[Any], Any], warned: frozenset[Hashable]) -> None:
-    """A worker's life. It was started deaf to interrupts, and stays so but for the one that is meant for it."""
+def _work(pipe: "connection.Connection[Any, Any]", function: Callable[[Any], Any]) -> None:
+    """Run tasks until the pipe closes. The process starts with interrupts blocked and unblocks only SIGTERM."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    once.adopt(warned)
     while True:
         try:
             task = pipe.recv()
-        except (EOFError, OSError):  # that was all
+        except (EOFError, OSError):  # no more tasks
             return
         result = function(task)
         with contextlib.suppress(OSError):

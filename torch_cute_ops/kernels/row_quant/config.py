@@ -10,13 +10,16 @@ from typing import Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
-from torch_cute_ops.kernels.row_quant.experts import TABLE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
+TABLE_WORDS = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
+"""Size of each array of the table of experts' rows, in 32-bit words, in the order of ``experts.ExpertRows``."""
+TABLE_BYTES = 4 * sum(TABLE_WORDS)
 QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8

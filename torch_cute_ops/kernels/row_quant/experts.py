@@ -1,5 +1,9 @@
-"""Size of the table of experts' rows (``expert_rows``): no device code. A dense numbering of the rows that experts have
-in a buffer with padding."""
+"""Dense numbering of the experts' rows in a buffer with padding.
+
+Expert ``e`` owns ``counts[e]`` rows from row ``offsets[e]`` on. Without ``offsets``, all experts own equally many rows
+of the buffer. A table in shared memory contains, for each expert, the dense number of its first row, and the difference
+between a row in the buffer and its dense number.
+"""
 
 from typing import NamedTuple
 
@@ -10,24 +14,7 @@ from cutlass import Int32, const_expr, range_constexpr
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.experts.tiles import expert_by_bisection, expert_by_votes, running_sum_of_cta
-
-# expert table
-#
-# Size of the table of experts' rows (``expert_rows``): no device code.
-
-WARP = 32
-SIZES = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
-"""Words of its parts, in the order of ``ExpertRows``."""
-TABLE_BYTES = 4 * sum(SIZES)
-
-
-# expert rows
-#
-# A dense numbering of the rows that experts have in a buffer with padding.
-#
-# Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
-# buffer on. A table in shared memory holds, for each expert, where its rows begin in the dense numbering, and the
-# difference to their place in the buffer.
+from torch_cute_ops.kernels.row_quant.config import TABLE_WORDS, WARP
 
 BEYOND = 2**31 - 1
 
@@ -51,8 +38,10 @@ class ExpertRows(NamedTuple):
 def table_at(memory: cute.Pointer) -> ExpertRows:
     """The table in ``TABLE_BYTES`` of shared memory."""
     words = cute.recast_ptr(memory, dtype=Int32)
-    starts = (sum(SIZES[:i]) for i in range(len(SIZES)))
-    return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, SIZES, strict=True)))
+    starts = (sum(TABLE_WORDS[:i]) for i in range(len(TABLE_WORDS)))
+    return ExpertRows(
+        *(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, TABLE_WORDS, strict=True))
+    )
 
 
 @cute.jit

@@ -1,0 +1,75 @@
+"""Building of bundles: compile kernels, link them into one library for each architecture, write the manifest."""
+
+import hashlib
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch_cute_ops._version import __version__
+from torch_cute_ops.runtime import compiler, files, settings, toolchain
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, RUNTIME, BundleError, packaged_runtimes, symbol_of
+from torch_cute_ops.runtime.provenance import kernel_digest
+
+
+def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]]) -> None:
+    """Build a bundle.
+
+    Args:
+        folder: folder to write to; created if missing.
+        kernels: pairs of a kernel and the name of an architecture.
+
+    Raises:
+        BundleError: if there is no C compiler to link with, linking fails, or the DSL's build or runtime library is
+            unknown.
+        OSError: if the bundle cannot be written.
+    """
+    linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if linker is None:
+        raise BundleError("a bundle is linked by a C compiler, and none was found: cc, gcc or clang")
+    flavour = toolchain.compiler_flavour()
+    if flavour is None:
+        raise BundleError("a bundle names its CUDA version, but the DSL does not say if it compiles for CUDA 12 or 13")
+    runtime = settings.DSL_RUNTIME or next(packaged_runtimes(flavour), None)
+    if runtime is None:
+        raise BundleError(f"the DSL's package contains no {RUNTIME}; name one in TORCH_CUTE_OPS_DSL_RUNTIME")
+    archs: dict[str, dict[str, Any]] = {}
+    files.make_folder(folder)
+    with tempfile.TemporaryDirectory() as work:
+        for kernel, arch in kernels:
+            found = archs.setdefault(arch, {"file": f"{arch}.so", "kernels": {}})["kernels"]
+            if kernel.digest in found:
+                continue
+            symbol = symbol_of(kernel.digest)
+            compiled = compiler.trace_and_compile(kernel.make(), ARCHS[arch])
+            compiler.export_object(compiled, Path(work, f"{arch}-{symbol}.o"), symbol)
+            found[kernel.digest] = symbol
+        for arch, library in archs.items():
+            objects = [str(path) for path in sorted(Path(work).glob(f"{arch}-*.o"))]
+            linked = Path(work, library["file"])
+            done = subprocess.run([linker, "-shared", "-o", str(linked), *objects], capture_output=True, text=True)
+            if done.returncode:
+                raise BundleError(f"{linker} cannot link {linked.name}: {done.stderr.strip()}")
+            content = linked.read_bytes()
+            library["sha256"] = hashlib.sha256(content).hexdigest()
+            # Replaced, not overwritten: a process may have mapped the old library.
+            files.replace(folder / library["file"], content)
+    manifest = {
+        "format": FORMAT,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "torch_cute_ops": __version__,
+        "sources": kernel_digest(),
+        "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "compiler": toolchain.compiler_versions(),
+        "flavour": flavour,
+        "runtime": {"file": RUNTIME, "sha256": hashlib.sha256(runtime.read_bytes()).hexdigest()},
+        "host": toolchain.host_features(),
+        "archs": archs,
+    }
+    files.replace(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
