@@ -282,7 +282,7 @@ def test_other_layers_refuse_gate_and_up():
     layer = NVFP4Linear.from_float(nn.Linear(64, H).bfloat16(), activations="fp8")
     rows = QuantizedRows((torch.zeros(3, 128).bfloat16(),), (3,), torch.bfloat16, is_gate_and_up=True)
     with pytest.raises(
-        ValueError, match="NVFP4Linear: the rows are gate and up; a layer with activations='fp8' does not"
+        ValueError, match="NVFP4Linear: the rows are gate and up, which a layer with activations='fp8' does not"
     ):
         layer(rows)
     with pytest.raises(ValueError, match=r"silu_mul_mm_fp4_weight_only: a has shape \(3, 128\); expected \(3, 512\)"):

@@ -108,7 +108,7 @@ def test_parts_are_called_and_looked_at_as_linear_layers_are():
     merge_(model)
     assert linears(model) == {"0.qkv_proj"} and torch.equal(model(X), want)
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), want)
-    seen = merging._WithParts(model[0], (("qkv_proj", ("q_proj", "k_proj", "v_proj")),))
+    seen = merging._WithOriginals(model[0], (("qkv_proj", ("q_proj", "k_proj", "v_proj")),))
     assert all(torch.equal(getattr(seen, f"{name}_proj").weight, w) for name, w in zip("qkv", weights, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_different_inputs_are_refused():
     """As in cross-attention; the same numbers elsewhere in memory are different inputs too."""
     attention = merge_(model_of())[0]
     attention(X, other=X)
-    with pytest.raises(RuntimeError, match="qkv_proj merges layers that were given different inputs"):
+    with pytest.raises(RuntimeError, match="qkv_proj merges layers that were called with different inputs"):
         attention(X, other=X.clone())
 
 

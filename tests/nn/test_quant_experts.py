@@ -134,12 +134,14 @@ def test_split():
 
 
 def test_what_is_left():
-    with pytest.warns(UserWarning, match=r"the experts mlp.experts, because its gate is no SwiGLU"):
+    with pytest.warns(UserWarning, match=r"the experts mlp.experts, because its gate is not SwiGLU"):
         block = block_of(Experts(act_fn=nn.GELU()), "nvfp4")
     assert isinstance(block.mlp.experts, Experts) and isinstance(block.o_proj, NVFP4Linear)
     with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):
         block_of(Experts(width=64), "fp8_block")
-    with pytest.warns(UserWarning, match=r"scheme is 'fp8_channel'; experts can be in 'nvfp4', 'mxfp4', 'fp8_block'"):
+    with pytest.warns(
+        UserWarning, match=r"scheme is 'fp8_channel'; expected 'nvfp4', 'mxfp4', 'fp8_block' for experts"
+    ):
         block_of(Experts(), "fp8_channel")
     for ignore in (("experts",), ("mlp.*",)):
         assert isinstance(block_of(Experts(), "nvfp4", ignore=ignore).mlp.experts, Experts)
@@ -152,9 +154,9 @@ def test_errors():
         QuantExperts(gate_up, down, 8)
     with pytest.raises(ValueError, match="gate_up_proj has 4 parts"):
         QuantExperts(down, gate_up, E)
-    with pytest.raises(ValueError, match="NVFP4Linear and MXFP4Linear; expected two of one format"):
+    with pytest.raises(ValueError, match="NVFP4Linear and MXFP4Linear; expected two layers of one format"):
         QuantExperts(gate_up, block_of(Experts(), "mxfp4").mlp.experts.down_proj, E)
-    with pytest.raises(ValueError, match="0 experts; expected 1 to 512"):
+    with pytest.raises(ValueError, match="number of experts is 0; expected 1 to 512"):
         QuantExperts(gate_up, down, 0)
     x, ids, factors = routed(2, "cpu")
     with pytest.raises(ValueError, match="grouped_mm_fp8_fp4"):
@@ -314,7 +316,7 @@ def test_experts_that_are_wide_copy_nothing():
     """No number of tokens is few for them, and a warning says so, once asked for; with a number of one's own they are
     as others are, and without it again as before."""
     experts = block_of(Experts(width=1088), "mxfp4").mlp.experts
-    with pytest.warns(UserWarning, match=r"copies nothing, since no number of tokens is few for experts with 1088"):
+    with pytest.warns(UserWarning, match=r"nothing changed, because for experts with I = 1088 no number"):
         assert experts.route_few_() is experts
     assert experts.side_by_side is None and not experts.are_routed(1, 1, torch.bfloat16)
     with warnings.catch_warnings():
@@ -323,7 +325,7 @@ def test_experts_that_are_wide_copy_nothing():
     assert experts.is_few(2 * E, 1) and experts.is_few(E, 2) and not experts.is_few(2 * E + 1, 1)
     with torch.no_grad():
         assert support.ops_of(experts, *routed(3, "cpu")) == ROUTED
-    with pytest.warns(UserWarning, match="copies nothing"):
+    with pytest.warns(UserWarning, match="nothing changed"):
         experts.route_few_()
     assert experts.side_by_side is None
 
@@ -410,13 +412,13 @@ def test_errors_of_few_tokens():
     with pytest.raises(ValueError, match="hidden_global_scale has 3 elements; expected 1 or 4"):
         experts.route_few_("fp4", input_global_scale=one, hidden_global_scale=torch.ones(3))
     for each, activations in ((experts, "16bit"), (wide, "fp4")):
-        with pytest.raises(ValueError, match="have no global scales; got input_global_scale"):
+        with pytest.raises(ValueError, match="take no global scales; got input_global_scale"):
             each.route_few_(activations, input_global_scale=one)
     assert "Hopper" in reason_unrouted("nvfp4", 256, 7168, 256, "sm_120a", "fp4")
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a", "fp4") is None
     x = routed(2, "cpu")[0]
     with pytest.raises(
-        RuntimeError, match=r"forward_dense: the second layers are not side by side; call route_few_\(\)"
+        RuntimeError, match=r"forward_dense: the down layers are not stored side by side; call route_few_\(\)"
     ):
         experts.forward_dense(x, torch.ones(2, E))
 

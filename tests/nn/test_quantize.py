@@ -215,7 +215,7 @@ def test_errors():
             ignore=("router",),
         )
     model.embed.weight.data[3] = torch.nan
-    with pytest.raises(ValueError, match=r"layers.0.q_proj had an input that is not finite"):
+    with pytest.raises(ValueError, match=r"layers.0.q_proj received an input that is not finite"):
         quantize_(model, activations="fp4", calibrate=run, ignore=("lm_head", "router"))
     assert not names(model, NVFP4Linear)
 
@@ -260,7 +260,7 @@ def test_warmup_calls_each_form_once():
     with Calls() as calls:
         warmup(nn.Linear(H, H))
     assert not calls.sizes
-    with pytest.raises(ValueError, match="rows has 0"):
+    with pytest.raises(ValueError, match="rows contains 0"):
         warmup(model, rows=(4, 0))
 
 

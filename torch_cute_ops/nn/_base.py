@@ -144,7 +144,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """Return the numbers of which N and K must be multiples, for these activations."""
+        """Return the divisors that N and K must be multiples of, for these activations."""
         return cls.multiples
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A layer of experts as models have it: the router, the experts, and what all tokens have."""
+"""Complete layer of experts: router, experts, and a shared expert."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +17,18 @@ from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 
 
 class GatedMLP(nn.Module):
-    """Two quantised linear layers with a SwiGLU between, such as a shared expert.
+    """Two quantised linear layers with a SwiGLU between them, such as a shared expert.
 
-    Where the second layer takes activations in FP4 or FP8, one op gates and quantises; where it multiplies 16-bit ones
-    by an FP4 weight, and the gate is ``silu(gate) · up``, one op gates and multiplies.
+    If the second layer takes FP4 or FP8 activations, one op gates and quantises. If it multiplies 16-bit activations by
+    an FP4 weight and the gate is ``silu(gate) · up``, its GEMM gates in the prologue.
 
     Args:
-        gate_up_proj: (2I, H), the rows of the gate before those of up, as :func:`torch_cute_ops.nn.merge` makes it.
+        gate_up_proj: (2I, H), rows of the gate, then of up, as :func:`torch_cute_ops.nn.merge` returns.
         down_proj: (H, I).
-        swiglu: the gate's parameters.
+        swiglu: parameters of the gate.
 
     Raises:
-        ValueError: for layers that do not fit together.
+        ValueError: for layers of inconsistent sizes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj, self.down_proj, self.swiglu = gate_up_proj, down_proj, swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        """``down_proj(swiglu(gate_up_proj(x)))``: (..., H) of (..., H); errors are those of :class:`QuantLinear`."""
+        """Compute ``down_proj(swiglu(gate_up_proj(x)))``, (..., H) from (..., H). Raises as :class:`QuantLinear`."""
         both = self.gate_up_proj(x)
         lead, how, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
         if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
@@ -56,41 +56,42 @@ class GatedMLP(nn.Module):
         if how is None:
             return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once
         quantise = silu_mul_fp4quant if how.to == "fp4" else silu_mul_fp8quant
-        gate = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        operands = quantise(rows, **how.arguments, **gate)
+        swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
+        operands = quantise(rows, **how.arguments, **swiglu)
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         return str(self.swiglu)
 
 
 class ExpertLayer(nn.Module):
-    """A layer of experts: a router, experts of which each token has a few, and a shared expert that all have.
+    """A layer of experts: a router, experts, and an optional shared expert for all tokens.
 
-    Logits are ``x · routerᵀ + router_bias`` in fp32. Where :meth:`QuantExperts.route_few_` has the routed pairs of a
-    call with few tokens computed alone, ``moe_route_dense`` writes the routing in one launch; else ``moe_route`` orders
-    rows by expert, and the shared expert's result is added in the last step, before the one rounding; of few tokens,
-    behind it. Nothing waits for the device and no shape depends on the routing, so calls can be captured, and a replay
-    follows whatever routing it finds.
+    Logits are ``x · routerᵀ + router_bias`` in fp32. If :meth:`QuantExperts.route_few_` applies to a call,
+    ``moe_route_dense`` writes the routing in one launch and the shared expert's result is added last. Otherwise
+    ``moe_route`` orders rows by expert, and the shared expert's result is added in the last op, before its single
+    rounding. The host never waits for the device, and no shape depends on the routing. Calls can therefore be captured,
+    and a replay uses the current routing.
 
-    As with ``route_few_``, a token's result depends neither on the other tokens nor on their experts, to the bit; on
-    their number by the way, the tactics of the GEMMs, and cuBLAS's algorithm for the router.
+    As with ``route_few_``, a token's result does not depend on the other tokens or on their experts, to the bit. It
+    depends on the number of tokens only through the path, the GEMMs' tactics, and cuBLAS's algorithm for the router.
 
-    In a state dict there are ``router``, ``router_bias`` and ``bias`` where they are given, ``experts`` and ``shared``.
-    Call ``layer.experts.route_few_()`` for few tokens.
+    The state dict contains ``router``, ``router_bias`` and ``bias`` if given, ``experts`` and ``shared``. Call
+    ``layer.experts.route_few_()`` to speed up calls with few tokens.
 
     Args:
-        router: (E, H), of any floating-point dtype. One in float32 is not converted in each call.
-        experts: E of them.
-        topk: experts of a token, at most 16.
-        shared: with inputs and results of H, or ``None``.
-        router_bias: (E,), added to the logits, as in gpt-oss; ``None``: nothing.
-        bias: (E,), kept in float32, added to sigmoids for the choice alone, as in DeepSeek-V3; ``None``: nothing.
-        scoring, num_groups, topk_groups, renormalize, scaling_factor: as of ``moe_route``.
+        router: (E, H), any floating-point dtype. A float32 router needs no conversion in each call.
+        experts: module of E experts.
+        topk: number of experts per token, at most 16.
+        shared: module with inputs and results of width H, or ``None``.
+        router_bias: (E,), added to the logits, as in gpt-oss; or ``None``.
+        bias: (E,), stored in float32, added to the sigmoids only for the choice of experts, as in DeepSeek-V3; or
+            ``None``.
+        scoring, num_groups, topk_groups, renormalize, scaling_factor: arguments of ``moe_route``.
 
     Raises:
-        ValueError: for tensors or layers that do not fit together, and a ``topk`` that is no number of experts.
+        ValueError: for tensors or layers of inconsistent sizes, or a ``topk`` out of range.
     """
 
     router: Tensor
@@ -118,12 +119,12 @@ class ExpertLayer(nn.Module):
         for name, tensor in (("router", router), ("router_bias", router_bias), ("bias", bias)):
             if tensor is not None and tensor.shape != expected[name]:
                 got = f"{name} has shape {tuple(tensor.shape)}"
-                raise ValueError(f"ExpertLayer: {got}; expected {expected[name]}, as the experts have it")
+                raise ValueError(f"ExpertLayer: {got}; expected {expected[name]}, to match the experts")
         if not 1 <= topk <= min(count, MAX_TOPK):
             raise ValueError(f"ExpertLayer: topk is {topk}; expected 1 to {min(count, MAX_TOPK)}")
         if isinstance(shared, GatedMLP) and shared.down_proj.out_features != hidden:
             got = f"the shared expert's results have {shared.down_proj.out_features} columns"
-            raise ValueError(f"ExpertLayer: {got}; expected {hidden}, as those of the experts")
+            raise ValueError(f"ExpertLayer: {got}; expected {hidden}, to match the experts")
         for name, tensor in (("router", router), ("router_bias", router_bias)):
             value = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
             self.register_parameter(name, value)
@@ -140,17 +141,17 @@ class ExpertLayer(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's result.
+        """Compute the layer's result.
 
         Args:
-            x: (M, H) or (..., H), bfloat16, float16 or float32, as the experts and the shared expert take it.
+            x: (M, H) or (..., H), bfloat16, float16 or float32, if the experts and the shared expert support the dtype.
 
         Returns:
-            The shape and dtype of ``x``.
+            The result in the shape and dtype of ``x``.
 
         Raises:
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
-                gradients are on.
+                gradients are enabled.
         """
         tokens = x.reshape(-1, x.shape[-1])
         is_few = self.experts.are_routed(len(tokens), self.topk, x.dtype)
@@ -158,12 +159,12 @@ class ExpertLayer(nn.Module):
         return compute(tokens, self.logits(tokens)).view(x.shape)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The router's, (M, E) float32, of (M, H)."""
+        """Return the router's logits, (M, E) float32, for ``x`` (M, H)."""
         bias = None if self.router_bias is None else self.router_bias.float()
         return nn.functional.linear(x.float(), self.router.float(), bias)
 
     def forward_few(self, x: Tensor, logits: Tensor) -> Tensor:
-        """:meth:`forward` by the routed pairs alone, whatever M is, of tokens (M, H) with logits (M, E).
+        """Compute :meth:`forward` from routed pairs only, for any M, from tokens (M, H) and logits (M, E).
 
         Raises:
             RuntimeError: without ``experts.route_few_()``.
@@ -176,8 +177,8 @@ class ExpertLayer(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def forward_many(self, x: Tensor, logits: Tensor) -> Tensor:
-        """:meth:`forward` by rows in the experts' order, whatever M is, of tokens (M, H) with logits (M, E); errors are
-        those of :meth:`forward`."""
+        """Compute :meth:`forward` from permuted rows, for any M, from tokens (M, H) and logits (M, E). Raises as
+        :meth:`forward`."""
         weights, _, expanded, permuted, offsets, _ = moe_route(
             logits, self.topk, self.bias, alignment=1, **self.scoring
         )
@@ -185,11 +186,11 @@ class ExpertLayer(nn.Module):
         return self.experts.forward_permuted(x, weights, expanded, permuted, offsets, shared)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         return f"topk={self.topk}, {', '.join(f'{name}={value!r}' for name, value in self.scoring.items())}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the bias of the choice, and never casts it."""
+        """Move the bias of the choice without casting it."""
         own = self.bias
         super()._apply(lambda tensor: moved(fn, own) if own is not None and tensor is own else fn(tensor), recurse)
         return self

@@ -1,4 +1,4 @@
-"""The experts of a layer, all in one module."""
+"""Experts of a layer in one module."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,29 +28,32 @@ from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.registry import backends
 
 FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
-"""What experts can be in, by scheme."""
+"""Linear layer class by scheme, for the formats that experts support."""
 MULTIPLE: Final = 64
-"""What the widths of experts are multiples of; in FP8 blocks, of 128."""
+"""Widths of experts must be multiples of this, or of 128 in FP8 blocks."""
 _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
-"""How many linear layers of an expert a stack has."""
+"""Linear layers per expert in each stack."""
 
 
 MOST_FEW: Final = 512
-"""Most tokens of a call whose routed pairs are computed alone: those of one tile of the kernel that lists the tokens of
-each expert. Behind it the weights are read once more."""
+"""Largest number of tokens for which only routed pairs are computed: one tile of the kernel that lists each expert's
+tokens. Each further tile would read the weights once more."""
 FewActivations = Literal["16bit", "fp4"]
-"""In what ``route_few_`` has the activations of few tokens."""
+"""Formats of the activations for ``route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
-"""Of an expert with a bias, which is divided by it: with less, the quotient of a bias may be infinite."""
+"""Smallest factor of an expert with a bias. The bias is divided by the factor, and a smaller one could overflow."""
 
 
 def few_tokens(width: int) -> int:
-    """Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone; ``width``: I.
+    """Return the average number of tokens per expert up to which ``route_few_`` computes only routed pairs; 0 means
+    never.
 
-    0: never. On an H200 the routed pairs are faster than permuted rows with 256 columns, in all of a call's first
-    ``MOST_FEW`` tokens, whatever the routing is; and with 768 up to 27 tokens of an expert. With 2,880 they are slower,
-    by up to a fifth with 2 tokens of an expert and by more behind, but for a call with one token, which takes 1 to 3 %
-    less.
+    Measured on an H200: for I = 256 the routed path is faster than the permuted path for all of the first ``MOST_FEW``
+    tokens, for any routing; for I = 768, up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to
+    a fifth with 2 tokens per expert and by more with further tokens; only a call with one token is 1 to 3 % faster.
+
+    Args:
+        width: I, the intermediate size of an expert.
     """
     return 16 if width <= 1024 else 0
 
@@ -63,32 +66,37 @@ class SwiGLU(NamedTuple):
     limit: float | None = None
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The same of tensors of one shape, in their dtype."""
+        """Compute the formula for tensors of one shape, in their dtype."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
 
 class QuantExperts(nn.Module):
-    """The experts of a layer, with quantised weights, for inference; the router is another module.
+    """Experts of a layer with quantised weights, for inference; the router is another module.
 
-    Activations are FP8 with a scale for each 128 elements, computed for each token, whatever the weights are in:
-    ``moe_route_ids`` orders rows by expert, ``moe_permute_fp8quant`` quantises the tokens into that order,
-    ``grouped_mm_fp8`` or ``grouped_mm_fp8_fp4`` multiplies by ``gate_up_proj``, ``moe_swiglu_fp8quant`` gates, the
-    second GEMM multiplies by ``down_proj``, and ``moe_finalize`` adds up the experts of each token. Nothing waits for
-    the device and no shape depends on the routing, so calls can be captured. After :meth:`route_few_` calls with few
-    tokens take another way. :class:`ExpertLayer` is the layer, with the router.
+    For every weight format, activations are FP8 with a scale for each 128 elements of a token:
+
+    1. ``moe_route_ids`` orders rows by expert.
+    2. ``moe_permute_fp8quant`` quantises the tokens into that order.
+    3. ``grouped_mm_fp8`` or ``grouped_mm_fp8_fp4`` multiplies by ``gate_up_proj``.
+    4. ``moe_swiglu_fp8quant`` gates and quantises.
+    5. A second grouped GEMM multiplies by ``down_proj``.
+    6. ``moe_finalize`` sums each token's experts with their weights.
+
+    The host never waits for the device, and no shape depends on the routing, so calls can be captured. After
+    :meth:`route_few_`, calls with few tokens use other ops. :class:`ExpertLayer` adds the router.
 
     Args:
-        gate_up_proj: the experts' gates and ups, (E · 2I, H), one expert after the other, gate first: a merged layer,
-            as :func:`torch_cute_ops.nn.merge` makes it.
-        down_proj: their second layers, (E · H, I), the same.
+        gate_up_proj: gate and up layers of all experts, (E · 2I, H), expert by expert, gate first: a merged layer, as
+            :func:`torch_cute_ops.nn.merge` returns.
+        down_proj: down layers of all experts, (E · H, I), a merged layer.
         experts: E.
-        swiglu: the gate's parameters.
-        topk: experts of a token, which :func:`torch_cute_ops.nn.warmup` has to know; ``None``: not known.
+        swiglu: parameters of the gate.
+        topk: number of experts per token, for :func:`torch_cute_ops.nn.warmup`; ``None`` if unknown.
 
     Raises:
-        ValueError: for sizes that do not fit, or that the ops do not take.
+        ValueError: for layers of inconsistent sizes, or sizes that the ops do not support.
     """
 
     def __init__(
@@ -105,7 +113,9 @@ class QuantExperts(nn.Module):
         self.hidden_size, self.intermediate_size = gate_up_proj.in_features, down_proj.in_features
         if type(gate_up_proj) is not type(down_proj) or gate_up_proj.scheme not in FORMATS:
             names = f"{type(gate_up_proj).__name__} and {type(down_proj).__name__}"
-            raise ValueError(f"QuantExperts: the layers are {names}; expected two of one format among {[*FORMATS]}")
+            raise ValueError(
+                f"QuantExperts: the layers are {names}; expected two layers of one format among {[*FORMATS]}"
+            )
         reason = reason_unsupported(gate_up_proj.scheme, experts, self.hidden_size, self.intermediate_size)
         if reason is not None:
             raise ValueError(f"QuantExperts: {reason}")
@@ -130,39 +140,41 @@ class QuantExperts(nn.Module):
         hidden_global_scale: Tensor | None = None,
         tokens_of_expert: int | None = None,
     ) -> Self:
-        """Have the routed pairs of calls with few tokens computed alone, without permuted rows: with activations in 16
-        bits by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``, or in the weights' format by
-        ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
+        """Compute only routed pairs in calls with few tokens, without permuted rows.
 
-        Few are, on average, up to ``tokens_of_expert`` for each expert, and never more than 512 in a call: with 8 of
-        256 experts a token, 512 tokens where experts have 256 columns. Where no number is few, as with gpt-oss's
-        experts of 2,880 columns, nothing changes, and a warning says so.
+        With 16-bit activations the ops are ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``. With
+        activations in the weights' format they are ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
-        Which way a call takes follows from its number of tokens alone. Results of the two ways differ by what the
-        formats of activations round. In either, a token's result depends neither on the other tokens nor on their
-        experts, to the bit; on their number only by the way and, on a GPU, the tactics of the GEMMs.
+        Few means at most ``tokens_of_expert`` tokens per expert on average, and at most 512 tokens in a call. For 256
+        experts with I = 256, 8 per token, that is 512 tokens. If no number of tokens is few, as for gpt-oss's experts
+        with I = 2,880, nothing changes and a warning says so.
 
-        The experts' second layers are held twice, because these ops want them side by side, (H, E · I/2): a third more
-        bytes in all. A call has a temporary tensor (M, E · I), of which it writes what is routed: 2 bytes an element in
-        16 bits, 9/16 in NVFP4, 17/32 in MXFP4; 64 MiB of 16 bits for 512 tokens of 256 experts with 256 columns. The
-        state dict stays what it is, so global scales are not in it. CUDA graphs that were captured with other
-        ``activations`` have to be captured again.
+        Only the number of tokens selects the path. Results of the two paths differ by the rounding of the activations.
+        In each path a token's result does not depend on the other tokens or on their experts, to the bit. It depends on
+        the number of tokens only through the path and, on a GPU, through the GEMMs' tactics.
+
+        The down layers are stored twice, because these ops need them side by side, (H, E · I/2): one third more bytes
+        in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements. It takes 2 bytes
+        per element in 16 bits, 9/16 in NVFP4, 17/32 in MXFP4; for example 64 MiB in 16 bits for 512 tokens of 256
+        experts with I = 256. The state dict does not change, so it does not contain global scales. CUDA graphs captured
+        with other ``activations`` must be captured again.
 
         Args:
-            activations: ``"16bit"``, of bfloat16 or float16 calls; those in float32 take permuted rows. Or ``"fp4"``.
-            input_global_scale: encode scale of the tokens, float32, one element, as
-                :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration. For NVFP4 with
-                ``"fp4"``, and then needed. Larger values saturate.
-            hidden_global_scale: the same of each expert's activations between its two layers: (E,), or one element for
-                all.
-            tokens_of_expert: what is few; ``None``: what was measured, ``nn.experts.few_tokens``.
+            activations: ``"16bit"``, for bfloat16 or float16 calls (float32 calls use the permuted path), or ``"fp4"``.
+            input_global_scale: encode scale of the tokens, float32, one element, such as
+                :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration; larger values
+                saturate. NVFP4 with ``"fp4"`` needs it; other settings refuse it.
+            hidden_global_scale: encode scale of each expert's activations between its two layers, float32, (E,), or one
+                element for all; needed and refused as ``input_global_scale``.
+            tokens_of_expert: largest average number of tokens per expert that counts as few; ``None`` uses the measured
+                ``nn.experts.few_tokens``.
 
         Returns:
             The module itself.
 
         Raises:
-            ValueError: for weights in FP8, on a GPU that has no kernel for these sizes, for other activations, and for
-                global scales that are missing, have another shape, or that the format does not have.
+            ValueError: for FP8 weights; on a GPU without a kernel for these sizes; for other activations; for global
+                scales that are missing, unsupported, or of a wrong shape.
         """
         if activations not in ("16bit", "fp4"):
             raise ValueError(f"QuantExperts.route_few_: activations is {activations!r}; expected '16bit' or 'fp4'")
@@ -176,8 +188,8 @@ class QuantExperts(nn.Module):
         if not self._most_of_expert():
             self.side_by_side = None
             warnings.warn(
-                "QuantExperts.route_few_: changes nothing and copies nothing, since no number of tokens is few for "
-                f"experts with {self.intermediate_size} columns; tokens_of_expert sets one",
+                "QuantExperts.route_few_: nothing changed, because for experts with I = "
+                f"{self.intermediate_size} no number of tokens is few; pass tokens_of_expert to set one",
                 stacklevel=2,
             )
         elif self.side_by_side is None or self.side_by_side.activations != activations:
@@ -189,13 +201,13 @@ class QuantExperts(nn.Module):
     def _global_scales(
         self, activations: str, input_scale: Tensor | None, hidden_scale: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the activations, (1,) and (E,), checked."""
+        """Check the global scales of the activations and return them as (1,) and (E,)."""
         given = {"input_global_scale": input_scale, "hidden_global_scale": hidden_scale}
         if activations != "fp4" or self.scheme != "nvfp4":
             for name, scale in given.items():
                 if scale is not None:
-                    how = f"activations={activations!r} beside weights in {self.scheme}"
-                    raise ValueError(f"QuantExperts.route_few_: {how} have no global scales; got {name}")
+                    case = f"activations={activations!r} with weights in {self.scheme}"
+                    raise ValueError(f"QuantExperts.route_few_: {case} take no global scales; got {name}")
             return None, None
         device, found = self.down_proj.weight.device, []
         for (name, scale), sizes in zip(given.items(), ((1,), (1, self.experts)), strict=True):
@@ -211,30 +223,33 @@ class QuantExperts(nn.Module):
 
     @property
     def scheme(self) -> str:
-        """The format of the weights: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``."""
+        """Format of the weights: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``."""
         return self.gate_up_proj.scheme
 
     @property
     def expert_factor(self) -> Tensor | None:
-        """(E,) float32, what :meth:`forward_dense` has each expert's routing weights multiplied with, to take out
-        global scales; ``None``: nothing. It is the ``expert_factor`` of ``moe_route_dense``."""
+        """(E,) float32, factors of the experts' routing weights that undo global scales in :meth:`forward_dense`; or
+        None.
+
+        Pass it to ``moe_route_dense`` as ``expert_factor``.
+        """
         return None if self.side_by_side is None else self.side_by_side.alpha
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
+        """Compute the weighted sum of each token's experts.
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            top_k_index: (M, topk), int32 or int64, the experts of each token, at most 16. A pair with an index outside
-                0..E-1, as of an expert on another rank, adds nothing.
-            top_k_weights: (M, topk), of any floating-point dtype.
+            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 16. A pair with an index
+                outside 0..E-1, such as an expert on another rank, adds nothing.
+            top_k_weights: (M, topk), any floating-point dtype.
 
         Returns:
             (M, H) in the dtype of ``hidden_states``.
 
         Raises:
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
-                gradients are on.
+                gradients are enabled.
         """
         return self.summed(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
 
@@ -246,19 +261,17 @@ class QuantExperts(nn.Module):
         has_factors: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts, of the routed pairs alone, however many tokens there are; only
-        after :meth:`route_few_`.
+        """Compute the weighted sum of each token's experts from routed pairs only, for any M; needs :meth:`route_few_`.
 
         Args:
-            hidden_states: (M, H), bfloat16 or float16; float32 too where ``route_few_`` was called with ``"fp4"``.
-            routing: (M, E) float32, a token's weight of each expert, as ``moe_route_dense`` returns it. Where it is 0
-                nothing is computed, and no weight of an expert is read that all tokens have 0 of.
-            has_factors: whether the weights were multiplied with ``expert_factor`` already, as ``moe_route_dense`` does
-                that gets it.
-            out_dtype: of the result; ``None``: that of ``hidden_states``.
+            hidden_states: (M, H), bfloat16 or float16; after ``route_few_("fp4")`` also float32.
+            routing: (M, E) float32, each token's weight of each expert, as ``moe_route_dense`` returns it. Zeros are
+                skipped, and an expert whose column is all zeros is not read.
+            has_factors: True if ``routing`` is already multiplied by ``expert_factor``, as ``moe_route_dense`` can do.
+            out_dtype: dtype of the result; ``None`` for the dtype of ``hidden_states``.
 
         Returns:
-            (M, H) in ``out_dtype``; 0 for tokens that no expert has.
+            (M, H) in ``out_dtype``; 0 for tokens without experts.
 
         Raises:
             RuntimeError: without :meth:`route_few_`.
@@ -266,7 +279,9 @@ class QuantExperts(nn.Module):
         """
         few = self.side_by_side
         if few is None:
-            raise RuntimeError("QuantExperts.forward_dense: the second layers are not side by side; call route_few_()")
+            raise RuntimeError(
+                "QuantExperts.forward_dense: the down layers are not stored side by side; call route_few_()"
+            )
         if few.alpha is not None and not has_factors:
             routing = torch.where(routing == 0, 0.0, routing * few.alpha)
         return self._few(few, hidden_states, routing, out_dtype or hidden_states.dtype)
@@ -282,17 +297,17 @@ class QuantExperts(nn.Module):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts, by rows in the experts' order and with activations in FP8.
+        """Compute the weighted sum of each token's experts from permuted rows, with FP8 activations.
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            weights: (M, topk) float32, those of each token's experts.
-            expanded_to_permuted, permuted_to_expanded, offsets: the order of the rows, as ``moe_route`` and
+            weights: (M, topk) float32, weights of each token's experts.
+            expanded_to_permuted, permuted_to_expanded, offsets: order of the rows, as ``moe_route`` and
                 ``moe_route_ids`` return it with ``alignment=1``.
-            shared: (M, H) in ``out_dtype``, what is added to each token's sum before it is rounded, such as a shared
-                expert's result.
-            out_dtype: of the result, to which each expert's result is rounded, and the sum; ``None``: that of
-                ``hidden_states``.
+            shared: (M, H) in ``out_dtype``, added to each token's sum before the rounding, such as a shared expert's
+                result; or ``None``.
+            out_dtype: dtype of the result, to which each expert's result and the sum are rounded; ``None`` for the
+                dtype of ``hidden_states``.
 
         Returns:
             (M, H) in ``out_dtype``.
@@ -304,39 +319,40 @@ class QuantExperts(nn.Module):
         return self._many(hidden_states, weights, *rows, shared, out_dtype or hidden_states.dtype)
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: torch.dtype) -> Tensor:
-        """:meth:`forward` in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
+        """Compute :meth:`forward` in the dtype ``sums``, to which each expert's result and each token's sum are
+        rounded."""
         weights = top_k_weights.to(torch.float32)
         few, (tokens, topk) = self.side_by_side, top_k_index.shape
         if few is not None and self.are_routed(tokens, topk, hidden_states.dtype):
             every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
             own = top_k_index.unsqueeze(-1) == every
             factors = weights.unsqueeze(-1) if few.alpha is None else weights.unsqueeze(-1) * few.alpha
-            # The factor of an expert that a token does not have may be NaN.
+            # Select before summing: the factor of an expert that a token does not use can be NaN.
             return self._few(few, hidden_states, torch.where(own, factors, 0.0).sum(1), sums)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         return self._many(hidden_states, weights, expanded, permuted, offsets, None, sums)
 
     def are_routed(self, tokens: int, topk: int, dtype: torch.dtype) -> bool:
-        """Whether a call with so many tokens in this dtype has its routed pairs computed alone."""
+        """Return True if a call with this many tokens in this dtype computes only routed pairs."""
         few = self.side_by_side
         if few is None or (few.activations == "16bit" and dtype.itemsize != 2):
             return False
         return self.is_few(tokens, topk)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Whether ``route_few_`` is for calls with so many tokens."""
+        """Return True if this many tokens are few in the sense of ``route_few_``."""
         return tokens <= MOST_FEW and tokens * topk <= self._most_of_expert() * self.experts
 
     def _most_of_expert(self) -> int:
         return few_tokens(self.intermediate_size) if self.tokens_of_expert is None else self.tokens_of_expert
 
     def _few(self, few: "_SideBySide", hidden_states: Tensor, routing: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Of a routing (M, E) that has the factors."""
+        """Compute the sums for a routing (M, E) that is multiplied by the experts' factors."""
         gate_up: Any = self.gate_up_proj
         weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)), gate_up.weight_scale
         how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
-        gate = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **gate, **how}
+        swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
+        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **swiglu, **how}
         if few.activations == "16bit":
             h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
             return moe_fc2_fp4_weight_only(h, few.weight, few.weight_scale, routing, few.bias, out_dtype, **how)
@@ -375,30 +391,32 @@ class QuantExperts(nn.Module):
         )
 
     def split(self) -> Iterator[tuple[QuantLinear, QuantLinear, QuantLinear]]:
-        """Gate, up and down of each expert, as layers by themselves: codes are views, scales copies."""
+        """Yield gate, up and down of each expert as separate layers; codes are views, scales are copies."""
         gate_up, down = self.gate_up_proj.split(), self.down_proj.split()
         yield from zip(gate_up[0::2], gate_up[1::2], down, strict=True)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """The weights that the codes stand for: (E, 2I, H), gate first, and (E, H, I)."""
+        """Return the decoded weights: (E, 2I, H), gate first, and (E, H, I)."""
         layers = self.gate_up_proj, self.down_proj
         gate_up, down = (layer.dequantize(dtype).unflatten(0, (self.experts, -1)) for layer in layers)
         return gate_up, down
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         return f"experts={self.experts}, {self.swiglu}"
 
 
 class _SideBySide(nn.Module):
-    """What the ops of few tokens take beside the weights of a :class:`QuantExperts`, from which it is derived: their
-    second layers side by side, biases, and factors.
+    """Operands of the ops for few tokens, derived from the weights of a :class:`QuantExperts`.
 
-    Buffers, none of them in a state dict: ``weight`` uint8 (H, E · I/2) and ``weight_scale`` over (H, E · I), 128x4;
-    ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, of activations in NVFP4, else ``None``;
-    ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which take out global scales of weights and activations, or
-    ``None``; ``gate_up_bias`` (E, 2I) and ``bias`` (E, H) float32, the latter over ``alpha``, which multiplies it, or
-    ``None``.
+    No buffer is in a state dict:
+
+    - ``weight`` uint8 (H, E · I/2) and ``weight_scale`` of (H, E · I), 128x4: the down layers, side by side.
+    - ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, for NVFP4 activations, or ``None``.
+    - ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which undo global scales of weights and activations, or
+      ``None``.
+    - ``gate_up_bias`` (E, 2I) and ``bias`` (E, H) float32, or ``None``. ``bias`` is divided by ``alpha``, because the
+      op multiplies it by ``alpha``.
     """
 
     weight: Tensor
@@ -428,7 +446,7 @@ class _SideBySide(nn.Module):
     def renew(
         self, experts: QuantExperts, input_scale: Tensor | None = None, hidden_scale: Tensor | None = None
     ) -> None:
-        """Follow weights and global scales that have changed, in place, because CUDA graphs may read the buffers."""
+        """Update the buffers after weights or global scales changed; in place, because CUDA graphs may read them."""
         self._write({"input_global_scale": input_scale, "hidden_global_scale": hidden_scale})
         self._write(self._derived(experts))
 
@@ -450,15 +468,15 @@ class _SideBySide(nn.Module):
             gate_up_alpha = given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
             if self.input_global_scale is not None and self.hidden_global_scale is not None:
                 gate_up_alpha, alpha = gate_up_alpha / self.input_global_scale, alpha / self.hidden_global_scale
-            # An expert whose factor is 0, as of weights that are all 0, has zeros for codes and the factor 1: with 0 no
-            # pair would be routed to it, and its bias would be lost.
+            # An expert with an all-zero weight has the factor 0. Its codes become 0 and its factor 1: with a factor of
+            # 0 no pair would be routed to it, and its bias would be lost.
             is_zero = alpha.abs() <= (0.0 if bias is None else _SMALLEST_FACTOR)
             alpha = torch.where(is_zero, 1.0, alpha)
             codes = codes.masked_fill(is_zero[:, None, None], 0)
             bias = None if bias is None else bias / alpha.unsqueeze(1)
-        scale = _beside(tensors["weight_scale"].view(torch.uint8).unflatten(0, (count, -1)))
+        scale = _side_by_side(tensors["weight_scale"].view(torch.uint8).unflatten(0, (count, -1)))
         return {
-            "weight": _beside(codes),
+            "weight": _side_by_side(codes),
             "weight_scale": from_linear(scale.view(down.format.scale_dtype), SCALE_LAYOUTS["128x4"]),
             "alpha": alpha,
             "gate_up_alpha": gate_up_alpha,
@@ -471,23 +489,23 @@ class _SideBySide(nn.Module):
         return self
 
 
-def _beside(rows: Tensor) -> Tensor:
-    """Of matrices (E, N, K), one below the other, those side by side, (N, E · K)."""
+def _side_by_side(rows: Tensor) -> Tensor:
+    """Rearrange matrices (E, N, K) to lie side by side: (N, E · K)."""
     return rows.transpose(0, 1).flatten(1)
 
 
 def _renew(experts: Any, incompatible_keys: Any) -> None:
-    """After a state dict has been loaded."""
+    """Update the derived buffers after a state dict was loaded."""
     if experts.side_by_side is not None:
         experts.side_by_side.renew(experts)
 
 
 def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> str | None:
-    """Why the ops take no experts of these sizes in this format; ``None``: they do."""
+    """Return the reason that the ops do not support experts of these sizes in this format, or None."""
     if scheme not in FORMATS:
-        return f"scheme is {scheme!r}; experts can be in {', '.join(map(repr, FORMATS))}"
+        return f"scheme is {scheme!r}; expected {', '.join(map(repr, FORMATS))} for experts"
     if not 1 <= experts <= MAX_EXPERTS:
-        return f"there are {experts} experts; expected 1 to {MAX_EXPERTS}"
+        return f"the number of experts is {experts}; expected 1 to {MAX_EXPERTS}"
     multiple = 128 if scheme == "fp8_block" else MULTIPLE
     if hidden % multiple or width % multiple:
         return f"experts are {hidden} and {width} wide; expected multiples of {multiple}"
@@ -502,12 +520,12 @@ def reason_unrouted(
     target: torch.device | str | None,
     activations: FewActivations = "16bit",
 ) -> str | None:
-    """Why few tokens cannot be routed to experts of these sizes (:meth:`QuantExperts.route_few_`); ``None``: they can.
+    """Return the reason that :meth:`QuantExperts.route_few_` does not support experts of these sizes, or None.
 
     Args:
-        scheme, experts, hidden, width: of experts that ``reason_unsupported`` says nothing about.
-        target: a GPU, or an architecture by its name; ``None``: none, and references take all sizes.
-        activations: as of ``route_few_``.
+        scheme, experts, hidden, width: format and sizes, which ``reason_unsupported`` accepts.
+        target: GPU, or name of an architecture; ``None`` for the references, which take all sizes.
+        activations: argument of ``route_few_``.
     """
     if scheme == "fp8_block":
         return "the weights are in FP8; the ops take FP4"
@@ -534,19 +552,19 @@ def stack(
     device: torch.device | str | None = None,
     bias: Tensor | None = None,
 ) -> QuantLinear:
-    """One layer of many, such as those of all experts, one below the other; only one of them exists beside it.
+    """Stack layers along N in one layer, such as the layers of all experts; tensors are read one layer at a time.
 
     Args:
-        cls: a class of linear layers of this package.
-        in_features: K, of all of them.
-        parts: rows of each.
-        tensors_of: given the number of a layer, its tensors as checkpoints hold them, by name; those that the class
-            does not have are left out.
-        device: of the result.
+        cls: class of linear layers of this package.
+        in_features: K of every layer.
+        parts: rows of each layer.
+        tensors_of: function from a layer's index to its tensors in checkpoint layout, by name; other tensors are
+            ignored.
+        device: device of the result.
         bias: (sum of ``parts``,), or ``None``.
 
     Raises:
-        ValueError: for sizes that the class does not take.
+        ValueError: for sizes that the class does not support.
     """
     blank = cls(in_features, sum(parts), parts=parts, device="meta")
     whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in blank.layout().items()}

@@ -1,4 +1,4 @@
-"""How experts are found in models that keep those of a layer in two parameters, and quantised."""
+"""Find unquantised experts in models, and quantise them."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -10,18 +10,17 @@ from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU, reason_unsu
 
 
 class FloatExperts(NamedTuple):
-    """A module that keeps the experts of a layer in the parameters ``gate_up_proj`` and ``down_proj``, as the models of
-    Hugging Face do.
+    """Module with the experts of a layer in parameters ``gate_up_proj`` and ``down_proj``, as in Hugging Face models.
 
     Attributes:
-        module: the module.
+        module: module that owns the parameters.
         experts: E.
         hidden: H.
         width: I.
-        is_transposed: whether the parameters are (E, H, 2I) and (E, I, H), instead of (E, 2I, H) and (E, H, I).
-        is_interleaved: whether rows of gate and up take turns, instead of all of the gate's before all of up's.
-        has_bias: whether there are ``gate_up_proj_bias`` (E, 2I) and ``down_proj_bias`` (E, H).
-        swiglu: the gate; ``None``: it is no SwiGLU.
+        is_transposed: True if the parameters are (E, H, 2I) and (E, I, H) instead of (E, 2I, H) and (E, H, I).
+        is_interleaved: True if rows of gate and up alternate; False if all gate rows come before all up rows.
+        has_bias: True if the module also has ``gate_up_proj_bias`` (E, 2I) and ``down_proj_bias`` (E, H).
+        swiglu: parameters of the gate, or ``None`` if the gate is not SwiGLU.
     """
 
     module: Any
@@ -34,32 +33,32 @@ class FloatExperts(NamedTuple):
     swiglu: SwiGLU | None
 
     def halves(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up of what is 2I long in the first dimension."""
+        """Split a tensor of length 2I in dimension 0 into gate and up."""
         return (both[0::2], both[1::2]) if self.is_interleaved else (both[: self.width], both[self.width :])
 
     def weights(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate (I, H), up (I, H) and down (H, I) of an expert."""
+        """Return gate (I, H), up (I, H) and down (H, I) of an expert."""
         both, down = (each[expert].detach() for each in (self.module.gate_up_proj, self.module.down_proj))
         if self.is_transposed:
             both, down = both.t(), down.t()
         return *self.halves(both), down
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of stacks: (E · 2I,), the gate's first, and (E · H,)."""
+        """Return the biases of the two stacks: (E · 2I,), each expert's gate first, and (E · H,); or None for both."""
         if not self.has_bias:
             return None, None
         both, down = self.module.gate_up_proj_bias.detach(), self.module.down_proj_bias.detach()
         return torch.cat(self.halves(both.t())).t().flatten(), down.flatten()
 
     def reason_unsupported(self, scheme: str) -> str | None:
-        """Why they cannot be quantised; ``None``: they can."""
+        """Return the reason that the experts cannot be quantised, or None."""
         if self.swiglu is None:
-            return "its gate is no SwiGLU"
+            return "its gate is not SwiGLU"
         return reason_unsupported(scheme, self.experts, self.hidden, self.width)
 
 
 def float_experts(module: nn.Module) -> FloatExperts | None:
-    """What a module says about its experts; ``None``: it has none."""
+    """Return the description of a module's experts, or None if the module contains no experts in this form."""
     gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None
@@ -75,8 +74,10 @@ def float_experts(module: nn.Module) -> FloatExperts | None:
 
 
 def topk_of(model: nn.Module, name: str) -> int | None:
-    """How many experts a token has, of the experts ``name``: as the module around it, its router or the model's
-    configuration says; ``None``: nothing does."""
+    """Return the number of experts per token for the experts ``name``, or None if unknown.
+
+    Read from the parent module, its router, or the model's configuration.
+    """
     parent = model.get_submodule(name.rpartition(".")[0])
     config: Any = getattr(model, "config", None)
     found = [getattr(each, "top_k", None) for each in (parent, *parent.children())]
@@ -85,9 +86,9 @@ def topk_of(model: nn.Module, name: str) -> int | None:
 
 
 def _swiglu_of(module: Any, is_interleaved: bool) -> SwiGLU | None:
-    """The parameters under which a module's gate is ours, found by trying it on numbers.
+    """Return the SwiGLU parameters that reproduce a module's gate, or None.
 
-    Modules do not say what their gate computes, only sometimes with which numbers.
+    Modules do not describe their gate, so it is compared on numbers with each candidate.
     """
     alpha, limit = (getattr(module, key, None) for key in ("alpha", "limit"))
     with torch.device("cpu"):
@@ -114,19 +115,19 @@ def _is_gate(swiglu: SwiGLU, gate: Tensor, up: Tensor, got: Tensor) -> bool:
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """A linear layer without bias that has this weight (N, K)."""
+    """Return a linear layer without bias with this weight (N, K)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     return linear
 
 
 def quantized_experts(given: FloatExperts, scheme: Literal["nvfp4", "mxfp4", "fp8_block"], topk: int | None) -> Any:
-    """The experts in a format. In NVFP4, gate and up of an expert share a global scale.
+    """Quantise experts. In NVFP4, gate and up of an expert share a global scale.
 
     Args:
-        given: experts that ``reason_unsupported`` says nothing about.
-        scheme: the format.
-        topk: as of :class:`QuantExperts`.
+        given: experts that ``reason_unsupported`` accepts.
+        scheme: format of the weights.
+        topk: argument of :class:`QuantExperts`.
     """
     cls: Any = FORMATS[scheme]
     device = given.module.gate_up_proj.device

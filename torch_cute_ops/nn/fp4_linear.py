@@ -41,7 +41,7 @@ class _FP4Linear(QuantLinear):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """Return the numbers of which N and K must be multiples, for these activations."""
+        """Return the divisors that N and K must be multiples of, for these activations."""
         return (8, 64) if activations == "fp8" else cls.multiples
 
     def layout(self) -> Layout:

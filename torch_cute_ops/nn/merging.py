@@ -1,4 +1,4 @@
-"""Merging the layers of a model that have the same input, in models whose ``forward`` calls them one by one."""
+"""Merge layers with the same input, in models whose ``forward`` calls them one by one."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,37 +13,35 @@ from torch_cute_ops.nn._base import QuantLinear, merge
 
 @torch.no_grad()
 def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED) -> nn.Module:
-    """Merge the quantised layers of a model that have the same input, in place: one GEMM in place of two or three.
+    """Merge the quantised layers of a model that have the same input, in place: one GEMM instead of two or three.
 
-    A module that has, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` in their place. Its ``forward``
-    stays as it is: where it calls one of the three, it gets that one's columns of the merged result. So this works for
-    modules that know nothing of it, as those of Hugging Face's decoders, under ``torch.compile`` too. Layers that do
-    not fit together, such as those of an attention of which only some are quantised, stay apart.
+    A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
+    unchanged: a call to one of the three returns its columns of the merged result. Modules therefore need no support
+    for merging, also under ``torch.compile``; Hugging Face decoders are an example. Layers that cannot be merged stay
+    separate, such as the layers of an attention if only some are quantised.
 
     Args:
-        model: with layers of this package, such as after :func:`quantize_`.
-        merged: names of the layers that are merged, by the name that the merged one gets.
+        model: model with layers of this package, such as after :func:`quantize_`.
+        merged: names of the layers to merge, by the name of the merged layer.
 
     Returns:
-        ``model``. A call in which such layers are given different inputs, as in cross-attention, raises a
-        ``RuntimeError``.
+        ``model``. A call that passes different inputs to merged layers, as in cross-attention, raises ``RuntimeError``.
     """
-    # Without the layers themselves: a list would keep them all until the last is merged.
+    # Exclude the layers themselves: the list would keep all of them in memory until the last is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
-        for name, parts in merged.items():
-            layers = [module._modules.get(part) for part in parts]
-            found = [layer for layer in layers if isinstance(layer, QuantLinear)]
-            if len(found) < len(layers) or name in module._modules:
+        for name, originals in merged.items():
+            found = [layer for each in originals if isinstance(layer := module._modules.get(each), QuantLinear)]
+            if len(found) < len(originals) or name in module._modules:
                 continue
             try:
                 layer = merge(found)
             except ValueError:
                 continue
-            for part in parts:
-                del module._modules[part]
+            for each in originals:
+                del module._modules[each]
             module.add_module(name, layer.train(module.training))
-            groups[name] = tuple(parts)
+            groups[name] = tuple(originals)
         if groups:
             base: Any = type(module)
             module.__class__ = _merging(base, tuple(groups.items()))
@@ -51,22 +49,22 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
 
 
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
-"""Names of merged layers, and of their parts."""
+"""Pairs of a merged layer's name and the names of the layers that it replaces."""
 
 
 @functools.cache
 def _merging(base: Any, groups: Groups) -> type[nn.Module]:
-    """A subclass whose ``forward`` is that of ``base``, of a module with the parts in place of the merged layers."""
+    """Return a subclass of ``base`` whose ``forward`` sees the original layers instead of the merged ones."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return base.forward(_WithParts(self, groups), *args, **kwargs)
+        return base.forward(_WithOriginals(self, groups), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made: Any = object.__reduce_ex__(self, protocol)
         return (_blank, (base, groups), *made[2:])
 
-    # Named as the class that it stands for, which is looked up by name, by Hugging Face's hooks for one. By its name
-    # pickle would find that class.
+    # Hugging Face's hooks look a class up by name, so the subclass keeps the name of ``base``. pickle would find
+    # ``base`` by that name, hence ``__reduce_ex__``.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
@@ -77,29 +75,29 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
 
 
 def _blank(base: Any, groups: Groups) -> Any:
-    """A module of ``_merging`` that unpickling fills."""
+    """Return an empty instance of ``_merging``'s subclass, for unpickling."""
     cls = _merging(base, groups)
     return cls.__new__(cls)
 
 
-class _WithParts:
-    """A module as one call of its ``forward`` sees it. Of the call alone, so that calls may run side by side."""
+class _WithOriginals:
+    """View of a module for one call of its ``forward``. Concurrent calls use separate views."""
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         self._module = module
-        self._parts: dict[str, Callable[[Tensor], Tensor]] = {}
-        for name, parts in groups:
+        self._originals: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, originals in groups:
             results = _Results(name, getattr(module, name))
-            for i, part in enumerate(parts):
-                self._parts[part] = _Part(results, i)
+            for i, original in enumerate(originals):
+                self._originals[original] = _Original(results, i)
 
     def __getattr__(self, name: str) -> Any:
-        parts = self.__dict__["_parts"]
-        return parts[name] if name in parts else getattr(self.__dict__["_module"], name)
+        originals = self.__dict__["_originals"]
+        return originals[name] if name in originals else getattr(self.__dict__["_module"], name)
 
 
 class _Results:
-    """What a merged layer makes of its input, computed when the first part is asked for."""
+    """Results of a merged layer, computed when the first of its original layers is called."""
 
     def __init__(self, name: str, layer: QuantLinear) -> None:
         self.name, self.layer = name, layer
@@ -112,13 +110,13 @@ class _Results:
             self.values = self.layer(x).split(self.layer.parts, -1)
         elif self.input is not x:
             raise RuntimeError(
-                f"{self.name} merges layers that were given different inputs; leave them apart (merge=False)"
+                f"{self.name} merges layers that were called with different inputs; do not merge them (merge=False)"
             )
         return self.values
 
 
-class _Part:
-    """One of the layers that were merged, as ``forward`` calls it and looks at it."""
+class _Original:
+    """Stand-in for one of the merged layers, for ``forward`` to call and inspect."""
 
     def __init__(self, results: _Results, index: int) -> None:
         self.results, self.index = results, index
@@ -131,12 +129,12 @@ class _Part:
 
     @property
     def weight(self) -> Tensor:
-        """The part's rows of the merged weight, codes as that has them."""
+        """Rows of the merged weight that belong to this layer, as stored codes."""
         return self._own(self.results.layer.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The part's own."""
+        """Bias of this layer, or None."""
         bias = self.results.layer.bias
         return None if bias is None else self._own(bias)
 
@@ -147,5 +145,5 @@ class _Part:
 
     @property
     def out_features(self) -> int:
-        """The part's N."""
+        """N of this layer."""
         return self.results.layer.parts[self.index]

@@ -1,4 +1,4 @@
-"""Quantising the linear layers of a model in place."""
+"""Quantise the linear layers of a model in place."""
 
 import warnings
 from collections import defaultdict
@@ -32,34 +32,34 @@ def quantize_(
 ) -> nn.Module:
     """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
 
-    Experts in two parameters, as models of Hugging Face have them (``gate_up_proj`` and ``down_proj`` of three
-    dimensions), become :class:`QuantExperts`, whose activations are FP8 with every scheme; they can be in NVFP4, MXFP4
-    and FP8 blocks.
+    Experts in two three-dimensional parameters (``gate_up_proj`` and ``down_proj``), as in Hugging Face models, become
+    :class:`QuantExperts`. They support NVFP4, MXFP4 and FP8 blocks; their activations are FP8 with every scheme.
 
-    Left as they are: subclasses of ``nn.Linear``; layers whose weight another module shares, such as the tied embedding
-    of an ``lm_head``; and, with a warning that names them, layers and experts that the ops do not take. With NVFP4, q,
-    k and v of an attention share a global scale, and gate and up of an MLP do, as serving engines expect of
-    checkpoints.
+    These modules stay unchanged: subclasses of ``nn.Linear``; layers that share their weight with another module, such
+    as an ``lm_head`` with tied embedding; and, with a warning that names them, layers and experts of sizes that the ops
+    do not support. With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an
+    MLP, as serving engines require.
 
     Args:
-        model: on any device; its linear layers in bfloat16, float16 or float32.
+        model: model on any device, with linear layers in bfloat16, float16 or float32.
         scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. Activations of the
-            last two get a scale for each row, or with ``calibrate`` one for all rows (static).
-        activations: as of the layers: ``"16bit"``, ``"fp4"`` or ``"fp8"`` beside FP4 weights, ``"fp8"`` beside FP8
-            ones; ``"auto"`` is the first that the scheme has.
-        ignore: layers to leave, one pattern or several: names, last parts of names, wildcards
-            (``"model.layers.0.*"``), or regular expressions behind ``re:``.
-        calibrate: called with the model before it is changed, to run it on typical inputs: NVFP4 activations and
-            static FP8 ones need the largest magnitude that each layer's input has. Not called for other activations.
+            last two use a scale per row, or with ``calibrate`` one scale for all rows (static).
+        activations: value for the layers' ``activations``: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights,
+            ``"fp8"`` for FP8 weights; ``"auto"`` selects the first that the scheme supports.
+        ignore: layers to leave unchanged, a pattern or several: names, last components of names, wildcards
+            (``"model.layers.0.*"``), or regular expressions after ``re:``.
+        calibrate: function that runs the model, before any change, on typical inputs, to find the largest magnitude of
+            each layer's input. Required for NVFP4 activations and static FP8 activations; not called for other
+            activations.
 
     Returns:
-        ``model``. Its ``save_pretrained``, if it has one, raises from here on: use
+        ``model``. From here on its ``save_pretrained``, if it exists, raises: use
         :func:`torch_cute_ops.checkpoint.save`.
 
     Raises:
-        ValueError: for an unknown scheme; for activations that the scheme does not have; without ``calibrate`` where it
-            is needed; for layers that it did not reach, or whose input it found not finite; for a model that is itself
-            a linear layer.
+        ValueError: for an unknown scheme; for activations that the scheme does not support; for a missing
+            ``calibrate``; for layers that ``calibrate`` did not call, or whose inputs were not finite; for a model that
+            is itself a linear layer.
     """
     cls = SCHEMES.get(scheme)
     if cls is None:
@@ -85,7 +85,7 @@ def quantize_(
     if unfit:
         n, k = cls.multiples_for(activations)
         warnings.warn(
-            f"not quantised, because N is no multiple of {n} or K none of {k}: {', '.join(unfit)}", stacklevel=3
+            f"not quantised, because N is not a multiple of {n} or K not of {k}: {', '.join(unfit)}", stacklevel=3
         )
     amax = _input_amax(model, chosen, calibrate) if takes_input and calibrate is not None else {}
     of_weights = _shared_amax(chosen) if cls is NVFP4Linear else {}
@@ -115,8 +115,8 @@ def _quantize_experts(model: nn.Module, scheme: Any, ignore: tuple[str, ...]) ->
 
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-    """The largest magnitude in the weights of the layers that share an input, of those that have siblings."""
-    group_of = {part: merged for merged, parts in _names.MERGED.items() for part in parts}
+    """Return, for each layer that shares its input with sibling layers, the largest magnitude of all their weights."""
+    group_of = {layer: merged for merged, layers in _names.MERGED.items() for layer in layers}
     groups = defaultdict(list)
     for name in linears:
         parent, _, last = name.rpartition(".")
@@ -132,7 +132,7 @@ def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
 def _input_amax(
     model: nn.Module, linears: dict[str, nn.Linear], calibrate: Callable[[nn.Module], object]
 ) -> dict[str, Tensor]:
-    """The largest magnitude in the input of each layer while ``calibrate`` runs."""
+    """Return the largest magnitude of each layer's input while ``calibrate`` runs."""
     amax: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -156,7 +156,7 @@ def _input_amax(
         for handle in handles:
             handle.remove()
     problems = [f"{name} was not called" for name in linears if name not in amax]
-    problems += [f"{name} had an input that is not finite" for name, found in amax.items() if not found.isfinite()]
+    problems += [f"{name} received an input that is not finite" for name, found in amax.items() if not found.isfinite()]
     if problems:
         raise ValueError(f"quantize_: in the calibration {', '.join(problems)}")
     return amax

@@ -1,4 +1,4 @@
-"""Layers with random codes: models of any size without a checkpoint."""
+"""Layers with random codes, to build models of any size without a checkpoint."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -14,12 +14,12 @@ from torch_cute_ops.nn.float_experts import float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme
 
 DEVIATION: Final = 0.02
-"""Of the weights: what models are initialised with."""
+"""Standard deviation of the weights, as in freshly initialised models."""
 INPUT_AMAX: Final = 8.0
-"""The largest activation that input scales are for."""
+"""Largest activation that the input scales cover."""
 
-# Codes are drawn bit by bit. The root mean square of the numbers of e2m1 is 2.93; e4m3 codes keep the sign and three
-# bits of the mantissa, between 0.5 and 1 (0.74) as weights, and between 1 and 2 (1.46) as scales.
+# Codes are drawn bit by bit. The root mean square of all e2m1 numbers is 2.93. e4m3 codes draw the sign and three
+# mantissa bits: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
 _E2M1, _FRACTION, _SCALE = 2.93, 0.74, 1.46
 
 _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
@@ -31,7 +31,7 @@ _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
     ("fp8_tensor", "weight"): (0x87, 0x30),
     ("fp8_channel", "weight"): (0x87, 0x30),
 }
-"""Of tensors of bytes: the bits that are random, and those that are set. 120 is 2^-7 in e8m0."""
+"""(random bits, fixed bits) of each one-byte tensor. 120 is 2^-7 in e8m0."""
 _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("nvfp4", "weight_scale_2"): DEVIATION / (_E2M1 * _SCALE),
     ("nvfp4", "input_scale"): INPUT_AMAX / (6 * 448),
@@ -39,7 +39,7 @@ _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("fp8_tensor", "weight_scale"): DEVIATION / _FRACTION,
     ("fp8_channel", "weight_scale"): DEVIATION / _FRACTION,
 }
-"""Of tensors of float32: the value of each element."""
+"""Value of all elements of each float32 tensor."""
 
 
 @torch.no_grad()
@@ -52,23 +52,24 @@ def random_(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Replace the linear layers and experts of a model by ones with random codes, in place: to measure, and to try
+    """Replace the linear layers and experts of a model by layers with random codes, in place, to measure speed and
     sizes.
 
-    Weights have a standard deviation of some 0.02 and exist in no other format, whatever device the model is on; biases
-    are 0.
+    Weights have a standard deviation of about 0.02 and never exist in another format; biases are 0.
 
     Args:
-        model: on any device, such as meta, from which nothing but sizes and the dtype of biases is taken.
-        scheme, activations, ignore: as for :func:`quantize_`. A layer of a size that the ops do not take stays.
-        device: of the layers; ``None``: that of the weight.
-        seed: of the generator.
+        model: model on any device, such as meta; only sizes and the dtype of biases are used.
+        scheme: as for :func:`quantize_`.
+        activations: as for :func:`quantize_`.
+        ignore: as for :func:`quantize_`. A layer of an unsupported size stays unchanged.
+        device: device of the layers; ``None`` for the weight's device.
+        seed: seed of the generator.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for an unknown scheme, or activations that it does not have.
+        ValueError: for an unknown scheme, or activations that it does not support.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"random_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
@@ -106,14 +107,14 @@ def random_(
 def random_stack(
     scheme: str, in_features: int, parts: list[int], bias: Tensor | None, generator: torch.Generator
 ) -> QuantLinear:
-    """Many layers with random codes, one below the other, such as those of all experts.
+    """Create layers with random codes, stacked along N in one layer, such as the layers of all experts.
 
     Args:
-        scheme: a key of ``FORMATS``.
-        in_features: K, of all of them.
-        parts: rows of each.
-        bias: a tensor of the dtype that the biases, which are 0, get; ``None``: there are none.
-        generator: of the device of the result.
+        scheme: key of ``FORMATS``.
+        in_features: K of every layer.
+        parts: rows of each layer.
+        bias: tensor with the dtype of the biases, which are 0; ``None`` for layers without biases.
+        generator: generator on the device of the result.
     """
     cls = FORMATS[scheme]
     layout = cls(in_features, sum(parts), parts=parts, device="meta").layout()

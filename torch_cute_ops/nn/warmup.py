@@ -1,4 +1,4 @@
-"""Making ready what a model's quantised layers need."""
+"""Compile and load the kernels that a model's quantised layers need."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
@@ -23,34 +23,34 @@ def warmup(
     tune: bool = False,
     fused: bool = True,
 ) -> None:
-    """Compile and load the kernels of quantised layers, gated MLPs and experts, by calling one of each form on zeros.
+    """Compile and load the kernels of quantised layers, gated MLPs and experts, by calling one layer of each form on
+    zeros.
 
-    After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. The model's own norms, gates
-    and attention are not called: its own first call has to be made before a capture too. Where ranks divide the layers,
-    all ranks call it.
+    Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph. The model's own
+    norms, gates and attention are not called: call the model once before a capture. If layers are divided among ranks,
+    all ranks must call it.
 
     Args:
-        model: with layers of this package anywhere in it, on the device that serves.
-        rows: numbers of rows that will be served: sequences in a decode step, tokens of a prefill; of all ranks
-            together. One of each bucket that GEMMs are planned for is called.
-        dtype: of the activations.
-        tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
-        fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
-            RMSNorm and SiLU·mul, with the quantisation of their results, or of one row SiLU·mul and the quantisation
-            with the layer's GEMM; and of few rows GEMMs that bring the weight of the next one into L2.
-            Norms are the modules that have a ``weight`` (K,) and no other parameter; a gate is where another layer has
-            2 · K columns.
+        model: model with layers of this package at any depth, on the device that serves.
+        rows: numbers of rows that will be served, summed over all ranks: sequences in a decode step, tokens of a
+            prefill. One number of each bucket is called.
+        dtype: dtype of the activations.
+        tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
+        fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
+            RMSNorm and SiLU·mul with quantised results; for one row SiLU·mul and quantisation in the GEMM's prologue;
+            for few rows GEMMs that prefetch the next layer's weight. A module counts as a norm if its only parameter is
+            a ``weight`` (K,); a gate is expected before a layer if another layer has 2 · K columns.
 
     Raises:
-        ValueError: for a number of rows that is not positive; for experts whose ``topk`` is not known.
+        ValueError: for a number of rows that is not positive, or for experts with an unknown ``topk``.
     """
     numbers = sorted(set(rows))
     if numbers and numbers[0] < 1:
-        raise ValueError(f"warmup: rows has {numbers[0]}; expected positive numbers")
+        raise ValueError(f"warmup: rows contains {numbers[0]}; expected positive numbers")
     forms: dict[object, QuantLinear] = {}
     experts: dict[object, QuantExperts | ExpertLayer] = {}
     gated: dict[object, GatedMLP] = {}
-    within: set[nn.Module] = set()  # the layers of experts, and experts of layers, which are not called themselves
+    within: set[nn.Module] = set()  # modules inside experts or expert layers; these are not called directly
     for name, module in model.named_modules():
         if module in within:
             continue
@@ -59,7 +59,7 @@ def warmup(
             experts.setdefault(_form(module), module)
         elif isinstance(module, QuantExperts):
             if module.topk is None:
-                raise ValueError(f"warmup: {name}.topk is None; set it to how many experts a token has")
+                raise ValueError(f"warmup: {name}.topk is None; set it to the number of experts per token")
             within.update(module.children())
             experts.setdefault(_form(module), module)
         elif isinstance(module, GatedMLP):
@@ -89,7 +89,7 @@ def warmup(
 
 
 def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object:
-    """What is the same of modules whose calls need the same kernels."""
+    """Return a key that is equal for modules whose calls need the same kernels."""
     if isinstance(module, QuantLinear):
         bias = None if module.bias is None else module.bias.dtype
         merged, static = len(module.parts) > 1, module.has_input_scale
@@ -109,12 +109,13 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
 
 
 def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call experts, or a layer of them, with zeros: once in each bucket and way of these numbers of tokens."""
+    """Call experts, or an expert layer, with zeros: once for each bucket of these numbers of tokens and each code
+    path."""
     experts = module.experts if isinstance(module, ExpertLayer) else module
     topk, device = module.topk or 1, experts.down_proj.weight.device
     served = {}
     for number in numbers:
-        # Of experts, GEMMs have a row for each pair of a token and an expert; or, routed, for each token.
+        # GEMMs of experts multiply one row per (token, expert) pair, or one row per token if routed.
         few = experts.are_routed(number, topk, dtype)
         served[few, bucket(number if few else number * topk)] = number
     for count in served.values():
@@ -127,8 +128,8 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
 
 
 def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call layers that gate their input, where they may be behind a gate, as the pass of ``integrations.inductor`` has
-    it for one row."""
+    """Call layers whose GEMM gates its input, if their width suggests a gate, as ``integrations.inductor`` may for one
+    row."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
@@ -142,8 +143,8 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
 
 
 def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) -> None:
-    """Call a layer as if ``following`` came next, and where its GEMM quantises rows also with codes, as layers that
-    share these and compiled models have it."""
+    """Call a layer as if ``following`` came next. If its GEMM quantises rows, also call it with codes, which compiled
+    models and layers with a shared input use."""
     with _linked(layer, following):
         layer(x)
         if layer.prologue_quantises(x):
@@ -152,8 +153,8 @@ def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) ->
 
 @contextlib.contextmanager
 def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]:
-    """Calls within bring the weight of ``following`` into L2, or none, as ``prefetch_`` or the pass of
-    ``integrations.inductor`` may have it."""
+    """Make calls in this block load the weight of ``following`` into L2, or none, as ``prefetch_`` or
+    ``integrations.inductor`` may."""
     before = following_of(layer)
     link(layer, following)
     try:
@@ -163,13 +164,15 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
-    """Columns of gates: half of those that a layer has."""
+    """Return the possible widths of gates: half of each layer's columns."""
     return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
 
 
 def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
-    """Call what the pass of ``integrations.inductor`` may put before layers: one of each form, on one row, since their
-    kernels take any number of rows."""
+    """Call the ops that ``integrations.inductor`` may substitute before layers.
+
+    Each form is called on one row, because the kernels take any number of rows.
+    """
     norms: dict[int, set[torch.dtype]] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
