@@ -324,9 +324,7 @@ def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, 
         strides = torch.empty(*rows, 192, device="meta").stride()
         buffer = torch.randn(math.prod(rows) + 1, 192, dtype=torch.bfloat16)
         given["input"] = buffer.as_strided((*shape, 64), strides)
-        given["residual"] = buffer.as_strided(
-            (*shape, 64), strides, columns
-        )  # with 160, a view reaches into the next row
+        given["residual"] = buffer.as_strided((*shape, 64), strides, columns)  # 160 reaches into the next row
         if is_good:
             assert_same(run_entry(op, named(op, given)), run(op, named(op, given)))
             continue
@@ -349,10 +347,8 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
-def test_launchers_are_not_confused(
-    op, launches
-):  # Check that each sample finds its own launcher, with all other launchers present and in random order.
-    """All samples, in any order, with the launchers of the others there: each finds its own."""
+def test_launchers_are_not_confused(op, launches):  # noqa: F811
+    """Check that each sample finds its own launcher, with all other launchers present and in random order."""
     samples = list(sample_inputs(op.name, "cpu"))
     for i in torch.randperm(len(samples)).tolist():
         assert_same(run_entry(op, samples[i]), run(op, samples[i]))
