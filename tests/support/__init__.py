@@ -1,1 +1,1 @@
-"""What tests share: cases, models of what runs on a GPU, and the independent specification."""
+"""Code shared by the tests: cases, models of GPU behaviour, and the independent specification."""

@@ -1,4 +1,4 @@
-"""Operands whose products cancel, so that the order in which they are added shows in the sums."""
+"""Operands whose products cancel, so that sums depend on the order in which the products are added."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch_cute_ops.formats import NVFP4, FP4Format
 def cancelling_matrix(
     rows: int, k: int, fmt: FP4Format, power: int, *, takes_away: bool, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (rows, k / 2) and scale bytes (rows, k / B), linear, of a matrix of which two halves of k are alike.
+    """Return codes (rows, k / 2) and linear scale bytes (rows, k / B) of a matrix whose two halves of k are alike.
 
-    Three quarters of the blocks have a scale of 2^``power``; those of the second half have the elements of the first,
-    with the other sign if the matrix ``takes_away``. The others have one of 2^-``power``, and any elements. So of the
-    products of two matrices, one of which takes away, those of the small blocks are left, and what was rounded while
-    sums were large: 2^(4 · ``power``) times as large. With 5 it shows in float32, with 13 in float64.
+    Three quarters of the blocks get a scale of 2^``power``. In the second half these repeat the elements of the first
+    half, negated if the matrix ``takes_away``. The other blocks get a scale of 2^-``power`` and random elements. If one
+    of two matrices takes away, the large products cancel. The products of the small blocks remain, and the rounding
+    errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 shows rounding in float32, 13 in
+    float64.
     """
     assert k % (8 * fmt.block_size) == 0 and power <= (6 if fmt == NVFP4 else 63)
     codes = torch.randint(0, 256, (rows, 2, k // 4), dtype=torch.uint8, device=device)

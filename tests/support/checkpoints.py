@@ -1,4 +1,4 @@
-"""Checkpoints of random numbers, written as their producers write them, and what they decode to."""
+"""Checkpoints of random numbers, written as their producers write them, and the weights that they decode to."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def compressed(fmt: str, weight: dict[str, Any], inputs: dict[str, Any] | None, 
 
 
 class Kind(NamedTuple):
-    """How a checkpoint is quantised.
+    """Quantisation of a checkpoint.
 
     Attributes:
-        scheme: of the layers, as the modules call it.
-        quantization: of ``config.json``.
-        style: who names the tensors.
-        has_input_scale: whether there are scales of activations.
+        scheme: scheme of the layers, as the modules name it.
+        quantization: quantisation section of ``config.json``.
+        style: producer whose tensor names are used.
+        has_input_scale: flag of scales for activations.
     """
 
     scheme: str
@@ -109,7 +109,7 @@ KINDS = {
 
 
 def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
-    """The tensors of a layer (N, K) by the last parts of their names, and its weight in float64."""
+    """Return the tensors of a layer (N, K) by the last parts of their names, and its weight in float64."""
     one = torch.rand(1) + 0.5
     codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
     if kind.scheme == "fp8_block":
@@ -145,7 +145,7 @@ def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, shards: int = 1) -> None:
-    """A checkpoint of these tensors; ``quantization`` is of its ``config.json``."""
+    """Write a checkpoint of these tensors; ``quantization`` goes into its ``config.json``."""
     folder.mkdir(exist_ok=True)
     config = {"model_type": "test"} | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config))
@@ -165,7 +165,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, 
 def gpt_oss_experts(
     experts: int, hidden: int, width: int, *, name: str = "mlp.experts", scales: tuple[int, int] = (118, 124)
 ) -> Tensors:
-    """Random experts ``name`` in gpt-oss's form, with scale bytes from ``scales``, the second excluded."""
+    """Return random experts ``name`` in gpt-oss's form, with scale bytes from ``range(*scales)``."""
     tensors = {}
     for part, n, k in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
         rows = experts, n, k // 32
@@ -176,7 +176,7 @@ def gpt_oss_experts(
 
 
 def note_reads(read: list[object]) -> None:
-    """Have ``read`` list what this process reads of checkpoints."""
+    """Make ``read`` list the parts of checkpoints that this process reads."""
     whole, part = Files.read, Files.read_slice
     Files.read = lambda files, name: read.append(name) or whole(files, name)
     Files.read_slice = lambda files, *which: read.append(which) or part(files, *which)

@@ -1,5 +1,5 @@
-"""Tests of many cases, of which each pytest item checks a chunk: what pytest and pytest-xdist do for an item takes
-longer than most cases do."""
+"""Tests of many cases, of which each pytest item checks a chunk, because an item costs pytest and pytest-xdist more
+time than most cases take."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ class Chunk:
     """Cases that one item checks.
 
     Attributes:
-        id: of the item's parameter.
-        cases: made by ``pytest.param``, each with an id.
+        id: id of the item's parameter.
+        cases: cases made by ``pytest.param``, each with an id.
     """
 
     id: str
     cases: tuple[Any, ...]
 
     def selected(self, pattern: str | None) -> tuple[Any, ...]:
-        """The cases that ``--sample`` asks for, by their ids; without it all."""
+        """Return the cases whose ids match ``--sample``, or all cases without it."""
         return tuple(case for case in self.cases if pattern is None or fnmatch.fnmatchcase(case.id, pattern))
 
 
 def each_case(names: tuple[str, ...], cases: Iterable[Any], chunk_of: Callable[..., str]) -> Callable[[Check], Check]:
-    """A decorator like ``pytest.mark.parametrize`` whose items are chunks of cases.
+    """Return a decorator like ``pytest.mark.parametrize`` whose items are chunks of cases.
 
-    Every case is checked, whichever fail, with random data that depends on the seed and its id alone. Fixtures are made
-    once for a chunk; what one holds that cases change, its method ``anew`` puts back before each case.
+    Every case is checked, even if others fail, with random data that depends on the seed and the case's id only.
+    Fixtures are made once per chunk. If a fixture's value has a method ``anew``, it is called before each case to
+    restore its state.
 
     Args:
-        names: the parameters of the check that a case has values for.
-        cases: made by ``pytest.param``, each with an id.
-        chunk_of: from a case's values to the id of its chunk. Tests with the same id share a worker.
+        names: parameters of the check that a case provides values for.
+        cases: cases made by ``pytest.param``, each with an id.
+        chunk_of: function from a case's values to the id of its chunk. Tests with the same id share a worker.
     """
     chunks: dict[str, list[Any]] = {}
     for case in cases:
@@ -76,7 +77,7 @@ def run_cases(
     names: tuple[str, ...],
     fixtures: Iterable[Any],
 ) -> None:
-    """Check each case of a chunk; raise one error for all that fail, or skip if all are skipped."""
+    """Check each case of a chunk; raise one error for all failures, or skip if all cases are skipped."""
     restarts = [fixture.anew for fixture in fixtures if hasattr(fixture, "anew")]
     cases = chunk.selected(config.getoption("sample"))
     failures: dict[str, BaseException] = {}
@@ -103,6 +104,6 @@ def run_cases(
 
 
 def first_line(failure: BaseException) -> str:
-    """Type of an error and what it says first."""
+    """Return an error's type and the first line of its message."""
     text = str(failure).strip().partition("\n")[0]
     return f"{type(failure).__name__}: {text}"

@@ -11,10 +11,10 @@ import torch._dynamo.guards
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dynamo as if it had compiled nothing, before a test and after it.
+    """Reset Dynamo before and after a test.
 
-    And without what takes 20 ms of each compilation: for its log it flushes the processor's caches, and measures
-    how long guards take then.
+    Also skip a step that takes 20 ms per compilation: for its log, Dynamo flushes the processor's caches and then
+    measures the guards.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Values at which rounding and range decide."""
+"""Values at which rounding and range matter."""
 
 import numpy as np
 import torch
@@ -7,13 +7,13 @@ from support import spec
 
 
 def every_finite(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of a 16-bit dtype."""
+    """Return every finite value of a 16-bit dtype."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     return values[values.isfinite()]
 
 
 def neighbours(values: np.ndarray, ulps: int = 2) -> torch.Tensor:
-    """fp32 values, both signs, and their neighbours."""
+    """Return fp32 values, both signs, and their neighbours."""
     bits = np.asarray(values, np.float32).view(np.int32)[:, None] + np.arange(-ulps, ulps + 1, dtype=np.int32)
     near = np.maximum(bits, 0).view(np.float32).reshape(-1)
     near = near[np.isfinite(near)]
@@ -21,6 +21,6 @@ def neighbours(values: np.ndarray, ulps: int = 2) -> torch.Tensor:
 
 
 def fp32_edges() -> torch.Tensor:
-    """The surroundings of each e2m1 value and boundary, of powers of two, of zero, and of the largest number."""
+    """Return values around each e2m1 value and boundary, powers of two, zero, and the largest number."""
     powers = 2.0 ** np.arange(-149, 128)
     return neighbours(np.array([*spec.E2M1, *spec.E2M1_BOUNDARIES, 7, 8, spec.FLT_MAX, *powers]))

@@ -1,4 +1,4 @@
-"""Where the examples are, what they print, and what they compute: numbers in FP4, a layer of experts."""
+"""The examples: their folder, their output, and the numbers that they should compute."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ EXAMPLES = ROOT / "examples"
 
 
 def printed(out: str) -> dict[str, str]:
-    """The first word of each line that the script printed, and the rest of that line."""
+    """Return the lines that the script printed, keyed by their first word."""
     return dict(line.split(maxsplit=1) for line in out.strip().splitlines())
 
 
 def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, status: int = 0) -> tuple[str, str]:
-    """What a script prints, and the last line of it, when it ends with this status."""
+    """Return the script's output and its last line, after checking its exit status."""
     assert script.main([*arguments]) == status
     out = capsys.readouterr().out
     return out, out.strip().splitlines()[-1]
@@ -28,8 +28,8 @@ def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str,
 def rows_of_layers(
     script: ModuleType, capsys: pytest.CaptureFixture, columns: str, *arguments: str
 ) -> tuple[str, list[tuple[str, ...]]]:
-    """What a script of an expert layer prints for 1 and 6 tokens, and its rows of these columns, a regular expression,
-    after the number of tokens."""
+    """Run an expert layer's script with 1 and 6 tokens. Return its output, and the values of each row that match
+    ``columns``, a regular expression, after the number of tokens."""
     out, last = run_main(script, capsys, "--tokens", "1", "6", "--hidden", "128", *arguments)
     assert last == "SUCCESS: every check passed"
     count, *rows = zip(*re.findall(rf"^ +(\d+) +{columns}", out, re.MULTILINE), strict=True)
@@ -38,12 +38,12 @@ def rows_of_layers(
 
 
 def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Of the ascending ``numbers`` the one nearest to each value; what happens half-way is no matter here."""
+    """Return the number of the ascending ``numbers`` nearest to each value; ties may go either way."""
     return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, value)]
 
 
 def rounded(numbers: np.ndarray, fmt: str = "nvfp4") -> np.ndarray:
-    """What ``numbers`` (M, H) are in the format, NVFP4 with the global scale that their largest asks for."""
+    """Return ``numbers`` (M, H) rounded to the format; NVFP4 with the global scale for their amax."""
     blocks = numbers.reshape(len(numbers), -1, 16 if fmt == "nvfp4" else 32)
     amax = np.abs(blocks).max(-1, keepdims=True)
     if fmt == "nvfp4":
@@ -62,8 +62,8 @@ def mixed(
     chosen: Iterable[int],
     weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """What the ``chosen`` experts make of a token, each by its share of their scores; ``weights_of(e)`` are an expert's
-    for gate, up and down."""
+    """Return the weighted sum of the ``chosen`` experts' results for a token, with weights in proportion to their
+    scores. ``weights_of(e)`` returns an expert's gate, up and down."""
     total = sum(scores[e] for e in chosen)
     parts = []
     for e in chosen:

@@ -1,4 +1,4 @@
-"""Modules that keep experts in two parameters, as those of Hugging Face do, and what experts compute in float64."""
+"""Modules that store experts in two parameters, as Hugging Face's modules do, and the experts' results in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPT_OSS = (1.702, 1.0, 7.0)
 
 
 class Experts(nn.Module):
-    """Gate before up; the forward is replaced with the weights, so there is none."""
+    """Experts with gate before up. The forward is replaced together with the weights, so that none is defined here."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I, act_fn: nn.Module | None = None) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Experts(nn.Module):
 
 
 class GptOssExperts(nn.Module):
-    """Transposed, gate and up interleaved, with biases and a gate of its own."""
+    """Experts as in gpt-oss: transposed, gate and up interleaved, with biases and a modified gate."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class GptOssExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """A router and experts, two linear layers around them."""
+    """A router and experts between two linear layers."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SimpleNamespaceModule(nn.Module):
 
 
 def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
-    """The package's ops that a call makes."""
+    """Return the package's ops that a call runs."""
     called: set[str] = set()
 
     class Seen(TorchDispatchMode):
@@ -78,7 +78,7 @@ def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
 
 
 def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
-    """The weights (E, 2I, H) and (E, H, I) that the tensors of the state dict stand for."""
+    """Return the weights (E, 2I, H) and (E, H, I) that the state dict stands for."""
     count = experts.experts
     stacks = ((layer.tensors(), layer.parts) for layer in (experts.gate_up_proj, experts.down_proj))
     gate_up, down = (
@@ -88,8 +88,8 @@ def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers by which activations in FP8 are multiplied, (E, 2I, H) and (E, H, I): in FP4 not those of
-    ``decoded``, but these rounded to FP8."""
+    """Return the weights (E, 2I, H) and (E, H, I) by which FP8 activations are multiplied: FP4 weights are rounded to
+    FP8."""
     if experts.scheme == "fp8_block":
         return decoded(experts)
     gate_up, down = (
@@ -110,8 +110,8 @@ def computed(
     *,
     in_16_bits: bool = False,
 ) -> np.ndarray:
-    """The weighted sum of each token's experts (M, H), with activations in FP8, or in 16 bits, rounded where the ops
-    round: in FP8 the sums of both GEMMs, in 16 bits what the second takes."""
+    """Return the weighted sum of each token's experts (M, H), with FP8 or 16-bit activations. It is rounded where the
+    ops round: with FP8 after both GEMMs, with 16 bits before the second GEMM."""
     alpha, beta, limit = swiglu
     rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy())
     total = np.zeros((len(rows), down.shape[1]))
@@ -136,7 +136,7 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def in_fp8(rows: np.ndarray) -> np.ndarray:
-    """Rows in float64 as FP8 with a scale for each 128 elements holds them."""
+    """Return float64 rows rounded to FP8 with a scale per 128 elements."""
     elements, scales = spec.quantise_fp8(rows, "block128", None)
     numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
     return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]

@@ -1,11 +1,11 @@
-"""A made-up device for tests of timing."""
+"""A simulated device for tests of timing."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class FakeDevice:
-    """A device whose calls last as long as `costs` says (µs, by the order in which variants are captured)."""
+    """A device whose calls take ``costs``, in µs, in the order in which variants are captured."""
 
     costs: list[float]
     now: float = 0.0

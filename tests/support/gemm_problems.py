@@ -1,4 +1,4 @@
-"""GEMMs of every kind, and GPUs that there are not."""
+"""GEMMs of every kind, and targets for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Target(torch.device("cpu"), None, 1, "GPU of test")
-"""A CPU that is taken for a GPU: what is tuned there is kept."""
+"""A CPU that tuning treats as a GPU, so that its results are kept."""
 HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132)
 H100 = replace(HOPPER, bandwidth=3.35e12)
 ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLayout(False, True))
@@ -26,7 +26,8 @@ ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLay
 def fp4_problem(
     n=4096, k=7168, fmt=NVFP4, a_dtype=None, layout="128x4", out_dtype=BF16, experts=None, alpha=None, bias_dtype=None
 ):
-    """A GEMM with an FP4 weight; ``a_dtype``: activations that are not in FP4; ``experts``: over K."""
+    """Return a GEMM with an FP4 weight: with 16-bit activations if ``a_dtype`` is given, and experts over K if
+    ``experts`` is."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     grouping = Grouping() if experts is None else Grouping("k", experts)
@@ -45,7 +46,7 @@ def gated_problem(
     gate="silu",
     global_scale=None,
 ):
-    """A GEMM of experts over N with a gate; ``a_dtype``: activations, and a result, that are not in FP4."""
+    """Return a GEMM with experts over N and a gate: with 16-bit activations and result if ``a_dtype`` is given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     return GemmProblem(
@@ -57,25 +58,25 @@ def gated_problem(
 
 
 def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=None, bias_dtype=None):
-    """A GEMM of FP8 matrices, or one for each expert."""
+    """Return a GEMM of FP8 matrices, or of each expert's FP8 matrices."""
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
     epilogue = Epilogue(out_dtype, alpha, bias_dtype)
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
 
 
 def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
-    """A GEMM of FP8 activations and an FP4 weight, or one for each expert."""
+    """Return a GEMM of FP8 activations and an FP4 weight, or of each expert's."""
     return replace(fp8_problem(**kwargs), b=Operand(fmt, SCALE_LAYOUTS[layout]))
 
 
 def backend_for(name, problem):
-    """The backend of that name that handles the problem."""
+    """Return the backend with this name that handles the problem."""
     (found,) = (backend for backend in BACKENDS if backend.name == name and backend.handles(problem))
     return found
 
 
 def problems():
-    """Small ones of every kind."""
+    """Yield small GEMMs of every kind."""
     for fmt in (NVFP4, MXFP4):
         for out_dtype in (BF16, FP16, FP32):
             alpha = {BF16: None, FP16: "column", FP32: "one"}[out_dtype]
@@ -102,7 +103,7 @@ def problems():
 
 
 def gated_problems():
-    """Small ones with a gate, of every kind."""
+    """Yield small gated GEMMs of every kind."""
     for fmt in (NVFP4, MXFP4):
         for i, layout in enumerate(("linear", "128x4", "8x4")):
             alpha, scale = (None, "expert", "expert_half")[i], (None, "one", "expert")[i] if fmt == NVFP4 else None
@@ -113,7 +114,7 @@ def gated_problems():
 
 
 def problem_id(problem):
-    """A problem's description as one word."""
+    """Return a problem's description as one word."""
 
     def leaves(value):
         return [leaf for each in value.values() for leaf in leaves(each)] if isinstance(value, dict) else [value]

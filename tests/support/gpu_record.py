@@ -1,4 +1,4 @@
-"""The record of a run of the whole suite on a GPU, which may be made in several goes."""
+"""Record of a run of the whole suite on a GPU, which may be split into several sessions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TESTS = Path(__file__).parents[1]
 
 
 class Outcome(NamedTuple):
-    """How a test ended: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"``; and why it was skipped."""
+    """Result of a test, ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"``, and the reason of a skip."""
 
     kind: str
     reason: str | None = None
 
 
 class Journal:
-    """How the tests of a run ended, a line each, behind one of what the run is of: its *facts*.
+    """Results of a run's tests, one per line, after a line with the run's *facts*.
 
-    A run that is stopped leaves it beside the record, and the next one of the same facts goes on from there.
+    A run that is stopped leaves its journal next to the record, and the next run with the same facts continues it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,12 +43,12 @@ class Journal:
 
     @classmethod
     def beside(cls, record: Path) -> Journal:
-        """The journal of a record, ``record.jsonl`` of ``record.json``."""
+        """Return the journal of a record: ``record.jsonl`` for ``record.json``."""
         return cls(record.with_name(f"{record.name}l"))
 
     def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Read what is there of a run with these facts, in which ``None`` stands for any, or begin anew. Returns the
-        run's facts, where a fresh number stands for a seed that is ``None``."""
+        """Continue the journal of a run with these facts, in which None matches anything, or start a new one. Return
+        the run's facts, with a random number for a seed of None."""
         try:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             found = json.loads(first)
@@ -57,7 +57,7 @@ class Journal:
         if found.keys() == facts.keys() and all(value in (None, found[key]) for key, value in facts.items()):
             facts = found
             for line in lines:
-                with contextlib.suppress(ValueError):  # the run was killed while it wrote it
+                with contextlib.suppress(ValueError):  # the run was killed while it wrote this line
                     name, *outcome = json.loads(line)
                     self.outcomes[name] = Outcome(*outcome)
         elif facts["seed"] is None:
@@ -70,14 +70,14 @@ class Journal:
         return facts
 
     def add(self, name: str, outcome: Outcome) -> None:
-        """Note how a test ended."""
+        """Add a test's result."""
         assert self._file is not None
         self.outcomes[name] = outcome
         self._file.write(json.dumps([name, *outcome]) + "\n")
         self._file.flush()
 
     def close(self, *, is_whole: bool) -> None:
-        """Close the file; that of a whole run is not needed any more."""
+        """Close the file, and delete it after a whole run."""
         assert self._file is not None
         self._file.close()
         if is_whole:
@@ -85,11 +85,12 @@ class Journal:
 
 
 class GpuRecord:
-    """Journals outcomes and writes the record at the end; with pytest-xdist, those that the workers report.
+    """Pytest plugin that journals results, also those reported by pytest-xdist's workers, and writes the record at the
+    end.
 
     Attributes:
-        facts: what the run is of: the GPU, versions, the package's sources, the seed.
-        done: the tests of runs before, which are not run again.
+        facts: facts of the run: GPU, versions, digest of the package's sources, seed.
+        done: tests of earlier sessions, which do not run again.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -100,8 +101,8 @@ class GpuRecord:
         self.done = frozenset(self.journal.outcomes)
         self.ended: dict[str, Outcome] = {}
         self.refused: list[str] = []
-        self.collected: int | None = None  # not known before all are
-        # ``timeout`` and job schedulers stop a run so, which is to write what it has.
+        self.collected: int | None = None  # None until all tests are collected
+        # ``timeout`` and job schedulers stop a run by SIGTERM. The run then still writes its results.
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def pytest_unconfigure(self) -> None:
@@ -109,12 +110,13 @@ class GpuRecord:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Every worker collects all tests, and each test runs on one."""
+        """Note the number of tests. Every worker collects all tests, and each test runs on one worker."""
         self.collected = len(ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Without workers. (The hook for the end of a collection is called when it is stopped, too.)"""
+        """Note the number of tests without workers. (pytest calls the hook for the end of a collection even if it is
+        stopped.)"""
         self.collected = len(items)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -141,7 +143,7 @@ class GpuRecord:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         for name, outcome in self.ended.items():
-            if outcome.kind == "failed":  # and took its worker with it
+            if outcome.kind == "failed":  # the failure also ended the worker
                 self.journal.add(name, outcome)
         if self.collected is None:
             self.refused.append("it was stopped before all tests were collected")
@@ -152,7 +154,7 @@ class GpuRecord:
             return
         record = self.record(not_run)
         self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # in a run before
+        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # in an earlier session
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -164,7 +166,7 @@ class GpuRecord:
             terminalreporter.line(f"--gpu-record wrote {self.path}{rest}", red=bool(not_run))
 
     def record(self, not_run: int) -> dict[str, Any]:
-        """What ran, on what, and how it ended."""
+        """Return the facts of the run and the counts of its results."""
         counts = Counter(outcome.kind for outcome in self.journal.outcomes.values())
         skips = Counter(outcome.reason for outcome in self.journal.outcomes.values() if outcome.kind == "skipped")
         return {
@@ -177,7 +179,7 @@ class GpuRecord:
 
 
 def refuse_what_is_not_whole(config: pytest.Config) -> None:
-    """Refuse to record a run that is not the whole suite on a GPU."""
+    """Refuse to record anything but the whole suite on a GPU."""
     if GPU_MISSING:
         raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
     parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
@@ -190,7 +192,8 @@ def refuse_what_is_not_whole(config: pytest.Config) -> None:
 
 
 def facts(config: pytest.Config) -> dict[str, Any]:
-    """What a run is of: besides the package's sources those of the tests, with what decides which there are."""
+    """Return the facts of a run: versions, digests of the package's and the tests' sources, and options that add
+    tests."""
     options = ("every_kernel", "more_emulated", "fuzz_examples")
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -208,7 +211,7 @@ def facts(config: pytest.Config) -> dict[str, Any]:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version."""
+    """Return the NVIDIA driver's version."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]

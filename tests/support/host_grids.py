@@ -1,4 +1,4 @@
-"""What a kernel's host function launches for tensors at given addresses, without memory and without a GPU."""
+"""Grids that a kernel's host function launches for tensors at given addresses, without memory and without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class Placed(NamedTuple):
-    """A tensor that lies somewhere: address of its first byte, bytes of an element, shape and strides in elements."""
+    """Tensor at an address: first byte, bytes per element, shape, and strides in elements."""
 
     address: int
     itemsize: int
@@ -21,7 +21,7 @@ class Placed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to behind the last; 0 for an empty tensor."""
+        """Bytes from the first element to the end of the last; 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
 
 
 def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
-    """The tensor of a call that ``spec`` describes, with these run-time extents and strides by name."""
+    """Return the tensor that ``spec`` describes, with these run-time extents and strides by name."""
     import cutlass
 
     def known(dim: int | Dim) -> int:
@@ -48,7 +48,7 @@ APART = 1 << 48
 
 
 def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) -> Any:
-    """Arguments of a kernel, of which none overlaps another."""
+    """Return arguments of a kernel that do not overlap."""
     specs = kernel.arguments()
     given: dict[str, Placed | float | None] = {}
     for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
@@ -58,7 +58,7 @@ def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) 
 
 
 def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tuple[int, int, int]]:
-    """The grid of each launch of a call with these arguments, in the order of ``kernel.arguments()``."""
+    """Return the grid of each launch of a call with these arguments, in the order of ``kernel.arguments()``."""
     compiled = compile_ptx(kernel, arch)
     leaves: list[list[Any]] = []
     for spec, value in zip(kernel.arguments(), arguments, strict=True):
@@ -82,18 +82,18 @@ DIMS = {
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }
-"""Extents and strides of a small GEMM, dense or of two experts, by the names that kernels give them."""
+"""Extents and strides of a small GEMM, dense or with two experts, by the kernels' names for them."""
 NUMBERS = {"workers": 3, "shares": 1, "max_ctas": 8, "ctas": 4}
 
 
 def gemm_call(kernel: Any, **changes: int) -> Any:
-    """Arguments of a GEMM kernel, of which none overlaps another; with other extents, strides and numbers."""
+    """Return arguments of a GEMM kernel that do not overlap, with some extents, strides and numbers replaced."""
     return call_apart(kernel, DIMS | changes, NUMBERS | changes)
 
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
-    """Where the result overlaps another tensor by a byte, at either end; tensors that touch do not overlap. Nor where
-    the workspace, if there is one, begins with another."""
+    """Check that nothing is launched if the result overlaps another tensor by a byte, at either end, or the workspace
+    starts at another tensor. Adjacent tensors do not overlap."""
     call = gemm_call(kernel, **changes)
     usual = grids(kernel, arch, *call)
     assert all(0 not in grid for grid in usual)
@@ -108,7 +108,7 @@ def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int
         ):
             launched = grids(kernel, arch, *call._replace(out=out._replace(address=address)))
             assert (0 in launched[0]) is overlaps, (name, address - other.address)
-            # The launch of no CTAs fails, and ends the call.
+            # Launching no CTAs is an error, which ends the call.
             assert launched == (launched[:1] if overlaps else usual)
     workspace = others.pop("workspace", None)
     if workspace is not None:

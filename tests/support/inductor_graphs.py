@@ -1,4 +1,4 @@
-"""What tests of the pass for Inductor share: graphs as Inductor has made them, which run as they are, and norms."""
+"""Graphs as Inductor's passes leave them, run without compilation, and norms; for tests of the pass for Inductor."""
 
 import collections
 
@@ -18,13 +18,13 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing is compiled yet, and random numbers are the same in each test."""
+    """Reset the compiler and the seed before each test."""
     torch._dynamo.reset()
     torch.manual_seed(0)
 
 
 class Compiler:
-    """Inductor as far as the passes over the graph; then the graph is run as it is, which needs no C++ compiler."""
+    """Inductor up to its passes over the graph. The graph then runs as it is, without a C++ compiler."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -44,16 +44,16 @@ class Compiler:
         return run
 
     def calls(self, index: int = -1) -> list[str]:
-        """The calls of a graph by name, but for views and the like."""
+        """Return the names of a graph's calls, except views and similar calls."""
         nodes = self.graphs[index].graph.nodes
         return [str(node.target).removesuffix(".default") for node in nodes if node.op == "call_function"]
 
     def quantising(self, index: int = -1) -> dict[str, int]:
-        """How often each of our ops is called that quantises."""
+        """Return the number of calls of each of our quantising ops."""
         return {name: count for name, count in self.ours(index).items() if "quant" in name}
 
     def ours(self, index: int = -1) -> dict[str, int]:
-        """How often each of our ops is called."""
+        """Return the number of calls of each of our ops."""
         names = [name for name in self.calls(index) if name.startswith("cute.")]
         return dict(collections.Counter(name.removeprefix("cute.") for name in names))
 
@@ -76,14 +76,14 @@ def numbers(*shape, device="cpu", dtype=torch.bfloat16):
 
 
 def llama_norm(x, weight):
-    """As in the models of Hugging Face."""
+    """Return the norm as Hugging Face's models compute it."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * wide.to(x.dtype)
 
 
 def late_norm(x, weight):
-    """As in gpt-oss: rounded once."""
+    """Return the norm as gpt-oss computes it: rounded once."""
     wide = x.to(torch.float32)
     return (weight * (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS))).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Fresh interpreters that find this package."""
+"""Fresh interpreters that can import this package."""
 
 import json
 import os
@@ -13,14 +13,15 @@ PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
 def variables_of(**environment: str) -> dict[str, str]:
-    """The environment of an interpreter that finds this package, with no settings of it but these."""
+    """Return the environment of an interpreter that can import this package, without settings of the package except
+    these."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
     return {**kept, "PYTHONPATH": path, **environment}
 
 
 def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that finds this package."""
+    """Run code in a fresh interpreter that can import this package."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
 
@@ -63,13 +64,13 @@ print(json.dumps(done))
 
 
 def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run code in forks of a fresh interpreter that has imported torch, which takes longest; one in each environment,
-    which has these variables besides."""
+    """Run code once per environment, in forks of a fresh interpreter that has imported torch, which takes most of the
+    time. Each environment adds variables."""
     return python_in_groups(code, *([each] for each in environments))
 
 
 def python_in_groups(code: str, *groups: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess[str]]:
-    """The same in groups of environments: the forks of a group run at once, and the next group after them."""
+    """Run code in groups of environments: the forks of a group run at the same time, one group after another."""
     done = python(FORKS, arguments=[json.dumps([code, groups])])
     assert done.returncode == 0, done.stderr
     return [subprocess.CompletedProcess(code, *each) for each in json.loads(done.stdout)]

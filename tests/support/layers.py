@@ -1,4 +1,4 @@
-"""What quantised linear layers compute, in float64."""
+"""Results of quantised linear layers, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_cute_ops.nn import QuantLinear
 
 
 def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
-    """The rows (M, K) in float64 that the GEMM takes for ``x``."""
+    """Return the rows (M, K) in float64 that the GEMM multiplies for ``x``."""
     rows = x.flatten(0, -2).float().cpu().numpy()
     if layer.activations == "16bit":
         rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
@@ -36,12 +36,12 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
 
 
 def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
-    """What ``layer(x)`` is: the product in float64, within what its accumulation may lose and a rounding."""
+    """Check ``layer(x)`` against the float64 product, within the error of accumulation and one rounding."""
     assert_product(layer(x), layer, x)
 
 
 def weight_multiplied(layer: QuantLinear) -> np.ndarray:
-    """The weight (N, K) in float64 that the GEMM takes: FP4 becomes FP8 beside FP8 activations."""
+    """Return the weight (N, K) in float64 that the GEMM multiplies. With FP8 activations, FP4 becomes FP8."""
     tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
     if layer.activations != "fp8" or layer.scheme not in ("nvfp4", "mxfp4"):
         return weights.decoded(tensors, layer.parts)
@@ -49,7 +49,7 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
 
 
 def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
-    """The numbers by which FP8 activations are multiplied of a layer in FP4, with its tensors by name."""
+    """Return the weight of an FP4 layer as FP8 activations are multiplied by it, from its tensors by name."""
     elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
     whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":
@@ -58,7 +58,7 @@ def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
 
 
 def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> None:
-    """``got`` is what ``layer(x)`` has to be, whoever computed it."""
+    """Check ``got`` against the float64 product of ``layer`` and ``x``."""
     assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
     k = layer.in_features
     a, b = as_multiplied(x, layer), weight_multiplied(layer)
@@ -73,7 +73,7 @@ def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> No
 
 @torch.no_grad()
 def assert_compiles_once(layer: QuantLinear) -> None:
-    """To a full graph, one for every number of rows, whose results are the layer's."""
+    """Check that the layer compiles to one full graph for every number of rows, with the layer's results."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)

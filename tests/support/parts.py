@@ -1,10 +1,10 @@
-"""Parts of what takes long, as an option of a command line."""
+"""A part of a long task, as an option of a command line."""
 
 import argparse
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Number and count of parts from ``I/N``."""
+    """Return the number of the part and the number of parts from ``I/N``."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N, such as 1/2")

@@ -1,4 +1,4 @@
-"""What other processes are doing, by /proc; and processes that are killed."""
+"""Observing other processes through /proc, and killing processes."""
 
 import multiprocessing
 import os
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def children_of(process: int) -> set[int]:
-    """The ids of a process's children that have not ended, and of theirs."""
+    """Return the ids of a process's running descendants."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if state not in "ZX":
             parents[int(path.parent.name)] = int(parent)
@@ -27,7 +27,8 @@ def children_of(process: int) -> set[int]:
 
 
 def workers_of(process: int) -> set[int]:
-    """Those of them that ``multiprocessing`` has spawned to work: not its resource tracker, which ends last."""
+    """Return the descendants that ``multiprocessing`` spawned as workers, without its resource tracker, which ends
+    last."""
     return {child for child in children_of(process) if "--multiprocessing-fork" in _command_line(child)}
 
 
@@ -39,7 +40,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -47,7 +48,7 @@ def is_alive(process: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether a condition comes true within so many seconds."""
+    """Return whether a condition becomes true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -57,7 +58,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def kill_at_random(target: Callable[..., None], *args: Any, processes: int, longest: float) -> None:
-    """Fork processes that run ``target`` for ever, and kill each within ``longest`` seconds."""
+    """Fork processes that run ``target`` repeatedly, and kill each within ``longest`` seconds."""
     started = [multiprocessing.get_context("fork").Process(target=target, args=args) for _ in range(processes)]
     for process in started:
         process.start()

@@ -1,4 +1,4 @@
-"""The programs of ``tools/``."""
+"""Programs of ``tools/``."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def program_of(name: str) -> ModuleType:
-    """A new module of ``tools/<name>.py``."""
+    """Return a fresh module of ``tools/<name>.py``."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, on gloo."""
+"""Groups of processes, one per rank, on gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def run_ranks(world: int, function: Callable[..., None], *args: Any, timeout_s: float = 60.0) -> None:
-    """Call ``function(rank, *args)`` in a forked process for each rank; an error on one is an error here."""
+    """Call ``function(rank, *args)`` in a forked process for each rank. Raise an error if it fails on any rank."""
     mp.start_processes(_main, args=(world, free_port(), timeout_s, function, args), nprocs=world, start_method="fork")
 
 

@@ -1,8 +1,9 @@
-"""The numerics and layouts once more, in NumPy and exact rationals, written from the specification's text.
+"""A second implementation of the numerics and layouts, in NumPy and exact rationals, written from the specification's
+text.
 
-Nothing here imports the package: what the tests expect must not come from the code that they test. Functions that end
-in ``_exact`` search a list of values with ``fractions.Fraction``; the vectorised ones are compared with them in
-``test_formats.py``.
+Nothing here imports the package, so that expected results do not come from the code under test. Functions that end in
+``_exact`` search a list of values with ``fractions.Fraction``; ``test_formats.py`` compares the vectorised functions
+with them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def nearest_even_exact(value: Fraction, codes: tuple[Fraction, ...]) -> int:
-    """Index of the entry of the ascending ``codes`` nearest to ``value``; of two equally near, the even index."""
+    """Return the index of the ascending ``codes`` nearest to ``value``; of two equally near codes, the even index."""
     return min(range(len(codes)), key=lambda i: (abs(codes[i] - value), i % 2))
 
 
@@ -32,13 +33,13 @@ _E2M1_EXACT = tuple(map(Fraction, E2M1))
 
 
 def e2m1_exact(value: float) -> int:
-    """The 4-bit code of a finite number: nearest even, saturating, the sign of zero kept."""
+    """Return the 4-bit code of a finite number: nearest even, saturating, with the sign of zero kept."""
     sign = 8 if math.copysign(1.0, value) < 0 else 0
     return sign | nearest_even_exact(Fraction(abs(value)), _E2M1_EXACT)
 
 
 def e4m3_value(byte: int) -> float:
-    """OCP FP8 e4m3: bias 7, three bits of significand, no infinity, 0x7F and 0xFF are NaN."""
+    """Return the value of an OCP FP8 e4m3 byte: bias 7, 3 mantissa bits, no infinity; 0x7F and 0xFF are NaN."""
     sign, exponent, significand = -1.0 if byte >> 7 else 1.0, (byte >> 3) & 15, byte & 7
     if byte & 0x7F == 0x7F:
         return math.nan
@@ -52,7 +53,7 @@ _E4M3_EXACT = tuple(map(Fraction, E4M3_POSITIVE.tolist()))
 
 
 def e4m3_exact(value: float) -> int:
-    """The e4m3 byte of a number: nearest even, saturating at 448; 0x7F for NaN."""
+    """Return the e4m3 byte of a number: nearest even, saturating at 448; 0x7F for NaN."""
     if math.isnan(value):
         return 0x7F
     sign = 0x80 if math.copysign(1.0, value) < 0 else 0
@@ -60,7 +61,7 @@ def e4m3_exact(value: float) -> int:
 
 
 def ue8m0_of_amax_exact(amax: float) -> int:
-    """The byte of ``2^ceil(log2(amax / 6))``, clamped to [2^-127, 2^127]; 255 if ``amax`` is not finite."""
+    """Return the byte of ``2^ceil(log2(amax / 6))``, clamped to [2^-127, 2^127]; 255 if ``amax`` is not finite."""
     if not math.isfinite(amax):
         return 255
     wanted = Fraction(amax) / 6
@@ -75,7 +76,8 @@ def ue8m0_value(byte: int) -> float:
 
 
 def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Codes of non-negative numbers: how many boundaries lie below, a tie counting where the upper code is even."""
+    """Return codes of non-negative numbers: the number of boundaries below, with a tie counted if the upper code is
+    even."""
     boundaries = (values[1:] + values[:-1]) / 2
     code = np.searchsorted(boundaries, magnitude, side="left")
     tie = (code < len(boundaries)) & (boundaries[np.minimum(code, len(boundaries) - 1)] == magnitude)
@@ -83,7 +85,7 @@ def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def e2m1(value: np.ndarray) -> np.ndarray:
-    """Codes 0..15 of numbers (no NaN)."""
+    """Return codes 0..15 of numbers (no NaN)."""
     value = np.asarray(value, np.float64)
     return _round(np.abs(value), np.array(E2M1)) | (np.signbit(value).astype(np.uint8) << 3)
 
@@ -93,14 +95,14 @@ def e2m1_value(code: np.ndarray) -> np.ndarray:
 
 
 def e4m3(value: np.ndarray) -> np.ndarray:
-    """e4m3 bytes of numbers; 0x7F for NaN."""
+    """Return e4m3 bytes of numbers; 0x7F for NaN."""
     value = np.asarray(value, np.float64)
     byte = _round(np.nan_to_num(np.abs(value), posinf=1e9), E4M3_POSITIVE) | (np.signbit(value).astype(np.uint8) << 7)
     return np.where(np.isnan(value), 0x7F, byte).astype(np.uint8)
 
 
 def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndarray:
-    """Whether numbers are as near as this to one where e4m3 rounds one way or the other."""
+    """Return the mask of numbers within this relative distance of a rounding boundary of e4m3."""
     magnitude = np.nan_to_num(np.abs(np.asarray(value, np.float64)), posinf=1e9)
     boundaries = np.append((E4M3_POSITIVE[1:] + E4M3_POSITIVE[:-1]) / 2, np.inf)
     above = np.searchsorted(boundaries, magnitude)
@@ -109,9 +111,10 @@ def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndar
 
 
 def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
-    """As ``ue8m0_of_amax_exact``: amax/6 = f·2^e, f in [1/2, 1), goes up to 2^e, or is 2^(e-1) if f = 1/2.
+    """Return the result of ``ue8m0_of_amax_exact`` for arrays: amax/6 = f·2^e with f in [1/2, 1) gives 2^e, or 2^(e-1)
+    if f = 1/2.
 
-    The quotient is rounded, but to more than twice the bits of amax, and never onto a power of two.
+    The quotient is rounded, but to more than twice the bits of amax, and never to a power of two.
     """
     fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
     power = np.where(fraction == 0.5, exponent - 1, exponent)
@@ -133,7 +136,7 @@ def scale_value(byte: np.ndarray, scale_format: str) -> np.ndarray:
 
 
 def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, int]:
-    """Shape of the scale matrix of ``rows`` rows of ``blocks`` scales."""
+    """Return the shape of the scale matrix for ``rows`` rows of ``blocks`` scales."""
     if layout == "linear":
         return rows, blocks
     tile = {"128x4": 128, "8x4": 8}[layout]
@@ -141,7 +144,7 @@ def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, int]:
 
 
 def layout_offset(layout: str, m: int | np.ndarray, k: int | np.ndarray, blocks: int) -> int | np.ndarray:
-    """Where the scale of row ``m`` and block ``k`` lies, in scales from the first."""
+    """Return the offset of the scale of row ``m`` and block ``k``, in scales."""
     kt = math.ceil(blocks / 4)
     if layout == "linear":
         return m * blocks + k
@@ -155,7 +158,7 @@ def _offsets(layout: str, rows: int, blocks: int) -> np.ndarray:
 
 
 def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
-    """A (rows, blocks) matrix of scale bytes in ``layout``, padding zero."""
+    """Arrange a (rows, blocks) matrix of scale bytes in ``layout``, with padding zero."""
     shape = layout_shape(layout, *scale.shape)
     flat = np.zeros(shape[0] * shape[1], np.uint8)
     flat[_offsets(layout, *scale.shape)] = scale
@@ -163,7 +166,7 @@ def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
 
 
 def collect(scale: np.ndarray, layout: str, rows: int, blocks: int) -> np.ndarray:
-    """The (rows, blocks) scale bytes out of ``layout``."""
+    """Collect the (rows, blocks) scale bytes from ``layout``."""
     return scale.reshape(-1)[_offsets(layout, rows, blocks)]
 
 
@@ -179,12 +182,12 @@ class Quantised:
 
     @property
     def packed(self) -> np.ndarray:
-        """Two codes a byte, element 0 in the low nibble."""
+        """Two codes per byte, element 0 in the low nibble."""
         return self.codes[:, 0::2] + 16 * self.codes[:, 1::2]
 
 
 def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarray | None = None) -> Quantised:
-    """Quantise fp32 rows (M, K), step by step as specified; each operation is IEEE fp32."""
+    """Quantise fp32 rows (M, K) step by step as specified; each operation is IEEE fp32."""
     assert value.dtype == np.float32 and value.ndim == 2
     rows, width = value.shape
     blocks = value.reshape(rows, width // block_size, block_size)
@@ -208,7 +211,8 @@ def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarra
 
 
 def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.ndarray | None = None) -> np.ndarray:
-    """fp32 values (M, K) of codes (M, K) with scale bytes (M, blocks): one fp32 product, one fp32 quotient."""
+    """Return the fp32 values (M, K) of codes (M, K) with scale bytes (M, blocks): one fp32 product, one fp32
+    quotient."""
     rows, blocks = scales.shape
     block_size = codes.shape[1] // blocks
     with np.errstate(all="ignore"):
@@ -220,7 +224,7 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.n
 
 
 def unpack(packed: np.ndarray) -> np.ndarray:
-    """Codes (M, K) of packed bytes (M, K/2)."""
+    """Return the codes (M, K) of packed bytes (M, K/2)."""
     return np.stack((packed % 16, packed // 16), -1).reshape(packed.shape[0], 2 * packed.shape[1])
 
 
@@ -228,9 +232,10 @@ def unpack(packed: np.ndarray) -> np.ndarray:
 
 
 def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, or else (M, scales of a row).
+    """Return e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, otherwise (M, scales per row).
 
-    With 128 elements a scale, the last of a row may have 64 elements."""
+    With 128 elements per scale, the last block of a row may contain 64 elements.
+    """
     assert value.dtype == np.float32 and value.ndim == 2
     with np.errstate(all="ignore"):
         if granularity == "tensor":
@@ -249,7 +254,7 @@ def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None
 
 
 def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
-    """The columns of rows (M, K) that share a scale for each row."""
+    """Return the parts of rows (M, K) whose columns share a scale per row."""
     step = {"token": value.shape[1], "block128": 128}[granularity]
     return [value[:, begin : begin + step] for begin in range(0, value.shape[1], step)]
 
@@ -257,11 +262,11 @@ def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
 # Before quantisation
 
 FLOATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}
-"""Bits of the significand, and exponent of the smallest normal number; the largest is as IEEE 754 has it."""
+"""Bits of the significand, and exponent of the smallest normal number; the largest is as in IEEE 754."""
 
 
 def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
-    """float64 numbers, rounded once to what ``dtype`` can hold: to nearest, ties to even."""
+    """Round float64 numbers once to ``dtype``: to nearest, ties to even."""
     bits, lowest = FLOATS[dtype]
     largest = (2 - 2.0 ** (1 - bits)) * 2.0 ** (1 - lowest)
     _, exponent = np.frexp(value)
@@ -272,23 +277,27 @@ def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """The sum of numbers of ``dtype``, in float64, rounded once: as good as rounding it to fp32 on the way."""
+    """Return the sum of numbers of ``dtype``, in float64, rounded once. Rounding to fp32 in between would not change
+    it."""
     with np.errstate(all="ignore"):
         return round_to(a.astype(np.float64) + b.astype(np.float64), dtype)
 
 
 def silu_mul(value: np.ndarray) -> np.ndarray:
-    """``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after each of the two products; where
-    exp(-a) overflows fp32 it is infinite."""
+    """Return ``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after both products. If exp(-a)
+    overflows fp32, it is infinite."""
     gate, up = np.split(value.astype(np.float32), 2, axis=-1)
     with np.errstate(all="ignore"):
         return _gated(gate, gate) * up
 
 
 def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) -> np.ndarray:
-    """``g · sigmoid(alpha · g) · (u + beta)`` of the halves of rows (M, 2I), each clamped (the gate from above alone).
+    """Return ``g · sigmoid(alpha · g) · (u + beta)`` of the halves of rows (M, 2I), each clamped (the gate from above
+    only).
 
-    Rounded to fp32 after ``alpha · g``, ``g · sigmoid``, the sum and the product; the sigmoid as in ``silu_mul``."""
+    Results are rounded to fp32 after ``alpha · g``, ``g · sigmoid``, the sum and the product; the sigmoid is as in
+    ``silu_mul``.
+    """
     gate, up = np.split(value.astype(np.float32), 2, axis=-1)
     with np.errstate(over="ignore"):
         limit = np.float32(np.inf if limit is None else limit)
@@ -299,7 +308,7 @@ def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) ->
 
 
 def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    """``value · sigmoid(gate)`` in float64, rounded to fp32; 0 for the sigmoid where exp(-gate) overflows fp32."""
+    """Return ``value · sigmoid(gate)`` in float64, rounded to fp32; the sigmoid is 0 if exp(-gate) overflows fp32."""
     exponential = np.exp(-gate.astype(np.float64))
     return (value.astype(np.float64) / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
 
@@ -308,7 +317,7 @@ def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def rms_norm(value: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """``v / sqrt(mean(v²) + eps) · w`` of rows (M, H) in float64, where fp32 overflows to infinity overflowing too."""
+    """Return ``v / sqrt(mean(v²) + eps) · w`` of rows (M, H) in float64, infinite where fp32 overflows."""
     with np.errstate(all="ignore"):
         squares = (value.astype(np.float32) * value.astype(np.float32)).astype(np.float64)
         total = squares.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Made-up candidates for the tuner, with clocks of their own, and an empty file of choices."""
+"""Simulated candidates for the tuner, with their own clocks, and an empty file of choices."""
 
 import logging
 
@@ -16,7 +16,7 @@ def key_of(bucket=8, static='{"n":64}', device="GPU", versions='{"torch":"2"}'):
 
 
 class Clock:
-    """Candidates whose calls last as long as ``seconds`` says; remembers what it was asked."""
+    """Candidates whose calls take ``seconds``; records the calls."""
 
     def __init__(self, seconds, wrong=(), estimates=ESTIMATES, **key):
         self.seconds, self.wrong = seconds, dict.fromkeys(wrong, "off by 3") if not isinstance(wrong, dict) else wrong
@@ -43,7 +43,8 @@ class Clock:
 
 
 def empty_file(request, tmp_path, monkeypatch):
-    """A fixture for every test of a module: an empty file of choices; no stream captures, without asking CUDA."""
+    """Start every test of a module with an empty file of choices and without a capturing stream, without asking
+    CUDA."""
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     path = tmp_path / "tuning.json"

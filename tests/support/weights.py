@@ -1,4 +1,4 @@
-"""Quantised weights decoded in float64, by the formulas of ``spec``, from tensors as checkpoints hold them."""
+"""Quantised weights decoded in float64, by the formulas of ``spec``, from tensors as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor of one-byte elements."""
+    """Return the bytes of a tensor with one-byte elements."""
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1.0) -> np.ndarray:
-    """``e2m1 · scale · factor`` of packed codes (N, K/2) and linear scales, with a factor for each row."""
+    """Return ``e2m1 · scale · factor`` of packed codes (N, K/2) and linear scales, with a factor per row."""
     numbers = spec.e2m1_value(spec.unpack(raw(codes))).astype(np.float64)
     kind = "e4m3" if scale.dtype == torch.float8_e4m3fn else "ue8m0"
     scales = spec.scale_value(raw(scale), kind).astype(np.float64)
@@ -26,25 +26,25 @@ def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1
 
 
 def fp8_blocks(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
-    """Elements (N, K) times their scales (⌈N/128⌉, ⌈K/128⌉)."""
+    """Return elements (N, K) times their scales (⌈N/128⌉, ⌈K/128⌉)."""
     numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
     scales = scale.detach().cpu().double().numpy().repeat(128, 0).repeat(128, 1)
     return numbers * scales[: numbers.shape[0], : numbers.shape[1]]
 
 
 def fp8_rows(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
-    """Elements (N, K) times one scale, or one for each row."""
+    """Return elements (N, K) times one scale, or one scale per row."""
     numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
     return numbers * scale.detach().cpu().double().numpy().reshape(-1, 1)
 
 
 def decoded(tensors: Tensors, parts: tuple[int, ...]) -> np.ndarray:
-    """The weight (N, K) of a quantised layer's state dict."""
+    """Return the weight (N, K) of a quantised layer's state dict."""
     if "weight_scale_inv" in tensors:
         return fp8_blocks(tensors["weight"], tensors["weight_scale_inv"])
     if tensors["weight"].dtype == torch.float8_e4m3fn:
         scale = tensors["weight_scale"]
-        if len(scale) == len(parts):  # and not one for each row
+        if len(scale) == len(parts):  # one scale per part, not per row
             scale = scale.cpu().repeat_interleave(torch.tensor(parts))
         return fp8_rows(tensors["weight"], scale)
     factor = tensors["weight_scale_2"].double().numpy().repeat(parts) if "weight_scale_2" in tensors else 1.0
