@@ -1,4 +1,5 @@
-"""What all tests share: the device they run on, fresh random data with a printed seed, and the record of a GPU run."""
+"""Pytest configuration of all tests: their devices, fresh random data with a printed seed, and the record of a GPU
+run."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before NumPy and torch load their libraries, here and in processes that tests start: matrices are small, and a second
-# thread waits actively. It added two fifths to the time of the float64 sums that GEMMs are compared with.
+# Set before NumPy and torch load their libraries, here and in processes that tests start: matrices are small, and a
+# second thread busy-waits. It lengthened float64 sums that GEMMs are compared with by two fifths.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -27,7 +28,7 @@ from support import unchanged
 from support.devices import DEVICES, GPU_MISSING
 from support.gpu_record import GpuRecord
 
-# How long an example takes says more about the machine than about the code.
+# The time of an example depends on the machine more than on the code.
 hypothesis.settings.register_profile("torch_cute_ops", deadline=None)
 hypothesis.settings.load_profile("torch_cute_ops")
 
@@ -54,13 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tensors are small here; a second thread costs more than it brings, and much more on a busy machine.
+    # With small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
-    # pytest gives each logger that does not propagate its handlers, for each phase of each test. torch has 48.
+    # pytest adds its handlers, in each phase of each test, to each logger that does not propagate. torch has 48 of
+    # them.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    # A worker of pytest-xdist is told its controller's seed, and leaves the record to the controller.
+    # A worker of pytest-xdist receives its controller's seed, and leaves the record to the controller.
     controller = getattr(config, "workerinput", None)
     seed = config.getoption("seed") if controller is None else controller["seed"]
     if controller is None and config.getoption("gpu_record") is not None:
@@ -75,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         every = ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)  # for workers, in devices.py
     if controller is not None:
-        # Workers are as many as processors already, and Inductor in each would start as many processes.
+        # One worker runs per processor, and Inductor would start a further process per processor in each.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -86,22 +88,22 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist the seed, and which tests have run."""
+    """Pass the seed and the names of tests that ran before to a worker of pytest-xdist."""
     node.workerinput["seed"] = node.config.stash[BASE_SEED]
     node.workerinput["done"] = sorted(node.config.stash.get(DONE, ()))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadgroup`` the tests of an op's sample go to one worker, which compiles its kernel once.
+    """Send the tests of an op's sample to one worker with ``--dist loadgroup``, so that it compiles each kernel once.
 
-    Not by marking groups, because pytest 9.2 lets pytest-xdist 3.8 lose them (pytest-xdist's issue 1386).
+    Groups are not marked, because pytest 9.2 lets pytest-xdist 3.8 lose the marks (pytest-xdist's issue 1386).
     """
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # the order of the collection: pytest_collection_modifyitems
+    config.option.loadscopereorder = False  # keep the order of pytest_collection_modifyitems
     workers = len(config.getvalue("tx"))
 
     class BySample(LoadScopeScheduling):
@@ -110,7 +112,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             super().mark_test_complete(node, item_index, duration)
-            # After each test all groups of a worker are counted; those that have finished are thousands.
+            # xdist counts all groups of a worker after each test. Finished groups would number thousands.
             work, group = self.assigned_work[node], self._split_scope(self.registered_collections[node][item_index])
             if all(work[group].values()):
                 del work[group]
@@ -124,12 +126,13 @@ KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|overlap)\.py$")
 
 
 def group_of(nodeid: str, workers: int = 1) -> str:
-    """A test's parameters but for the device: op and sample. A test without parameters is on its own.
+    """Return the group of a test, whose tests run on one worker: its op and sample, or the test itself without
+    parameters.
 
-    What Inductor compiles for the CPU is a group for every 8 workers: each worker precompiles PyTorch's headers first,
-    for a minute, and one alone would be at it after all others have finished. So is a file whose tests compile the same
-    kernels, and keep them: the longest takes two minutes by itself. Tests for GPUs alone, of which some launch kernels
-    for a minute, are each on their own, or those of a backend would wait for each other.
+    Some tests are grouped differently. Inductor's tests on the CPU form one group per 8 workers: each worker first
+    precompiles PyTorch's headers, which takes a minute, but a single worker would finish after all others. So do the
+    tests of a file that compile and keep the same kernels; the longest file takes two minutes by itself. Tests for GPUs
+    only, some of which launch kernels for a minute, are not grouped, so that tests of a backend run in parallel.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]
@@ -144,7 +147,7 @@ def group_of(nodeid: str, workers: int = 1) -> str:
 
 
 def digest_of(text: str) -> int:
-    """The same number in every process."""
+    """Return a number for a text that is the same in every process."""
     return zlib.crc32(text.encode())
 
 
@@ -154,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_cases(config, items, sample)
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
-    # What takes long begins first, so that no worker is left with it; what measures time comes when others are done.
+    # Long tests begin first, so that no worker ends up with them; tests that measure time run after all others.
     items.sort(key=lambda item: bool(item.get_closest_marker("timing")) - takes_long(item))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
@@ -162,21 +165,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def takes_long(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or belongs to a group that takes long as a whole."""
+    """Return whether a test is marked as slow, or belongs to a group that takes long as a whole."""
     return bool(item.get_closest_marker("slow") or KEEPS_KERNELS.search(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector pass over what is here by now, torch and thousands of items: it lives as long as the
-    run. Walking it again and again took a seventh of the time of tests that compile programs, and a copy of its pages
-    in every process that is forked."""
+    """Exclude all objects so far, torch and thousands of items, from garbage collection: they live as long as the run.
+    Collecting them repeatedly took a seventh of the time of tests that compile programs, and copied their pages in
+    every forked process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) -> None:
-    """Deselect what has no case that ``--sample`` asks for."""
+    """Deselect tests without a case that ``--sample`` asks for."""
     chunks = [item.callspec.params.get("chunk") if hasattr(item, "callspec") else None for item in items]
     kept = [chunk is not None and bool(chunk.selected(pattern)) for chunk in chunks]
     config.hook.pytest_deselected(items=[item for item, keeps in zip(items, kept, strict=True) if not keeps])
@@ -187,7 +190,7 @@ def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) ->
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument ``device`` runs on the CPU, and on the GPU where there is one."""
+    """Run a test with an argument ``device`` on the CPU, and on the GPU if one is present."""
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", DEVICES)
 
@@ -200,14 +203,14 @@ def _call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 with_room = types.FunctionType(_call.__code__.replace(co_stacksize=1 << 16), globals(), "with_room")
-"""Calls a function from a frame so large that the frames of all that it calls lie behind it. Python takes memory for
-its frames from the system in pieces of 16 KB, and gives a piece back as soon as it is empty: a loop that calls across
-the end of one maps memory each time. Of some files of tests of kernels that took a twelfth of the time."""
+"""Calls a function from a frame so large that all further frames fit into the same piece of memory. Python gets memory
+for frames in pieces of 16 KB and frees a piece as soon as it is empty, so that a loop of calls across the end of a
+piece maps memory each time. In some files of kernel tests this took a twelfth of the time."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Call the test ``with_room``."""
+    """Call the test through ``with_room``."""
     test = pyfuncitem.obj
     pyfuncitem.obj = functools.partial(with_room, test)
     try:
@@ -220,18 +223,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 BASE_SEED = pytest.StashKey[int]()
 DONE = pytest.StashKey[frozenset[str]]()
-"""Tests that the run which ``--gpu-record`` goes on with has behind it."""
+"""Tests that an earlier session of ``--gpu-record`` has run."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Each test has its own seed, made from the base seed and the test's name, whatever runs before it."""
+    """Seed each test from the base seed and its name, whatever runs before it."""
     seed_for(item.config, item.nodeid)
 
 
 @pytest.fixture
 def seed_case(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """A function that gives a case of a chunk its own seed, as if it were a test."""
+    """Return a function that seeds a case of a chunk as if it were a test."""
     chunk = request.node.callspec.params["chunk"].id
     return lambda case: seed_for(request.config, request.node.nodeid.replace(chunk, case))
 
@@ -241,7 +244,7 @@ def seed_for(config: pytest.Config, name: str) -> None:
     digest = hashlib.sha256(f"{config.stash[BASE_SEED]} {name}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
-    # Not torch.manual_seed: without a GPU it keeps a stack trace for each kind of GPU, 0.1 ms a test.
+    # torch.manual_seed keeps a stack trace for each kind of GPU if none is present, which takes 0.1 ms per test.
     torch.default_generator.manual_seed(seed)
     if not GPU_MISSING:
         torch.cuda.manual_seed_all(seed)
