@@ -18,7 +18,7 @@ from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import DENSE, ROUTED, FP4Tcgen05Experts
 from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Tactic
-from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
@@ -89,7 +89,7 @@ class Line(NamedTuple):
     def rows(self) -> tuple[int, int]:
         """Rows of the weight and of activations of a tile."""
         config = self.config
-        return (config.rows, config.tokens) if self.mode is None else (config.columns, ROWS)
+        return (config.tile_n, config.tile_m) if self.mode is None else (config.tile_n, MMA_M)
 
 
 def line(
@@ -117,7 +117,7 @@ def line(
     config: Any = spec.config
     if registers is not None and config not in registers:
         registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
-    flops = 2 * ROWS * config.stage.columns * K_TILE
+    flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
     # All experts are as much as one with the k of all.
@@ -126,7 +126,7 @@ def line(
     return Line(
         *(n, k, m, mode, tactic, config, 0 if registers is None else registers[config]),
         mma_clocks=flops / arch.fp4_flops_per_clock,
-        byte_clocks=(ROWS + config.stage.own_columns) * operand.row_bytes(K_TILE) / bytes_per_clock,
+        byte_clocks=(MMA_M + config.stage.cta_mma_n) * operand.row_bytes(K_TILE) / bytes_per_clock,
         us=backend.estimate(problem, m, tactic, target) * 1e6,
         floor_us=floor * 1e6,
     )
@@ -135,13 +135,13 @@ def line(
 def cells(one: Line) -> list[str]:
     """A row of the table."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
-    columns = config.tensor_columns
+    columns = config.tmem_columns
     return [
         f"{one.n:,} × {one.k:,}",
         one.mode or "one",
         f"{one.m:,}",
         "{} × {}".format(*one.rows),
-        str(config.splits if one.mode is None else config.parts),
+        str(config.split_k if one.mode is None else config.classes),
         str(config.stages),
         f"{config.stages * config.stage.size_bytes / 1024:.0f}",
         f"{config.smem_bytes / 1024:.0f}",

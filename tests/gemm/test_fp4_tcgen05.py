@@ -101,7 +101,7 @@ CONFIG = fp4_tcgen05.plan(
     fmt=NVFP4,
     layout=SCALE_LAYOUTS["128x4"],
     epilogue=fp4_problem().epilogue,
-    tokens=64,
+    tile_m=64,
     arch=BLACKWELL.arch,
     pdl=True,
 )
@@ -111,11 +111,14 @@ CONFIG = fp4_tcgen05.plan(
     ("changes", "reason"),
     [
         ({"layout": SCALE_LAYOUTS["8x4"]}, "scales are linear or in tiles of 128 rows, not 8x4"),
-        ({"tokens": 24}, "1 CTAs have tiles of (8, 16, 32, 64, 128, 256) rows of activations, not 24"),
-        ({"group": 2}, "2 CTAs have tiles of (256,) rows of activations, not 64"),
-        ({"group": 2, "tokens": 256, "splits": 2}, "2 clusters of 2 CTAs do not share a tile"),
-        ({"splits": 2, "stages": 1}, "33792 bytes of sums do not fit in place of 1 stages"),
-        ({"splits": 3}, "3 clusters of 1 CTAs do not share a tile"),
+        ({"tile_m": 24}, "tile_m is 24; it has to be one of (8, 16, 32, 64, 128, 256) with 1 CTAs for each MMA"),
+        ({"cta_group": 2}, "tile_m is 64; it has to be one of (256,) with 2 CTAs for each MMA"),
+        (
+            {"cta_group": 2, "tile_m": 256, "split_k": 2},
+            "split_k is 2; it has to be one of (1,) with 2 CTAs for each MMA",
+        ),
+        ({"split_k": 2, "stages": 1}, "33792 bytes of partial sums do not fit into 1 stages"),
+        ({"split_k": 3}, "split_k is 3; it has to be one of (1, 2, 4, 8) with 1 CTAs for each MMA"),
         ({"stages": 12}, "bytes of shared memory; sm_100a has 232448"),
     ],
 )
@@ -130,10 +133,10 @@ def test_what_a_kernel_is_refused_for(changes, reason):
 def test_columns_of_tensor_memory(fmt, tokens):
     """Accumulators and scales fit beside each other; two accumulators share columns only where they have to."""
     for group in (1, 2) if tokens == 256 else (1,):
-        config = dataclasses.replace(CONFIG, fmt=fmt, tokens=tokens, group=group)
-        used = config.sum_columns + 2 * config.stage.scale_columns
-        assert used <= config.tensor_columns <= 512 and config.tensor_columns < 2 * used
-        assert config.shared % config.loaded == config.pitch % config.loaded == 0
-        assert (config.shared > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
+        config = dataclasses.replace(CONFIG, fmt=fmt, tile_m=tokens, cta_group=group)
+        used = config.acc_columns + 2 * config.stage.scale_columns
+        assert used <= config.tmem_columns <= 512 and config.tmem_columns < 2 * used
+        assert config.shared_columns % config.columns_per_load == config.acc_pitch % config.columns_per_load == 0
+        assert (config.shared_columns > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
         # 128 rows' scales of a chunk: a column is four of 32 rows in each quarter of the lanes.
         assert config.stage.scale_columns == (1 + -(-tokens // 128)) * 128 * 256 // fmt.block_size // (4 * 32)

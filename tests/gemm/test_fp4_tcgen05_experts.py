@@ -123,8 +123,8 @@ CONFIG = fp4_tcgen05_experts.plan(
     layout=SCALE_LAYOUTS["128x4"],
     out_dtype=BF16,
     width=256,
-    columns=128,
-    parts=2,
+    tile_n=128,
+    classes=2,
     routed=True,
     arch=ARCHS["sm_100a"],
     pdl=True,
@@ -136,13 +136,13 @@ CONFIG = fp4_tcgen05_experts.plan(
     [
         ({"layout": SCALE_LAYOUTS["8x4"]}, "scales are linear or in tiles of 128 rows, not 8x4"),
         ({"width": 96}, "an expert's width is 96; it has to be a multiple of 64"),
-        ({"columns": 96}, "tiles have (32, 64, 128) rows of the weight, in (1, 2, 3, 5, 8) parts; not 96 in 2"),
-        ({"parts": 4}, "not 128 in 4"),
+        ({"tile_n": 96}, "tile_n is 96; it has to be one of (32, 64, 128)"),
+        ({"classes": 4}, "there are 4 classes of experts; the number has to be one of (1, 2, 3, 5, 8)"),
         (
-            {"layout": SCALE_LAYOUTS["linear"], "columns": 64, "bias_dtype": FP32},
-            "with linear scales, tiles have at most 32 rows of the weight, not 64",
+            {"layout": SCALE_LAYOUTS["linear"], "tile_n": 64, "bias_dtype": FP32},
+            "tile_n is 64; with linear scales it has to be at most 32",
         ),
-        ({"layout": SCALE_LAYOUTS["linear"]}, "with linear scales, tiles have at most 64 rows of the weight, not 128"),
+        ({"layout": SCALE_LAYOUTS["linear"]}, "tile_n is 128; with linear scales it has to be at most 64"),
         ({"stages": 7}, "bytes of shared memory; sm_100a has 232448"),
     ],
 )
@@ -159,9 +159,9 @@ def test_what_a_kernel_is_refused_for(changes: dict[str, Any], reason: str) -> N
 def test_columns_of_tensor_memory(fmt: Any, width: int, columns: int) -> None:
     """Two accumulators, and two chunks' scales: of a tile more, where experts begin inside of one."""
     assert CONFIG is not None
-    config = dataclasses.replace(CONFIG, fmt=fmt, width=width, columns=columns)
-    used = config.sum_columns + 2 * config.stage.scale_columns
-    assert config.sum_columns == 2 * columns and used <= config.tensor_columns <= 512
-    assert config.tensor_columns < 2 * used
+    config = dataclasses.replace(CONFIG, fmt=fmt, width=width, tile_n=columns)
+    used = config.acc_columns + 2 * config.stage.scale_columns
+    assert config.acc_columns == 2 * columns and used <= config.tmem_columns <= 512
+    assert config.tmem_columns < 2 * used
     tiles = 256 // (4 * fmt.block_size) + (fmt == MXFP4 and width == 320)
     assert config.stage.scale_columns == 2 * 4 * tiles

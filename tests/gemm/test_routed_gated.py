@@ -46,7 +46,7 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
     BACKEND.launcher(LAYER, tactic, TARGET)(*given.values())
     (call,) = calls
     assert {name: getattr(call, name) for name in names} == given
-    assert call.workers == 132
+    assert call.num_ctas == 132
     # A row of 28 chunks in 16 bits for each token; of each worker the sums of a unit, and four flags
     assert call.workspace.numel() == 5 * 28 * 512 + 132 * (64 * 8 * 4 + 4 * 4)
 

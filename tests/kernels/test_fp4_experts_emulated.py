@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Experts(NamedTuple):
-    """The kernels of an FP4 GEMM over experts, and a launch of them; ``workers`` share them; or SMs."""
+    """The kernels of an FP4 GEMM over experts, and a launch of them; ``num_ctas`` share them; or SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -43,7 +43,7 @@ class Experts(NamedTuple):
     width: int
     routing: str
     seed: int | None = 0
-    workers: int = 0
+    num_ctas: int = 0
 
     @property
     def id(self) -> str:
@@ -86,7 +86,7 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
-    # With biases: units of warps, warps that share the k of a unit, and workers that share a slice
+    # With biases: units of warps, warps that share the k of a unit, and num_ctas that share a slice
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
@@ -135,25 +135,25 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         poison_scales(scale, case.format, case.layout, (alpha != 0).any(0).expand(one.n, -1), one.width)
     out_dtype = case.epilogue.out_dtype if by_warpgroups else case.out_dtype
     out = poisoned(one.m, one.n, dtype=out_dtype)
-    shares = by_warpgroups and one.workers > -(-one.n // 256)
+    shares = by_warpgroups and one.num_ctas > -(-one.n // 256)
     factors, bias = alpha.t().contiguous().t(), None
     given: tuple[Any, ...]
     if by_warpgroups:
-        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
+        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.num_ctas, shares=shares)
         workspace = poisoned(size, dtype=torch.uint8)
-        shared = None, one.workers, int(shares)
+        shared = None, one.num_ctas, int(shares)
         given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
     else:
         bias_dtype = kernel.config.bias_dtype
         if bias_dtype is not None:
             bias = torch.randint(-50, 51, (one.experts, one.n)).to(bias_dtype)
             bias[(alpha == 0).all(0)] = torch.nan
-        workers = kernel.config.workers(one.n, one.workers)
-        workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
-        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
+        num_ctas = kernel.config.num_ctas(one.n, one.num_ctas)
+        workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
+        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
     # Of units that warps multiply by themselves see docs/limits.md.
-    strict = by_warpgroups or case.group > WARP_MMA_TILE_M
+    strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)

@@ -38,7 +38,7 @@ class Gated(NamedTuple):
     experts: int
     columns: int
     routing: str
-    workers: int
+    num_ctas: int
     seed: int | None = 0
     gate: tuple[float, float, float] = HALF
 
@@ -80,7 +80,7 @@ class Operands(NamedTuple):
 def operands(one: Gated, is_exact: bool = True) -> Operands:
     """Random ones; sums are exact, or any numbers. The terms of experts without tokens are NaN."""
     torch.manual_seed(one.k + one.m)
-    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     m, k, experts, columns = one.m, one.k, one.experts, one.columns
     powers = POWERS[case.format.scale_format] if is_exact else None
     routing = routed(one.routing, m, experts)
@@ -91,12 +91,12 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
         a, a_scale = random_matrix(m, k, case.format, case.a_layout, CPU, powers)
     b, b_scale = random_matrix(experts * 2 * columns, k, case.format, case.layout, CPU, powers)
     alpha = bias = scale = None
-    if finish.alpha is not None:
-        alpha = torch.randint(1, 8, (experts,) if finish.alpha == "expert" else (experts, 2)) / 64
-    if finish.bias_dtype is not None:
-        bias = (torch.randn(experts, 2 * columns) * 8).to(finish.bias_dtype)
-    if finish.global_scale is not None:
-        scale = torch.randint(1, 5, (experts,) if finish.global_scale == "expert" else (1,)) / 4
+    if epilogue.alpha is not None:
+        alpha = torch.randint(1, 8, (experts,) if epilogue.alpha == "expert" else (experts, 2)) / 64
+    if epilogue.bias_dtype is not None:
+        bias = (torch.randn(experts, 2 * columns) * 8).to(epilogue.bias_dtype)
+    if epilogue.global_scale is not None:
+        scale = torch.randint(1, 5, (experts,) if epilogue.global_scale == "expert" else (1,)) / 4
     for terms in (alpha, bias, scale):
         if terms is not None and len(terms) == experts:
             terms[(routing == 0).all(0)] = torch.nan
@@ -106,17 +106,19 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the kernels leave in their outputs, which were poison. The kernel before writes the operands at the last
     moment, and so does the first kernel what it leaves the second."""
-    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
     y_scale = None
-    if isinstance(finish.out, FP4Format):
-        assert finish.out_layout is not None
+    if isinstance(epilogue.out, FP4Format):
+        assert epilogue.out_layout is not None
         y = poisoned(one.m, width // 2, dtype=torch.uint8)
-        padded = from_linear(torch.empty(one.m, width // finish.out.block_size, dtype=torch.uint8), finish.out_layout)
-        y_scale = torch.full_like(padded, POISON).view(finish.out.scale_dtype)
+        padded = from_linear(
+            torch.empty(one.m, width // epilogue.out.block_size, dtype=torch.uint8), epilogue.out_layout
+        )
+        y_scale = torch.full_like(padded, POISON).view(epilogue.out.scale_dtype)
     else:
-        y = poisoned(one.m, width, dtype=finish.out)
-    gate = one.gate if finish.swiglu else (None,) * 3
+        y = poisoned(one.m, width, dtype=epilogue.out)
+    gate = one.gate if epilogue.swiglu else (None,) * 3
     b_scale = given.b_scale.view(case.format.scale_dtype)
     arguments = fp4_gated_experts.Arguments(
         a=given.a,
@@ -129,11 +131,11 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         global_scale=given.global_scale,
         y=y,
         scale=y_scale,
-        workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts, one.workers), dtype=torch.uint8),
+        workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts, one.num_ctas), dtype=torch.uint8),
         swiglu_alpha=gate[0],
         swiglu_beta=gate[1],
         swiglu_limit=gate[2],
-        workers=one.workers,
+        num_ctas=one.num_ctas,
     )
     arguments, before = written_late(arguments, Operands._fields)
     # Of units that warps multiply by themselves see docs/limits.md.
@@ -148,7 +150,7 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: st
 
 def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The outputs: where no token is routed they are as they were, but padding of scales is zero."""
-    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     experts, columns = one.experts, one.columns
     numbers = given.a.double()
     if given.a_scale is not None:
@@ -160,21 +162,21 @@ def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
         sums = sums * given.alpha.view(experts, -1).expand(experts, 2).repeat_interleave(columns, 1)
     if given.bias is not None:
         sums = sums + given.bias.float()
-    value = silu_mul_rows(sums, *one.gate) if finish.swiglu else silu_mul_rows(sums)
+    value = silu_mul_rows(sums, *one.gate) if epilogue.swiglu else silu_mul_rows(sums)
     is_routed = (given.routing != 0)[:, :, None]
-    if not isinstance(finish.out, FP4Format):
-        return torch.where(is_routed, value.to(finish.out), poisoned(1, dtype=finish.out)).flatten(1), None
+    if not isinstance(epilogue.out, FP4Format):
+        return torch.where(is_routed, value.to(epilogue.out), poisoned(1, dtype=epilogue.out)).flatten(1), None
     scale = given.global_scale
     if scale is not None:
         scale = scale.expand(experts)
     parts = [
-        quantize_rows(value[:, e], finish.out, None if scale is None else scale[e], "linear") for e in range(experts)
+        quantize_rows(value[:, e], epilogue.out, None if scale is None else scale[e], "linear") for e in range(experts)
     ]
     codes, scales = (
         torch.where(is_routed, torch.stack([part[i].view(torch.uint8) for part in parts], 1), POISON) for i in range(2)
     )
-    assert finish.out_layout is not None
-    return codes.to(torch.uint8).flatten(1), from_linear(scales.to(torch.uint8).flatten(1), finish.out_layout)
+    assert epilogue.out_layout is not None
+    return codes.to(torch.uint8).flatten(1), from_linear(scales.to(torch.uint8).flatten(1), epilogue.out_layout)
 
 
 def check(one: Gated, edit: Any = None) -> None:
@@ -187,68 +189,69 @@ def check(one: Gated, edit: Any = None) -> None:
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def gated(*case: Any, finish: tuple[Any, ...], a_dtype: Any = None, parts: int = 1) -> GatedExpertsCase:
-    return GatedExpertsCase(*case, finish, HOPPER, a_dtype, parts)
+def gated(*case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: int = 1) -> GatedExpertsCase:
+    return GatedExpertsCase(*case, epilogue, HOPPER, a_dtype, split_k)
 
 
 GATED = [
     # More experts than a warp has lanes, and one whose columns end inside a tile of scales; chunks that are not whole
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, finish=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
         *(5, 1120, 3, 64, "few", 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, finish=(NVFP4, SMALL, "expert", None, "expert", True)),
+        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, epilogue=(NVFP4, SMALL, "expert", None, "expert", True)),
         *(1, 2080, 35, 64, "few", 5, 1),
     ),
     Gated(
-        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, finish=(BF16, None, "expert", BF16, None, True)),
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, "expert", BF16, None, True)),
         *(18, 800, 2, 128, "dense", 2, 2),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, finish=(MXFP4, TILED, "expert_half", FP32, None, True)),
+        gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, epilogue=(MXFP4, TILED, "expert_half", FP32, None, True)),
         *(33, 576, 3, 64, "hot", 2, 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, finish=(NVFP4, LINEAR, None, FP32, "one", True)),
+        gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", True)),
         *(27, 1280, 2, 128, "one", 2, 4),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", None, 64, 8, 128, finish=(BF16, None, None, None, None, True), a_dtype=FP16),
+        gated(BF16, MXFP4, "128x4", None, 64, 8, 128, epilogue=(BF16, None, None, None, None, True), a_dtype=FP16),
         *(12, 256, 4, 64, "few", 4, None),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 128, 32, 512, finish=(NVFP4, TILED, None, None, None, True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 128, 32, 512, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(40, 288, 2, 64, "one", 1, 5),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
     # All warps have the same chunks
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, finish=(NVFP4, TILED, "expert", None, "one", True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, finish=(BF16, None, None, FP32, None, True)),
+        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, True)),
         *(26, 1312, 2, 256, "one", 1, 8),
     ),
-    # Parts of k: more workers than parts; tasks that two workers share, some with neighbours for their tiles of scales
+    # Parts of k: more num_ctas than parts; tasks that two num_ctas share, some with neighbours for their tiles of
+    # scales
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, finish=(NVFP4, TILED, "expert", None, None, True), parts=2),
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, True), split_k=2),
         *(2, 1056, 2, 64, "one", 6, 9),
     ),
     Gated(
-        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, finish=(BF16, None, None, FP32, None, True), parts=4),
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, None, FP32, None, True), split_k=4),
         *(17, 1056, 2, 128, "few", 4, 10),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 128, 8, 32, finish=(NVFP4, TILED, None, None, None, True), parts=4),
+        gated(FP16, NVFP4, "128x4", "128x4", 128, 8, 32, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
         *(12, 1056, 3, 64, "dense", 5, 11),
     ),
     Gated(
-        gated(FP16, NVFP4, "linear", None, 256, 8, 64, finish=(FP16, None, None, None, None, True), parts=4),
+        gated(FP16, NVFP4, "linear", None, 256, 8, 64, epilogue=(FP16, None, None, None, None, True), split_k=4),
         *(9, 1024, 3, 128, "dense", 3, 12),
     ),
 ]
@@ -272,8 +275,8 @@ MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
 # Rows of a slice, tokens of a unit and parts of k, of warpgroups; and the result
-UNITS = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
-MORE_UNITS = [
+WORK_TILES = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
+MORE_WORK_TILES = [
     (128, 24, 4, (NVFP4, TILED)),
     (128, 32, 4, (BF16, None)),
     (256, 16, 4, (BF16, None)),
@@ -286,9 +289,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "awaited" in metafunc.fixturenames:
         some = AWAITED + (MORE_AWAITED if more else [])
         metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
-    if "units" in metafunc.fixturenames:
-        cases = UNITS + (MORE_UNITS if more else [])
-        metafunc.parametrize("units", cases, ids=lambda case: "-".join(map(str, case[:3])))
+    if "tiles" in metafunc.fixturenames:
+        cases = WORK_TILES + (MORE_WORK_TILES if more else [])
+        metafunc.parametrize("tiles", cases, ids=lambda case: "-".join(map(str, case[:3])))
 
 
 def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
@@ -306,16 +309,16 @@ def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
 # slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read
 # the last one (which the end of its MMAs orders too), and has added its sums.
 ORDERED = Gated(
-    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),
 )
-# Two workers share a task.
+# Two num_ctas share a task.
 SHARED = Gated(
-    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True), parts=4),
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
     *(3, 1056, 1, 64, "dense", 2),
 )
 # With four slots and two stages for each
-SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
+SHORT = ORDERED._replace(case=replace(ORDERED.case, tile_n=64))
 
 
 @pytest.mark.parametrize(
@@ -356,7 +359,7 @@ def test_what_orders_a_gated_gemm_is_enough() -> None:
 
 def test_silu_and_nan() -> None:
     """The gate that is the default; NaN of a token's activations is found in its results, and not in others'."""
-    case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, finish=(NVFP4, TILED, "expert", None, None))
+    case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None))
     one = Gated(case, 4, 512, 2, 64, "dense", 2)
     given = operands(one)
     given.a[2, 7] = torch.nan
@@ -368,19 +371,21 @@ def test_silu_and_nan() -> None:
     assert len(want[:2].unique()) > 50
 
 
-def test_results_do_not_depend_on_other_tokens_of_a_unit(units: tuple[Any, ...]) -> None:
+def test_results_do_not_depend_on_other_tokens_of_a_unit(tiles: tuple[Any, ...]) -> None:
     """Bit for bit, where the order of the sums shows: of a token of a full unit, and of one that the unit behind it has
-    to itself, each the same as beside the other alone. Chunks of k and its parts are several, and workers share a
+    to itself, each the same as beside the other alone. Chunks of k and its parts are several, and num_ctas share a
     task."""
-    rows, group, parts, out = units
-    m, k, columns = group + 1, 1280, max(64, rows // 2)
-    tile = 32 if m <= 32 else 64
-    case = gated(BF16, NVFP4, "128x4", None, rows, group, tile, finish=(*out, "expert", None, None), parts=parts)
+    tile_n, tile_m, split_k, out = tiles
+    m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
+    token_block = 32 if m <= 32 else 64
+    case = gated(
+        BF16, NVFP4, "128x4", None, tile_n, tile_m, token_block, epilogue=(*out, "expert", None, None), split_k=split_k
+    )
     some = Gated(case, m, k, 1, columns, "dense", 3)
     given = cancelling(some)
-    chosen = [1, group]
+    chosen = [1, tile_m]
     alone = given._replace(a=given.a[chosen], routing=given.routing[chosen])
-    among, both = results(some, given), results(some._replace(m=2, workers=1, seed=1), alone)
+    among, both = results(some, given), results(some._replace(m=2, num_ctas=1, seed=1), alone)
     assert torch.equal(among[0][chosen], both[0])
     assert among[0][chosen].unique().numel() > 30
     if among[1] is not None:
@@ -400,16 +405,16 @@ def cancelling(one: Gated) -> Operands:
     return Operands(routing, a, None, b, from_linear(b_scale, layout), alpha, None, None)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_results_of_a_token_do_not_depend_on_others(parts: int) -> None:
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_results_of_a_token_do_not_depend_on_others(split_k: int) -> None:
     """Bit for bit, with numbers whose sums are rounded: alone, and in the second unit of experts that have others; and
-    however workers share k."""
-    rows = 64 if parts == 1 else 128
-    case = gated(BF16, NVFP4, "128x4", None, rows, 8, 16, finish=(FP16, None, None, None, None), parts=parts)
-    some = Gated(case, 9, 576 if parts == 1 else 1312, 2, 64, "dense", 3)
+    however num_ctas share k."""
+    tile_n = 64 if split_k == 1 else 128
+    case = gated(BF16, NVFP4, "128x4", None, tile_n, 8, 16, epilogue=(FP16, None, None, None, None), split_k=split_k)
+    some = Gated(case, 9, 576 if split_k == 1 else 1312, 2, 64, "dense", 3)
     given = operands(some, is_exact=False)
     alone = given._replace(a=given.a[8:], routing=given.routing[8:])
     among, _ = results(some, given)
-    single, _ = results(some._replace(m=1, workers=1, seed=1), alone)
+    single, _ = results(some._replace(m=1, num_ctas=1, seed=1), alone)
     assert torch.equal(among[8:], single)
     assert torch.allclose(single.float(), expected(some, given)[0][8:].float(), rtol=2e-3, atol=1e-2)

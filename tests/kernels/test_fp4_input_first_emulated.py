@@ -59,7 +59,9 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
     arch, behind = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
-    gate = row_quant.RowQuantKernel(row_quant.plan(row_quant.Problem.of_gated_rows(rows.dtype, k), arch, pdl=True))
+    gate = row_quant.RowQuantKernel(
+        row_quant.plan(row_quant.RowQuantSpec.for_gated_rows(rows.dtype, k), arch, pdl=True)
+    )
     run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, behind, None, None, 0.0, None, None, None, 132))
     results = []
     for a, config in (
@@ -234,13 +236,13 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     the GEMM of these, and of the one that quantises."""
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]
-    problem = row_quant.Problem.of_fp4_rows(rows.dtype, k, case.gated, case.format, layout, global_scale is not None)
+    spec = row_quant.RowQuantSpec.for_fp4_rows(rows.dtype, k, case.gated, case.format, layout, global_scale is not None)
     codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), case.format, layout))
     a_scale = a_scale.view(case.format.scale_dtype)
     given = row_quant.Arguments(
         *(rows, None, None, global_scale, codes, a_scale, *[None] * 4, 0.0, None, None, None, 132)
     )
-    run_kernel(row_quant.RowQuantKernel(row_quant.plan(problem, arch, pdl=True)), arch, *given)
+    run_kernel(row_quant.RowQuantKernel(row_quant.plan(spec, arch, pdl=True)), arch, *given)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
     behind = replace(case, gated=False, quantises=None, a_dtype=None, a_layout=case.layout)

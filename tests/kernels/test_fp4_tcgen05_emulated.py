@@ -29,38 +29,40 @@ class Gemm(NamedTuple):
 
     case: Tcgen05Case
     sizes: tuple[int, int, int]
-    ctas: int = 1
+    num_ctas: int = 1
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.ctas}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.num_ctas}"
 
 
-def gemm(*case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], ctas: int = 1, stages: int = 3) -> Gemm:
+def gemm(
+    *case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], num_ctas: int = 1, stages: int = 3
+) -> Gemm:
     """``case``: format, layout, tokens, CTAs of an MMA, splits; ``sizes``: M, N, K."""
-    return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, ctas)
+    return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, num_ctas)
 
 
 # Rows, columns and k beyond which there is nothing; three tiles or more a CTA, but for those that split k; more chunks
 # than stages.
 COVERING = [
     gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(BF16, "one", BF16), sizes=(5, 328, 1088)),
-    gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), ctas=3),
-    gemm(MXFP4, "128x4", 32, 1, 1, epilogue=(FP32, "one", FP32), sizes=(90, 136, 1344), ctas=2),
+    gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), num_ctas=3),
+    gemm(MXFP4, "128x4", 32, 1, 1, epilogue=(FP32, "one", FP32), sizes=(90, 136, 1344), num_ctas=2),
     gemm(NVFP4, "linear", 64, 1, 1, epilogue=(BF16, "one"), sizes=(150, 24, 1088)),
     gemm(MXFP4, "linear", 16, 1, 1, epilogue=(FP16, None, FP16), sizes=(9, 264, 1152)),
-    gemm(NVFP4, "128x4", 128, 1, 1, epilogue=(BF16, "column", FP32), sizes=(150, 264, 832), ctas=2),
+    gemm(NVFP4, "128x4", 128, 1, 1, epilogue=(BF16, "column", FP32), sizes=(150, 264, 832), num_ctas=2),
     gemm(NVFP4, "128x4", 256, 1, 1, epilogue=(BF16, "one"), sizes=(300, 136, 1088)),
     gemm(NVFP4, "128x4", 8, 1, 4, epilogue=(BF16, "column", BF16), sizes=(5, 136, 3648)),
     gemm(MXFP4, "128x4", 64, 1, 2, epilogue=(FP32, "one", FP32), sizes=(70, 136, 2112)),
     gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 2112)),
-    gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), ctas=2),
-    gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), ctas=2, stages=2),
+    gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), num_ctas=2),
+    gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), num_ctas=2, stages=2),
 ]
 MORE = [
-    gemm(*kind, *tile, epilogue=(BF16, "column", FP32), sizes=sizes, ctas=ctas)
+    gemm(*kind, *tile, epilogue=(BF16, "column", FP32), sizes=sizes, num_ctas=num_ctas)
     for kind in ((NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4"), (MXFP4, "linear"))
-    for tile, sizes, ctas in (
+    for tile, sizes, num_ctas in (
         ((8, 1, 1), (29, 264, 1152), 2),
         ((8, 1, 8), (21, 136, 2176), 1),
         ((16, 1, 2), (33, 264, 2176), 1),
@@ -89,7 +91,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     )
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-    given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.ctas)
+    given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
     how = {"seed": seed, "max_steps": 200_000, "strict": True, "edit": edit, "written_before": before}
     run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
@@ -139,7 +141,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
     """At most one for each SM, in whole pairs; but a cluster for each tile where its CTAs split k."""
     case = COVERING[covering].case
-    call = gemm_call(case.kernel, n=400, m=300, a_rows=384, b_rows=512, ctas=sms)
+    call = gemm_call(case.kernel, n=400, m=300, a_rows=384, b_rows=512, num_ctas=sms)
     assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
 
 
@@ -165,7 +167,7 @@ def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
 FAULTY = {
     "one": gemm(NVFP4, "128x4", 32, 1, 1, epilogue=(BF16, "one"), sizes=(70, 136, 1088)),
     "linear": gemm(MXFP4, "linear", 16, 1, 1, epilogue=(FP32,), sizes=(9, 520, 1152)),
-    "pair": gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one"), sizes=(520, 136, 1088), ctas=2),
+    "pair": gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one"), sizes=(520, 136, 1088), num_ctas=2),
     "split": gemm(NVFP4, "128x4", 8, 1, 2, epilogue=(FP32,), sizes=(8, 136, 3648)),
 }
 

@@ -31,16 +31,16 @@ class Gemm(NamedTuple):
     case: Tcgen05ExpertsCase
     sizes: tuple[int, int, int]
     share: float = 0.5
-    ctas: int = 1
+    num_ctas: int = 1
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.ctas}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.num_ctas}"
 
 
-def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int = 1, bias: Any = None) -> Gemm:
+def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, num_ctas: int = 1, bias: Any = None) -> Gemm:
     """``case``: format, layout, rows of the weight of a tile, parts of experts, routed, dtype, an expert's width."""
-    return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, ctas)
+    return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, num_ctas)
 
 
 # Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more of a
@@ -48,20 +48,31 @@ def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int 
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
     gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
-    gemm(NVFP4, "linear", 32, 5, True, FP32, 576, sizes=(33, 40, 5), share=0.03, ctas=2, bias=FP32),
-    gemm(MXFP4, "128x4", 32, 2, False, FP32, 192, sizes=(9, 104, 7), ctas=3),
-    gemm(MXFP4, "128x4", 128, 8, True, BF16, 320, sizes=(130, 24, 9), share=0.01, ctas=3, bias=BF16),
+    gemm(NVFP4, "linear", 32, 5, True, FP32, 576, sizes=(33, 40, 5), share=0.03, num_ctas=2, bias=FP32),
+    gemm(MXFP4, "128x4", 32, 2, False, FP32, 192, sizes=(9, 104, 7), num_ctas=3),
+    gemm(MXFP4, "128x4", 128, 8, True, BF16, 320, sizes=(130, 24, 9), share=0.01, num_ctas=3, bias=BF16),
     gemm(MXFP4, "linear", 64, 1, True, FP16, 448, sizes=(5, 136, 4)),
 ]
 MORE = [
-    gemm(fmt, layout, columns, parts, routed, (BF16, FP16, FP32)[i % 3], width, sizes=sizes, share=share, ctas=ctas)
-    for i, (fmt, layout, columns) in enumerate(
-        (fmt, layout, columns)
+    gemm(
+        fmt,
+        layout,
+        tile_n,
+        classes,
+        routed,
+        (BF16, FP16, FP32)[i % 3],
+        width,
+        sizes=sizes,
+        share=share,
+        num_ctas=num_ctas,
+    )
+    for i, (fmt, layout, tile_n) in enumerate(
+        (fmt, layout, tile_n)
         for fmt in (NVFP4, MXFP4)
         for layout in ("128x4", "linear")
-        for columns in ((32, 64, 128) if layout == "128x4" else (32, 64))
+        for tile_n in ((32, 64, 128) if layout == "128x4" else (32, 64))
     )
-    for parts, routed, width, sizes, share, ctas in (
+    for classes, routed, width, sizes, share, num_ctas in (
         (1, False, 512, (300, 200, 4), 0.5, 2),
         (1, True, 64, (140, 264, 70), 0.01, 3),
         (2, False, 320, (17, 264, 8), 1.0, 1),
@@ -107,7 +118,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     a_scale = torch.where(exists, placed, nan).view(fmt.scale_dtype)
     out = poisoned(m, n, dtype=case.out_dtype)
     given = fp4_tcgen05_experts.Arguments(
-        a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.ctas
+        a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.num_ctas
     )
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
     max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
@@ -134,14 +145,14 @@ def test_gemm(one: Gemm) -> None:
 
 def test_nothing_is_routed() -> None:
     """But to two experts by one token, so that most units have no expert."""
-    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, ctas=3)
+    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, num_ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
 
 
 def test_every_launch_waits_for_the_one_before() -> None:
     """Of three: what finds experts, what multiplies, and what adds up the totals."""
-    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, ctas=3)
+    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, num_ctas=3)
     wait = r"griddepcontrol\.wait"
     waits = re.findall(wait, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)
     assert len(waits) == 5
@@ -177,7 +188,7 @@ def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
     and after them as many as add up totals."""
     case = COVERING[covering].case
     dims = {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512, "experts": 70, "alpha_stride": 70}
-    call = gemm_call(case.kernel, **dims, ctas=sms)
+    call = gemm_call(case.kernel, **dims, num_ctas=sms)
     every = [(*one, 1) if isinstance(one, tuple) else (one, 1, 1) for one in launched]
     assert grids(case.kernel, ARCHS[case.arch], *call) == every
 
@@ -227,7 +238,7 @@ def test_sums_of_any_size_in_the_same_order() -> None:
 
 FAULTY = {
     "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),
-    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, ctas=2, bias=FP32),
+    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, num_ctas=2, bias=FP32),
     "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 3)),
 }
 AT_ONCE = Unfound(1, "loads have their values at once, and the wait for the next ones is for them too", dead=False)

@@ -43,24 +43,24 @@ class Outcome(NamedTuple):
     residual: torch.Tensor | None
 
 
-def expected(problem: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any) -> Outcome:
+def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any) -> Outcome:
     value = x.float()
     updated = None
-    if problem.source == "add":
+    if spec.source == "add":
         updated = add_rows(x, residual.clone())
         value = updated.float()
-    elif problem.source == "silu_mul":
-        value = silu_mul_rows(x, *GATE) if problem.swiglu else silu_mul_rows(x)
-    if problem.normalises:
+    elif spec.source == "silu_mul":
+        value = silu_mul_rows(x, *GATE) if spec.swiglu else silu_mul_rows(x)
+    if spec.normalises:
         value = rmsnorm_rows(value, weight, EPS)
-    norm = value.to(problem.dtype) if problem.writes_norm else None
-    if isinstance(problem.fmt, FP4Format):
-        y, linear = quantize_rows(value, problem.fmt, factor, "linear")
-        scale = linear if problem.layout.is_linear else from_linear(linear, problem.layout)
-        return Outcome(y, scale, linear if problem.also_linear else None, norm, updated)
-    if problem.fmt is None:
+    norm = value.to(spec.dtype) if spec.writes_norm else None
+    if isinstance(spec.fmt, FP4Format):
+        y, linear = quantize_rows(value, spec.fmt, factor, "linear")
+        scale = linear if spec.layout.is_linear else from_linear(linear, spec.layout)
+        return Outcome(y, scale, linear if spec.also_linear else None, norm, updated)
+    if spec.fmt is None:
         return Outcome(None, None, None, norm, updated)
-    y, scale = quantize_fp8_rows(value, problem.fmt, factor, problem.layout)
+    y, scale = quantize_fp8_rows(value, spec.fmt, factor, spec.layout)
     return Outcome(y, scale, None, norm, updated)
 
 
@@ -76,7 +76,7 @@ def execute(
     edit: Any = None,
 ) -> Outcome:
     """Run the kernel on copies of the inputs and poisoned outputs."""
-    p = config.problem
+    p = config.spec
     rows = x.shape[0]
     if isinstance(p.fmt, FP4Format):
         y = poisoned(rows, p.width // 2, dtype=torch.uint8)
@@ -122,37 +122,37 @@ def execute(
     return Outcome(y, scale, linear, norm, residual)
 
 
-def check(problem: Any, got: Outcome, want: Outcome) -> None:
+def check(spec: Any, got: Outcome, want: Outcome) -> None:
     """Bit for bit where the arithmetic is defined, close behind a norm or a gate."""
-    if not problem.normalises and problem.source == "rows":
+    if not spec.normalises and spec.source == "rows":
         equal("y", got.y, want.y)
         equal("scale", got.scale, want.scale)
         return
-    if isinstance(problem.fmt, FP4Format):
+    if isinstance(spec.fmt, FP4Format):
         want_scale = want.scale.reshape(got.scale.shape)
-        assert_fp4_close((got.y, got.scale), (want.y, want_scale), problem.fmt, problem.layout)
+        assert_fp4_close((got.y, got.scale), (want.y, want_scale), spec.fmt, spec.layout)
         if want.linear is not None:
-            equal("linear", from_linear(got.linear, problem.layout), got.scale)
-    elif problem.fmt is not None:
-        assert_fp8_close((got.y, got.scale), (want.y, want.scale), problem.fmt)
+            equal("linear", from_linear(got.linear, spec.layout), got.scale)
+    elif spec.fmt is not None:
+        assert_fp8_close((got.y, got.scale), (want.y, want.scale), spec.fmt)
     equal("residual", got.residual, want.residual)
     if want.norm is not None:
-        check_rounded(problem, got.norm, want.norm)
+        check_rounded(spec, got.norm, want.norm)
 
 
-def check_rounded(problem: Any, got: torch.Tensor, want: torch.Tensor) -> None:
+def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
     """To a step of the dtype, or in fp32 what a sum, a root and products, or an exponential, are off by; also of
     subnormals."""
-    info = torch.finfo(problem.dtype)
-    steps = 3 if problem.dtype == FP32 else 1
-    limit = max(info.eps, 1e-6 if problem.normalises else GATE_ERROR)
+    info = torch.finfo(spec.dtype)
+    steps = 3 if spec.dtype == FP32 else 1
+    limit = max(info.eps, 1e-6 if spec.normalises else GATE_ERROR)
     torch.testing.assert_close(got, want, rtol=limit, atol=steps * info.smallest_normal * info.eps, equal_nan=True)
 
 
 def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     """Input, residual, weight and factor; rows of the inputs are strided."""
     torch.manual_seed(rows)
-    p = config.problem
+    p = config.spec
 
     def some(width: int) -> torch.Tensor:
         values = torch.randn(rows, width + 32) * 2.0 ** torch.randint(-5, 6, (rows, 1))
@@ -165,10 +165,10 @@ def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     return x, residual, *weight_and_factor(p)
 
 
-def weight_and_factor(problem: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    weight = (torch.rand(problem.width) + 0.5).to(problem.weight_dtype) if problem.normalises else None
-    factor = 37.5 if isinstance(problem.fmt, FP4Format) else 0.05
-    return weight, torch.tensor([factor]) if problem.has_factor else None
+def weight_and_factor(spec: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    weight = (torch.rand(spec.width) + 0.5).to(spec.weight_dtype) if spec.normalises else None
+    factor = 37.5 if isinstance(spec.fmt, FP4Format) else 0.05
+    return weight, torch.tensor([factor]) if spec.has_factor else None
 
 
 class Run(NamedTuple):
@@ -195,7 +195,7 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> Any:
-        config = dataclasses.replace(self.case.kernel.config, of_few_rows=None, **self.changes)
+        config = dataclasses.replace(self.case.kernel.config, few_rows_config=None, **self.changes)
         assert config.reason_unsupported(ARCHS[self.arch]) is None
         return config
 
@@ -285,7 +285,7 @@ def test_row_quant(one: Run) -> None:
     config = one.config
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
 
 
 @pytest.mark.parametrize("rows", [2, 129])
@@ -293,10 +293,10 @@ def test_row_quant(one: Run) -> None:
 def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
     """Two slices of a row, or with more than 128 rows the whole row; the second slice is shorter."""
     config = Case(WHAT[what], BF, 2064, target, HOPPER).kernel.config
-    assert config.splits == 1 and config.of_few_rows.splits == 2
+    assert config.splits == 1 and config.few_rows_config.splits == 2
     given = inputs(config, rows)
     got = execute(config, HOPPER, *given, 4, 0)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
 
 
 SHORT = [
@@ -332,9 +332,9 @@ def test_short_blocks(one: Run) -> None:
     x[2::4, -64:] *= 2.0**-12
     given = (x, residual, weight, factor)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    want = expected(config.problem, *given)
-    assert not (want.scale if config.problem.layout != COLUMN else want.scale.t())[::2].isnan().any()
-    check(config.problem, got, want)
+    want = expected(config.spec, *given)
+    assert not (want.scale if config.spec.layout != COLUMN else want.scale.t())[::2].isnan().any()
+    check(config.spec, got, want)
 
 
 def test_neighbours_read_before_a_sum_is_stored() -> None:
@@ -355,11 +355,11 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     plain = (torch.randn(special.shape) * 4).to(dtypes[0])
     x = torch.cat((torch.cat((special, plain), -1), torch.cat((plain, special), -1)))
     assert ((x.float() > GATE[2]).any(1) & (x.float() < -GATE[2]).any(1)).sum() > 20
-    given = (x, None, *weight_and_factor(config.problem))
+    given = (x, None, *weight_and_factor(config.spec))
     got = execute(config, HOPPER, *given, 2, 0)
-    want = expected(config.problem, *given)
-    check(config.problem, got, want)
-    by_row = dataclasses.replace(config.problem, fmt=FP8_TOKEN, layout=ROW)
+    want = expected(config.spec, *given)
+    check(config.spec, got, want)
+    by_row = dataclasses.replace(config.spec, fmt=FP8_TOKEN, layout=ROW)
     rows = expected(by_row, x, None, None, None).scale.flatten()
     is_nan = torch.zeros(28, dtype=torch.bool)
     # Of the gates a row with minus infinity; NaN in either half; no other.
@@ -373,7 +373,7 @@ def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -
     leave their row factor to the block."""
     whats = ("norm-norm", "add-norm")
     norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
-    assert norm.common_blocks < of_sum.common_blocks == norm.thread_blocks == of_sum.thread_blocks
+    assert norm.common_blocks < of_sum.common_blocks == norm.blocks_per_thread == of_sum.blocks_per_thread
     x, _, weight, factor = inputs(norm, 9)
     alone = execute(norm, HOPPER, x, None, weight, factor, 1, 0)
     # With -0, zeros of x keep their sign.
@@ -389,7 +389,7 @@ def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
     config = pickle.loads(pickle.dumps(one.config))
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(one.config.problem, got, expected(one.config.problem, *given))
+    check(one.config.spec, got, expected(one.config.spec, *given))
 
 
 SPECIAL = [
@@ -416,11 +416,11 @@ SPECIAL = [
 @pytest.mark.parametrize("one", SPECIAL)
 def test_special_values(one: Run) -> None:
     config = one.config
-    x = special_rows(one.dtypes[0], CPU, config.problem.width // 6)
-    residual = torch.zeros_like(x) if config.problem.source == "add" else None
-    given = (x, residual, *weight_and_factor(config.problem))
+    x = special_rows(one.dtypes[0], CPU, config.spec.width // 6)
+    residual = torch.zeros_like(x) if config.spec.source == "add" else None
+    given = (x, residual, *weight_and_factor(config.spec))
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
 
 
 @pytest.mark.parametrize("target", [TENSOR, TOKEN, BLOCK])
@@ -429,9 +429,9 @@ def test_zeros_keep_their_sign(target: tuple[str, str]) -> None:
     config = one.config
     x = torch.randn(4, 1024).to(BF16)
     x[:, ::7] *= 0.0
-    given = (x, None, *weight_and_factor(config.problem))
+    given = (x, None, *weight_and_factor(config.spec))
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     assert config.group_rows > 1
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
 
 
 # What orders a kernel
@@ -493,7 +493,7 @@ def test_broken_kernels_are_noticed(edit: Any) -> None:
     given = inputs(config, one.rows)
     with pytest.raises((EmulationError, AssertionError)):
         got = execute(config, one.arch, *given, one.max_ctas, one.seed, edit=edit)
-        check(config.problem, got, expected(config.problem, *given))
+        check(config.spec, got, expected(config.spec, *given))
 
 
 LOADED = [
@@ -513,6 +513,6 @@ def test_loads_come_before_copies_of_the_next_rows(one: Run, fence: int) -> None
     config = one.config
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
-    check(config.problem, got, expected(config.problem, *given))
+    check(config.spec, got, expected(config.spec, *given))
     with pytest.raises(Race, match="may not have loaded yet"):
         execute(config, one.arch, *given, one.max_ctas, one.seed, edit=changed(r"fence\.proxy\.async", fence))

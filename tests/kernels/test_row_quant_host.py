@@ -10,7 +10,7 @@ from support.host_grids import grids, placed
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import row_quant
-from torch_cute_ops.kernels.row_quant import Problem
+from torch_cute_ops.kernels.row_quant import RowQuantSpec
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import TensorArg
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -22,7 +22,7 @@ SMS = 132
 
 def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, int]]:
     """The grids of a call that quantises so many rows."""
-    dims = {"rows": rows, "row_stride": kernel.config.problem.input_width, "scale_rows": scale_rows}
+    dims = {"rows": rows, "row_stride": kernel.config.spec.input_width, "scale_rows": scale_rows}
     given: list[Any] = []
     for i, spec in enumerate(kernel.arguments()):
         given.append(placed(spec, (i + 1) * APART, dims) if isinstance(spec, TensorArg) else spec and SMS)
@@ -32,7 +32,7 @@ def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, in
 @pytest.mark.parametrize(("layout", "tile"), [("128x4", 128), ("8x4", 8)])
 def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile: int) -> None:
     """Tiled scales have as many rows as whole tiles: of all extents of outputs the one that TVM-FFI does not check."""
-    problem = Problem(
+    spec = RowQuantSpec(
         source="rows",
         dtype=torch.bfloat16,
         weight_dtype=torch.bfloat16,
@@ -41,7 +41,7 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
         fmt=NVFP4,
         layout=SCALE_LAYOUTS[layout],
     )
-    kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(problem, HOPPER, pdl=True)).make()
+    kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()
 
     for rows in (1, tile - 1, tile, tile + 1, 3 * tile):
         right = -(-rows // tile) * tile
@@ -56,8 +56,8 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
     """14,336 columns: two slices of 7,168; of up to 128 rows seven of 2,048. A CTA has a slice of a row, while there
     are enough CTAs; tiles of scales, whose padding is zeroed, have 32 at least of each slice, or all."""
-    problem = Problem.of_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
-    kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(problem, HOPPER, pdl=True)).make()
+    spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
+    kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()
     is_tiled = layout == "128x4"
     for rows, slices in ((1, 7), (8, 7), (128, 7), (129, 2), (4096, 2)):
         ctas = min(max(rows, 32) if is_tiled else rows, SMS // slices)

@@ -10,7 +10,7 @@ from support.launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TOKEN, MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.fp8 import COLUMN, ROW
-from torch_cute_ops.kernels.row_quant import Problem, plan
+from torch_cute_ops.kernels.row_quant import RowQuantSpec, plan
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -32,10 +32,10 @@ FORMATS = {
 }
 
 
-def problem_of(kind, fmt, width):
+def spec_of(kind, fmt, width):
     source, dtype, weight_dtype = KINDS[kind]
     fmt, layout = FORMATS[fmt]
-    return Problem(source, dtype, weight_dtype, width, width, fmt, layout, False, False, weight_dtype is not None)
+    return RowQuantSpec(source, dtype, weight_dtype, width, width, fmt, layout, False, False, weight_dtype is not None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -50,12 +50,12 @@ def test_every_width_has_a_plan(fmt, kind, arch):
     # 80,000 columns: of twelve slices in MXFP4 the last one is too short for the threads that the others want.
     beyond = [80_000] if widest == 65_536 and "norm" not in kind and fmt != "token" and step <= 32 else []
     for width in (step, *range(first * step, widest, 17 * step), widest, *beyond):
-        config = plan(problem_of(kind, fmt, width), ARCHS[arch])
+        config = plan(spec_of(kind, fmt, width), ARCHS[arch])
         assert config.reason_unsupported(ARCHS[arch]) is None
         assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
         assert config.splits in (1, 2, 4, 8) or not config.is_cluster
         assert 0 < config.threads <= 1024 and config.threads % 32 == 0
-        assert config.thread_blocks * config.threads_per_row >= config.slice_blocks
+        assert config.blocks_per_thread * config.threads_per_row >= config.slice_blocks
         assert config.common_blocks * config.threads_per_row + 32 * config.busy_warps >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
@@ -73,13 +73,13 @@ def test_few_rows_are_cut_smaller(fmt, kind):
     even = (4096, 8192, 14_336, 28_672, 53_248)
     # Of the others some have slices of which the last one is too short for the threads of the rest.
     for width in (1024, 2048, *even, 11_008, 18_944, 29_568, *range(32 * random.randrange(65, 96), 65_537, 31 * 64)):
-        config = plan(problem_of(kind, fmt, width), ARCHS["sm_90a"])
-        few = config.of_few_rows
+        config = plan(spec_of(kind, fmt, width), ARCHS["sm_90a"])
+        few = config.few_rows_config
         if width in even or not is_cut or width <= 2048:
             assert (few is not None) == (is_cut and width > 2048), width
         if few is not None:
-            assert few.of_few_rows is None and few.reason_unsupported(ARCHS["sm_90a"]) is None
-            assert few.splits > config.splits and few.thread_blocks <= config.thread_blocks
+            assert few.few_rows_config is None and few.reason_unsupported(ARCHS["sm_90a"]) is None
+            assert few.splits > config.splits and few.blocks_per_thread <= config.blocks_per_thread
             assert few.splits == -(-width // 2048) or width not in even
             assert few.splits * few.slice_width >= width > (few.splits - 1) * few.slice_width
 
@@ -89,12 +89,12 @@ def test_few_rows_are_cut_smaller(fmt, kind):
 def test_rows_of_experts_have_a_plan(dtype, arch):
     """Of every width, with the table by which rows are found, and with either gate."""
     for width in (64, 2880, *range(64 * random.randrange(1, 15), 65_537, 14 * 64 + 64)):
-        problem = problem_of("quantise-bf16", "block128", width)
-        problem = dataclasses.replace(problem, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
-        assert plan(problem, ARCHS[arch]) == dataclasses.replace(
-            plan(dataclasses.replace(problem, swiglu=True), ARCHS[arch]), problem=problem
+        spec = spec_of("quantise-bf16", "block128", width)
+        spec = dataclasses.replace(spec, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
+        assert plan(spec, ARCHS[arch]) == dataclasses.replace(
+            plan(dataclasses.replace(spec, swiglu=True), ARCHS[arch]), spec=spec
         )
-        config = plan(problem, ARCHS[arch])
+        config = plan(spec, ARCHS[arch])
         assert config.reason_unsupported(ARCHS[arch]) is None
         assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
         assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
@@ -109,19 +109,19 @@ def test_rows_are_computed_alike(fmt, dtypes, arch):
     bits."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
-        problem = problem_of(f"norm-{dtypes}", fmt, width)
+        spec = spec_of(f"norm-{dtypes}", fmt, width)
         configs = [
-            plan(dataclasses.replace(problem, source=source, writes_norm=norm, also_linear=linear), ARCHS[arch])
+            plan(dataclasses.replace(spec, source=source, writes_norm=norm, also_linear=linear), ARCHS[arch])
             for source, norm, linear in itertools.product(("rows", "add"), (False, True), (False, True))
         ]
-        assert len({(each.splits, each.threads_per_row, each.problem.folds) for each in configs}) == 1, width
+        assert len({(each.splits, each.threads_per_row, each.spec.folds) for each in configs}) == 1, width
 
 
 @pytest.mark.parametrize(("width", "busy", "of"), [(2560, 1, 2), (5120, 2, 4), (7168, 2, 4)])
 def test_schedulers_share_busy_warps(width, busy, of):
     """Warps with a block more than others, of rows whose blocks do not fill their threads. Warp w of an SM belongs to
     scheduler w % 4."""
-    config = plan(problem_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
+    config = plan(spec_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
     assert (config.busy_warps, config.group_warps) == (busy, of)
     schedulers = [0] * 4
     for group, warp in itertools.product(range(config.groups), range(of)):
@@ -132,24 +132,24 @@ def test_schedulers_share_busy_warps(width, busy, of):
 
 def test_shared_memory_is_divided():
     """What begins where the last thing ends: rows, weight, scales of quads, sums, barriers."""
-    config = plan(problem_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
+    config = plan(spec_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
     at = config.smem_offsets
     assert at.norms - at.rows == config.groups * config.stages * 2 * 4096 * 2
     assert at.weight - at.norms == config.groups * 2 * 4096 * 2
     assert at.scales - at.weight == 4096 * 2
-    assert at.sums - at.scales == 2 * config.groups * 4 * 256
-    assert at.barriers - at.sums >= config.groups * 2 * (config.threads_per_row // 32) * 4
+    assert at.partial_sums - at.scales == 2 * config.groups * 4 * 256
+    assert at.barriers - at.partial_sums >= config.groups * 2 * (config.threads_per_row // 32) * 4
     assert at.end - at.barriers >= 8 * (config.groups * (config.stages + 2) + 1)
     assert all(offset % 128 == 0 for offset in at)
 
 
 def test_plan_does_not_hold_what_a_call_brings():
-    """It is a function of the problem, the architecture and the setting for PDL, and keeps them."""
+    """It is a function of the spec, the architecture and the setting for PDL, and keeps them."""
     for arch, pdl, kind in itertools.product(ARCHS.values(), (True, False), KINDS):
-        problem = problem_of(kind, "mxfp4", 2880)
-        config = plan(problem, arch, pdl=pdl)
-        assert config == plan(problem, arch, pdl=pdl)
-        assert config.problem == problem and config.pdl is pdl and config.has_e2m1_cvt is arch.has_e2m1_cvt
+        spec = spec_of(kind, "mxfp4", 2880)
+        config = plan(spec, arch, pdl=pdl)
+        assert config == plan(spec, arch, pdl=pdl)
+        assert config.spec == spec and config.pdl is pdl and config.has_e2m1_cvt is arch.has_e2m1_cvt
 
 
 @pytest.mark.parametrize("name", ["rmsnorm_fp4quant", "rmsnorm_fp4quant_with_norm"])

@@ -414,11 +414,11 @@ import torch
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels.row_quant import KERNEL
 from torch_cute_ops.kernels.row_quant import Arguments
-from torch_cute_ops.kernels.row_quant import Problem
+from torch_cute_ops.kernels.row_quant import RowQuantSpec
 from torch_cute_ops.kernels.row_quant import plan
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
-problem = Problem("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["linear"], False, False, False)
+problem = RowQuantSpec("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["linear"], False, False, False)
 arch = ARCHS["sm_90a"]
 function = compile_kernel(KernelSpec(KERNEL, plan(problem, arch)), arch)
 try:

@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 SM90 = ARCHS["sm_90a"]
 
 
-PROBLEM = row_quant.Problem("add", BF16, BF16, 4096, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True, True, False)
+PROBLEM = row_quant.RowQuantSpec("add", BF16, BF16, 4096, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True, True, False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     count = 3 if either else 2 if apart else 1
     if isinstance(case, Tcgen05ExpertsCase):
         # One finds the experts that are touched, another adds up the totals of parts.
-        count += config.routed + config.shares_tiles
+        count += config.routed + config.has_partial_sums
     of_few_rows = getattr(config, "of_few_rows", None)
     count += of_few_rows is not None
     assert len(kernels) == count
@@ -69,7 +69,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
         # multiplies comes first.
         own, given = kernels[0].registers, config.registers[1:]
         helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
-        producers = 32 * config.feeders if isinstance(case, GatedExpertsCase) else WARPGROUP
+        producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP
         if isinstance(case, WgmmaCase):
             producers *= config.other_groups
         groups = (threads - producers - helpers, producers, helpers)

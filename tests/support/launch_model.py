@@ -193,9 +193,9 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
 
 def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
     """The same where the host function's guard finds another number of scale rows than the tiles have."""
-    if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.problem.layout.is_linear:
+    if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.spec.layout.is_linear:
         call = row_quant.Arguments(*args)
-        if len(call.scale) != kernel.config.problem.layout.padded_rows(len(call.input)):
+        if len(call.scale) != kernel.config.spec.layout.padded_rows(len(call.input)):
             raise LaunchFailed(f"{len(call.scale)} rows of scales")
 
 
@@ -233,7 +233,7 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
 
 def compute_fp4_experts(config: Any, *args: Any) -> None:
     call = fp4_experts.Arguments(*args)
-    assert call.workspace.numel() == config.workspace_bytes(len(call.a), call.alpha.shape[1], call.workers)
+    assert call.workspace.numel() == config.workspace_bytes(len(call.a), call.alpha.shape[1], call.num_ctas)
     formats = config.operands.fmt, config.operands.a_layout, config.operands.layout
     rest = call.bias, config.out_dtype, *formats
     write(call.out, expert_gemm(call.a, call.a_scale, call.b.t(), call.b_scale, call.alpha, *rest))
@@ -241,17 +241,19 @@ def compute_fp4_experts(config: Any, *args: Any) -> None:
 
 def compute_gated_experts(config: Any, *args: Any) -> None:
     call = fp4_gated_experts.Arguments(*args)
-    assert call.workspace.numel() == config.workspace_bytes(len(call.a), len(call.b), call.workers) and call.workers > 0
+    assert (
+        call.workspace.numel() == config.workspace_bytes(len(call.a), len(call.b), call.num_ctas) and call.num_ctas > 0
+    )
     gate = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
     fmt, *layouts = config.operands.fmt, config.operands.a_layout, config.operands.layout
     given = call.a, call.a_scale, call.b, call.b_scale, call.routing, call.alpha, call.bias
-    value = gated_experts(*given, gate if config.finish.swiglu else (1.0, 0.0, None), fmt, *layouts)
+    value = gated_experts(*given, gate if config.epilogue.swiglu else (1.0, 0.0, None), fmt, *layouts)
     routed = call.routing != 0
     if call.scale is None:
         written = routed.repeat_interleave(value.shape[1] // len(call.b), 1)
         call.y.data[written] = value.to(call.y.dtype)[written]
         return
-    layout = config.finish.out_layout
+    layout = config.epilogue.out_layout
     results = quantize_experts(value, len(call.b), call.global_scale, fmt, layout)
     masks = written_parts((call.y, call.scale), call.routing, fmt, layout)
     for output, result, mask in zip((call.y, call.scale), results, masks, strict=True):
@@ -351,33 +353,33 @@ def compute_permute(config: Any, *args: Any) -> None:
 
 def compute_rows(config: Any, *args: Any) -> None:
     call = row_quant.Arguments(*args)
-    x, problem = call.input, config.problem
-    gate = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit) if problem.swiglu else ()
-    if problem.rows == "experts":
+    x, spec = call.input, config.spec
+    gate = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit) if spec.swiglu else ()
+    if spec.rows == "experts":
         used = used_rows(len(x), call.offsets, call.counts)
         x = torch.where(used[:, None], x, 0.0)
-        results = quantize_fp8_rows(silu_mul_rows(x, *gate), problem.fmt, None, problem.layout)
+        results = quantize_fp8_rows(silu_mul_rows(x, *gate), spec.fmt, None, spec.layout)
         call.y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
         call.scale.data[:, used] = results[1][:, used]
         return
     if call.residual is not None:
         write(call.residual, x.float() + call.residual.float())
         x = call.residual
-    if problem.source == "silu_mul":
+    if spec.source == "silu_mul":
         value = silu_mul_rows(x, *gate)
     elif call.weight is None:
         value = x.float()
     else:
-        padding = (0, problem.width - problem.norm_width)
-        within = slice(0, problem.norm_width)
+        padding = (0, spec.width - spec.norm_width)
+        within = slice(0, spec.norm_width)
         value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], call.weight[within], call.eps), padding)
-    if isinstance(problem.fmt, FP4Format):
-        results = quantize_rows(value, problem.fmt, call.factor, problem.layout.name)
+    if isinstance(spec.fmt, FP4Format):
+        results = quantize_rows(value, spec.fmt, call.factor, spec.layout.name)
         if call.scale_linear is not None:
-            write(call.scale_linear, quantize_rows(value, problem.fmt, call.factor, "linear")[1])
-    elif problem.fmt is not None:
-        results = quantize_fp8_rows(value, problem.fmt, call.factor, problem.layout)
-    if problem.fmt is not None:
+            write(call.scale_linear, quantize_rows(value, spec.fmt, call.factor, "linear")[1])
+    elif spec.fmt is not None:
+        results = quantize_fp8_rows(value, spec.fmt, call.factor, spec.layout)
+    if spec.fmt is not None:
         for output, result in zip((call.y, call.scale), results, strict=True):
             write(output, result)
     if call.norm is not None:

@@ -46,7 +46,7 @@ class RowLauncher(KernelLauncher[RowCall]):
 
     def __init__(self, kernel: KernelSpec, function: Any, device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)
-        problem = kernel.config.problem
+        problem = kernel.config.spec
         self.max_ctas = sms * kernel.config.waves
         fmt, self.layout = problem.fmt, problem.layout
         self.width, self.source = problem.width, problem.source
@@ -289,11 +289,11 @@ class RowQuant(KernelPath[RowCall]):
     def _problem(self, call: RowCall) -> Any:
         """What the kernel is asked for."""
         from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
-        from torch_cute_ops.kernels.row_quant import Problem
+        from torch_cute_ops.kernels.row_quant import RowQuantSpec
 
         fmt, layout = self.formats(call)
         hidden = call.input.shape[-1] // 2 if self.source == "silu_mul" else call.input.shape[-1]
-        return Problem(
+        return RowQuantSpec(
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,

@@ -95,7 +95,7 @@ class _Gate(KernelPath[_Call]):
 
         given = call.offsets is not None, call.counts is not None
         width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call[3:])
-        problem = row_quant.Problem.of_gated_experts(call.input.dtype, width, *given, is_general)
+        problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general)
         return KernelSpec(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
 
     def properties(self, call: _Call) -> dict[str, Any]:

@@ -102,6 +102,11 @@ def planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **giv
     return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
 
 
+def planned_experts(family: Any, case: ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
+    """Return the configuration that the backend plans; ``given``: arguments of this family's ``plan``."""
+    return family.plan(operands=_operands(case), arch=GPU_ARCHS[case.arch], pdl=True, **given)
+
+
 def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
     return case.a_layout or short(_a_dtype(case))[0]
 
@@ -161,8 +166,8 @@ class ExpertsCase(KernelCase):
     format: FP4Format
     layout: str
     a_layout: str | None
-    group: int
-    tokens: int
+    tile_m: int
+    token_block: int
     out_dtype: torch.dtype
     classes: int = 1
     arch: str = "sm_90a"
@@ -171,13 +176,13 @@ class ExpertsCase(KernelCase):
 
     @property
     def id(self) -> str:
-        sizes = f"{self.group}of{self.tokens}by{self.classes}"
+        sizes = f"{self.tile_m}of{self.token_block}by{self.classes}"
         bias = [] if self.bias_dtype is None else [f"bias_{short(self.bias_dtype)[0]}"]
         return fp4_gemm_id("experts", self, activations_id(self), sizes, *short(self.out_dtype), *bias)
 
     @property
     def role(self) -> Any:
-        return type(self), self.group, self.tokens, self.bias_dtype is None, self.a_dtype
+        return type(self), self.tile_m, self.token_block, self.bias_dtype is None, self.a_dtype
 
     @property
     def kernel(self) -> Any:
@@ -187,36 +192,37 @@ class ExpertsCase(KernelCase):
 
     def kernel_for(self, width: int) -> Any:
         """As the backend builds it."""
-        sizes = {"width": width, "group": self.group, "classes": self.classes}
+        sizes = {"width": width, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
         given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
-        return fp4_experts.FP4ExpertsKernel(planned(fp4_experts, self, **given))
+        return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
 
 
 @dataclass(frozen=True)
 class GatedExpertsCase(KernelCase):
-    """The kernels of a gated FP4 GEMM over experts; ``finish`` are the arguments of ``fp4_gated_experts.Finish``."""
+    """The kernels of a gated FP4 GEMM over experts; ``epilogue`` are the arguments of
+    ``fp4_gated_experts.GatedEpilogue``."""
 
     dtype: torch.dtype
     format: FP4Format
     layout: str
     a_layout: str | None
-    rows: int
-    group: int
-    tokens: int
-    finish: tuple[Any, ...]
+    tile_n: int
+    tile_m: int
+    token_block: int
+    epilogue: tuple[Any, ...]
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
-    parts: int = 1
+    split_k: int = 1
 
     @property
     def id(self) -> str:
-        sizes = f"{self.rows}by{self.group}in{self.parts}of{self.tokens}"
-        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.finish)
+        sizes = f"{self.tile_n}by{self.tile_m}in{self.split_k}of{self.token_block}"
+        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.epilogue)
         return fp4_gemm_id("gated_experts", self, activations_id(self), sizes, *named)
 
     @property
     def role(self) -> Any:
-        return type(self), self.rows, self.group
+        return type(self), self.tile_n, self.tile_m
 
     @property
     def kernel(self) -> Any:
@@ -225,9 +231,9 @@ class GatedExpertsCase(KernelCase):
 
     def kernel_for(self, width: int) -> Any:
         """As the backend builds it; ``None`` if it is none."""
-        sizes = {"width": width, "rows": self.rows, "group": self.group, "parts": self.parts}
-        finish = fp4_gated_experts.Finish(*self.finish)
-        config = planned(fp4_gated_experts, self, finish=finish, **sizes)
+        sizes = {"width": width, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
+        epilogue = fp4_gated_experts.GatedEpilogue(*self.epilogue)
+        config = planned_experts(fp4_gated_experts, self, epilogue=epilogue, token_block=self.token_block, **sizes)
         return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)
 
 
@@ -329,8 +335,8 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
 def experts_cases(every: bool) -> list[ExpertsCase]:
     """Kinds of operands with sizes of a unit, all of them or a third; sizes of a tile, and the rest, in turn."""
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
-    assert tuple(tiles) == fp4_experts.GROUPS
-    assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TILES)
+    assert tuple(tiles) == fp4_experts.TILES_M
+    assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TOKEN_BLOCKS)
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
     cases = [
@@ -338,7 +344,7 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
         for kind, group in together(WARPGROUP_KINDS, tuple(turns), every)
     ]
     # With a bias, in either dtype: every size of a unit
-    biased = {case.group: case for case in cases}
+    biased = {case.tile_m: case for case in cases}
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
     # What has spilled
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
@@ -348,19 +354,19 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
     """Rows of a slice with sizes of a unit, and all kinds of operands or one in turn; the rest in turn."""
-    tiles = itertools.cycle(fp4_gated_experts.TILES)
+    tiles = itertools.cycle(fp4_gated_experts.TOKEN_BLOCKS)
     alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))
     biases = itertools.cycle((FP32, "out", None, FP32))
     kinds = (*WARPGROUP_KINDS, (BF16, MXFP4, "128x4", "8x4"))
     cases = []
-    shapes = itertools.product(fp4_gated_experts.ROWS, fp4_gated_experts.GROUPS)
+    shapes = itertools.product(fp4_gated_experts.TILES_N, fp4_gated_experts.TILES_M)
     for i, shape in enumerate(shapes):
-        parts = fp4_gated_experts.PARTS[shape[0]]
+        split_k = fp4_gated_experts.SPLIT_K[shape[0]]
         of_shape: list[GatedExpertsCase] = []
         for dtype, fmt, layout, a_layout in (*kinds[i % len(kinds) :], *kinds[: i % len(kinds)]):
             out = dtype if a_layout is None else fmt
             bias, scale = next(biases), next(scales)
-            finish = (
+            epilogue = (
                 out,
                 None if a_layout is None else SCALE_LAYOUTS[a_layout],
                 next(alphas),
@@ -370,7 +376,7 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
             )
             sizes = *shape, next(tiles)
             case = GatedExpertsCase(
-                dtype, fmt, layout, a_layout, *sizes, finish, parts=parts[(i + len(of_shape)) % len(parts)]
+                dtype, fmt, layout, a_layout, *sizes, epilogue, split_k=split_k[(i + len(of_shape)) % len(split_k)]
             )
             if case.kernel is not None and (every or not of_shape):
                 of_shape.append(case)

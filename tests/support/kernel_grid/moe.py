@@ -46,8 +46,8 @@ class MoeCase(KernelCase):
 
 def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, arch: str) -> Any:
 
-    problem = row_quant.Problem.of_gated_experts(dtype, width, offsets, counts, swiglu)
-    return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[arch]))
+    spec = row_quant.RowQuantSpec.for_gated_experts(dtype, width, offsets, counts, swiglu)
+    return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[arch]))
 
 
 def moe_cases() -> list[MoeCase]:

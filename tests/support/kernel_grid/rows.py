@@ -49,7 +49,7 @@ DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 
 @dataclass(frozen=True)
 class What:
-    """What a kernel does, as in ``kernels.row_quant.Problem``; ``also`` are outputs beside codes and scales."""
+    """What a kernel does, as in ``kernels.row_quant.RowQuantSpec``; ``also`` are outputs beside codes and scales."""
 
     name: str
     source: str
@@ -131,7 +131,7 @@ class Case(KernelCase):
         if self.what.name == "dequantize":
             config = fp4_dequant.plan(dtype, self.width, self.format, SCALE_LAYOUTS[layout], name == "nvfp4-g")
             return fp4_dequant.FP4DequantKernel(config)
-        problem = row_quant.Problem(
+        spec = row_quant.RowQuantSpec(
             source=self.what.source,
             dtype=dtype,
             weight_dtype=weight if self.what.normalises else None,
@@ -144,7 +144,7 @@ class Case(KernelCase):
             writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
         )
-        return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[self.arch]))
+        return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
     @property
     def choices(self) -> tuple[Any, ...]:

@@ -30,21 +30,21 @@ class Tcgen05Case(KernelCase):
 
     format: FP4Format
     layout: str
-    tokens: int
-    group: int
-    splits: int
+    tile_m: int
+    cta_group: int
+    split_k: int
     epilogue: Epilogue
     stages: int | None = None
     arch: str = "sm_100a"
 
     @property
     def id(self) -> str:
-        tile = f"{self.tokens}by{self.splits}" if self.group == 1 else f"{self.tokens}of2"
+        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
         return "-".join(("tcgen05", self.format.name, self.layout, tile, epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
-        return type(self), self.tokens, self.group, self.splits
+        return type(self), self.tile_m, self.cta_group, self.split_k
 
     @property
     def kernel(self) -> Any:
@@ -53,9 +53,9 @@ class Tcgen05Case(KernelCase):
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
             epilogue=self.epilogue,
-            tokens=self.tokens,
-            group=self.group,
-            splits=self.splits,
+            tile_m=self.tile_m,
+            cta_group=self.cta_group,
+            split_k=self.split_k,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
         )
@@ -82,8 +82,8 @@ class Tcgen05ExpertsCase(KernelCase):
 
     format: FP4Format
     layout: str
-    columns: int
-    parts: int
+    tile_n: int
+    classes: int
     routed: bool
     out_dtype: torch.dtype
     width: int
@@ -93,14 +93,14 @@ class Tcgen05ExpertsCase(KernelCase):
 
     @property
     def id(self) -> str:
-        tile = f"{self.columns}by{self.parts}{'routed' if self.routed else 'dense'}of{self.width}"
+        tile = f"{self.tile_n}by{self.classes}{'routed' if self.routed else 'dense'}of{self.width}"
         bias = [] if self.bias_dtype is None else [f"bias_{short(self.bias_dtype)[0]}"]
         dtypes = short(self.out_dtype)[0], *bias
         return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, *dtypes, self.arch))
 
     @property
     def role(self) -> Any:
-        return type(self), self.columns, self.parts > 1, self.routed
+        return type(self), self.tile_n, self.classes > 1, self.routed
 
     @property
     def kernel(self) -> Any:
@@ -110,8 +110,8 @@ class Tcgen05ExpertsCase(KernelCase):
             layout=SCALE_LAYOUTS[self.layout],
             out_dtype=self.out_dtype,
             width=self.width,
-            columns=self.columns,
-            parts=self.parts,
+            tile_n=self.tile_n,
+            classes=self.classes,
             routed=self.routed,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
@@ -136,6 +136,6 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
     return [
         replace(case, bias_dtype=case.out_dtype if bias == "out" else bias, arch=arch)
         for case, bias in zip(cases, biases, strict=False)
-        if bias is None or case.layout != "linear" or case.columns == 32
+        if bias is None or case.layout != "linear" or case.tile_n == 32
         for arch in (TCGEN05_ARCHS if every else [case.arch])
     ]

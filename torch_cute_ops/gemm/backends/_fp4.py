@@ -13,7 +13,7 @@ from torch_cute_ops.gemm.decode import (
     weight_scales,
 )
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
-from torch_cute_ops.kernels.common.blackwell.layouts import STEP
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_K
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
@@ -97,8 +97,8 @@ class Tcgen05Backend(FP4KernelBackend):
         if problem.a.scale_layout != layout:
             return f"a's scales have to be in the weight's layout, {layout.name}"
         what, width = ("an expert's width is ", problem.expert_k) if problem.experts > 1 else ("k=", problem.k)
-        if width % STEP:
-            return f"{what}{width}: it has to be a multiple of {STEP}"
+        if width % MMA_K:
+            return f"{what}{width}: it has to be a multiple of {MMA_K}"
         return reason_not_words(problem)
 
     def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:

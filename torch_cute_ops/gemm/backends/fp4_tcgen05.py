@@ -8,7 +8,7 @@ from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
-from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
@@ -24,37 +24,37 @@ class FP4Tcgen05(Tcgen05Backend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         chunks = -(-problem.k // K_TILE)
-        widest = cost.smallest_tile(fp4_tcgen05.TILES[1], m)
+        widest = cost.smallest_tile(fp4_tcgen05.TILES_M[1], m)
         # Several tiles of few rows read the weight again for each.
         least = min(widest, self.least_columns)
         every = [
             (tokens, group, splits)
-            for group, tiles in fp4_tcgen05.TILES.items()
+            for group, tiles in fp4_tcgen05.TILES_M.items()
             for tokens in tiles
-            for splits in (fp4_tcgen05.SPLITS if group == 1 and tokens <= ROWS else (1,))
+            for splits in (fp4_tcgen05.SPLIT_K if group == 1 and tokens <= MMA_M else (1,))
             if least <= tokens <= widest and splits <= chunks
         ]
         return self.buildable(problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, group, splits = map(int, tactic)
-        rows, chunks = ROWS * group, -(-problem.k // K_TILE)
+        rows, chunks = MMA_M * group, -(-problem.k // K_TILE)
         tiles = -(-problem.n // rows) * -(-m // tokens)
         teams = cost.places(target.sms, group * splits) // (group * splits)
         waves = -(-tiles // teams)
         # Of a CTA and a chunk. Tiles of tokens that run together read the weight from memory once.
         line = problem.b.row_bytes(K_TILE)
         again = min(-(-m // tokens), self.l2_shares)
-        weight, activations = ROWS * line / again, tokens // group * line / self.l2_shares
+        weight, activations = MMA_M * line / again, tokens // group * line / self.l2_shares
         read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * ROWS * max(tokens, self.least_columns) * K_TILE
+        flops = 2 * MMA_M * max(tokens, self.least_columns) * K_TILE
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-chunks // splits) * cost.overlapped(computed, read, order=8)
-        stored = ROWS * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
+        stored = MMA_M * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
         # Of 256 rows of activations, tensor memory has one accumulator: nothing is multiplied meanwhile.
-        seconds += stored * (waves if tokens > ROWS else 1)
+        seconds += stored * (waves if tokens > MMA_M else 1)
         if splits > 1:
-            seconds += waves * 2 * 4 * ROWS * tokens / self.cluster_bytes_per_second
+            seconds += waves * 2 * 4 * MMA_M * tokens / self.cluster_bytes_per_second
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if splits > 1 else 1) + seconds
 
     def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05.Config | None:
@@ -63,9 +63,9 @@ class FP4Tcgen05(Tcgen05Backend):
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             epilogue=problem.epilogue,
-            tokens=tokens,
-            group=group,
-            splits=splits,
+            tile_m=tokens,
+            cta_group=group,
+            split_k=splits,
             arch=arch,
             pdl=settings.PDL,
         )

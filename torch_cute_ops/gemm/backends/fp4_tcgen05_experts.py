@@ -9,7 +9,7 @@ from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05_experts
-from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
@@ -35,8 +35,8 @@ class FP4Tcgen05Experts(Tcgen05Backend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         every = [
             (columns, parts, mode)
-            for columns in reversed(fp4_tcgen05_experts.TILES)
-            for parts in fp4_tcgen05_experts.PARTS
+            for columns in reversed(fp4_tcgen05_experts.TILES_N)
+            for parts in fp4_tcgen05_experts.CLASSES
             for mode in ((DENSE, ROUTED) if problem.topk < problem.experts else (DENSE,))
             if parts == 1
             or (parts <= problem.experts and _units(problem, m, columns, parts) <= MOST_UNITS * target.sms)
@@ -45,8 +45,8 @@ class FP4Tcgen05Experts(Tcgen05Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
-        token_tiles = -(-m // ROWS)
-        tokens = min(m, ROWS)
+        token_tiles = -(-m // MMA_M)
+        tokens = min(m, MMA_M)
         units = -(-_units(problem, m, columns, parts) // target.sms)
         own = units * problem.experts / parts
         if mode == ROUTED:
@@ -58,7 +58,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         line = problem.b.row_bytes(problem.expert_k)
         weight, activations = columns * line / min(token_tiles, self.l2_shares), tokens * line / self.l2_shares
         read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * ROWS * max(columns, self.least_columns) * problem.expert_k
+        flops = 2 * MMA_M * max(columns, self.least_columns) * problem.expert_k
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         summed = columns * SUM_CLOCKS / CLOCK_HZ
         seconds = own * cost.overlapped(computed, read, summed, order=8)
@@ -77,8 +77,8 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             layout=weight_scales(problem),
             out_dtype=problem.out_dtype,
             width=problem.expert_k,
-            columns=columns,
-            parts=parts,
+            tile_n=columns,
+            classes=parts,
             routed=mode == ROUTED,
             arch=arch,
             pdl=settings.PDL,
@@ -100,4 +100,4 @@ class FP4Tcgen05Experts(Tcgen05Backend):
 
 def _units(problem: GemmProblem, m: int, columns: int, parts: int) -> int:
     """Units of work of all CTAs."""
-    return -(-m // ROWS) * -(-problem.n // columns) * parts
+    return -(-m // MMA_M) * -(-problem.n // columns) * parts

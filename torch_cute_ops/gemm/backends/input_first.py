@@ -81,10 +81,10 @@ def making_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
     ``silu_mul_fp4quant``."""
     given = activation_dtype(problem), problem.k
     if problem.quantises_input is None:
-        rows = row_quant.Problem.of_gated_rows(*given)
+        rows = row_quant.RowQuantSpec.for_gated_rows(*given)
     else:
         is_scaled, fmt = problem.quantises_input == "scaled", fp4_format(problem)
-        rows = row_quant.Problem.of_fp4_rows(*given, problem.gates_input, fmt, weight_scales(problem), is_scaled)
+        rows = row_quant.RowQuantSpec.for_fp4_rows(*given, problem.gates_input, fmt, weight_scales(problem), is_scaled)
     return KernelSpec(row_quant.KERNEL, row_quant.plan(rows, arch, pdl=settings.PDL))
 
 

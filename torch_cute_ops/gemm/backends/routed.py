@@ -30,16 +30,16 @@ class Routed(RoutedBackend):
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         width = problem.expert_k
         reason = super().reason_unfit(problem) or reason_not_linear(problem, width, "an expert's width")
-        return reason or fp4_experts.reason_of_width(width)
+        return reason or fp4_experts.reason_width_unsupported(width)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        widest = smallest_tile(fp4_experts.TILES, m)
+        widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
         # The sums of 512 tokens leave little room for stages: two tiles of 256 may be faster.
         tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
         every = [
             (group, tokens, classes)
             for tokens in tiles
-            for group in fp4_experts.GROUPS
+            for group in fp4_experts.TILES_M
             for classes in _classes(problem, target)
             if group <= max(m, 8)
         ]
@@ -50,19 +50,19 @@ class Routed(RoutedBackend):
         group, tokens, classes = map(int, tactic)
         config = self.config(problem, tactic, target.arch)
         assert config is not None
-        width, rows = problem.expert_k, fp4_experts.ROWS
+        width, rows = problem.expert_k, fp4_experts.TILE_N
         share = problem.topk / problem.experts
         tiles = -(-m // tokens)
         tile_tokens = min(m, tokens)
         touched = problem.experts * (1 - (1 - share) ** tile_tokens)
         units = problem.experts * mean_units(tile_tokens, share, group)
         # The largest share of a slice's classes that a worker has
-        slices, workers = -(-problem.n // rows), config.workers(problem.n, target.sms)
+        slices, workers = -(-problem.n // rows), config.num_ctas(problem.n, target.sms)
         most = -(-slices * classes // workers) / classes
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), unit_clocks(group))
-        computed *= (HALVED if config.chunk < K_TILE else 1.0) * (PARTED if config.parts > 1 else 1.0)
+        computed *= (HALVED if config.k_tile < K_TILE else 1.0) * (PARTED if config.k_warps > 1 else 1.0)
         read = tiles * slices * touched * rows * problem.b.row_bytes(width) / bytes_per_second(target)
         seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
         if classes > 1:
@@ -76,8 +76,8 @@ class Routed(RoutedBackend):
             out_dtype=problem.out_dtype,
             bias_dtype=problem.epilogue.bias_dtype,
             width=problem.expert_k,
-            group=group,
-            tokens=tokens,
+            tile_m=group,
+            token_block=tokens,
             classes=classes,
             arch=arch,
             pdl=settings.PDL,
@@ -85,7 +85,7 @@ class Routed(RoutedBackend):
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        device, experts, workers = target.device, problem.experts, config.workers(problem.n, target.sms)
+        device, experts, workers = target.device, problem.experts, config.num_ctas(problem.n, target.sms)
         size = config.workspace_bytes
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], experts, workers)), workers
@@ -94,5 +94,5 @@ class Routed(RoutedBackend):
 
 def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
     """Numbers of classes to try: several where that gives more SMs work."""
-    divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.ROWS) < target.sms
+    divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.TILE_N) < target.sms
     return (1, fp4_experts.CLASSES) if divides else (1,)

@@ -67,12 +67,12 @@ class RoutedGated(RoutedBackend):
         return super().reason_unfit(problem) or reason_not_linear(problem, problem.k, "k")
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        tokens = smallest_tile(fp4_gated_experts.TILES, m)
+        tokens = smallest_tile(fp4_gated_experts.TOKEN_BLOCKS, m)
         every = [
             (rows, group, parts, tokens)
-            for rows in fp4_gated_experts.ROWS
-            for group in fp4_gated_experts.GROUPS
-            for parts in fp4_gated_experts.PARTS[rows]
+            for rows in fp4_gated_experts.TILES_N
+            for group in fp4_gated_experts.TILES_M
+            for parts in fp4_gated_experts.SPLIT_K[rows]
             if group <= max(m, 8)
         ]
         return self.buildable(problem, every, target)
@@ -93,11 +93,11 @@ class RoutedGated(RoutedBackend):
         computed = most * weight_seconds(rows * problem.k, clocks)
         # Of a task that several workers share, each waits for the one before it.
         left = (math.ceil(min(1.0 / most, parts)) - 1) * MODEL.left_seconds
-        token = config.k_chunks * config.arranged.token_bytes
+        token = config.k_tiles * config.arranged.token_bytes
         weights = tiles * touched * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
         # Scales in whole tiles; and activations of a pair, once for each slice
-        copied = tasks * config.k_chunks * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
+        copied = tasks * config.k_tiles * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
         arranged = m * (token + problem.a.row_bytes(problem.k)) / memory
         seconds = computed, weights / memory, copied / (MODEL.l2_rate * memory)
         return MODEL.fixed_seconds + arranged + left + overlapped(*seconds, order=MODEL.order)
@@ -112,17 +112,17 @@ class RoutedGated(RoutedBackend):
         layout = None
         if quantised is not None:
             out, layout = fp4_format(problem), quantised.scale_layout
-        finish = fp4_gated_experts.Finish(
+        gated_epilogue = fp4_gated_experts.GatedEpilogue(
             out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"
         )
         return fp4_gated_experts.plan(
             operands=fp4_operands(problem),
-            finish=finish,
+            epilogue=gated_epilogue,
             width=problem.k,
-            rows=rows,
-            group=group,
-            parts=parts,
-            tokens=tokens,
+            tile_n=rows,
+            tile_m=group,
+            split_k=parts,
+            token_block=tokens,
             arch=arch,
             pdl=settings.PDL,
         )

@@ -47,13 +47,13 @@ from typing import TYPE_CHECKING
 from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_experts.config import (
     CLASSES,
-    GROUPS,
-    ROWS,
-    TILES,
+    TILE_N,
+    TILES_M,
+    TOKEN_BLOCKS,
     Arguments,
     Config,
     plan,
-    reason_of_width,
+    reason_width_unsupported,
 )
 
 if TYPE_CHECKING:
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASSES",
-    "GROUPS",
     "KERNEL",
-    "ROWS",
-    "TILES",
+    "TILES_M",
+    "TILE_N",
+    "TOKEN_BLOCKS",
     "Arguments",
     "Config",
     "FP4ExpertsKernel",
     "plan",
-    "reason_of_width",
+    "reason_width_unsupported",
 ]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"

@@ -15,15 +15,14 @@ from torch_cute_ops.kernels.common.core.memory import clear, load_words
 from torch_cute_ops.kernels.common.core.pipeline import next_stage, release
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factors_argument
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
-from torch_cute_ops.kernels.common.experts.lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.experts.units import ExpertUnits
+from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.decode import acc_scale
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
-from torch_cute_ops.kernels.fp4_experts.config import BANDS, ROWS, Arguments, Config
-from torch_cute_ops.kernels.fp4_experts.totals import Share, Smem, Totals
+from torch_cute_ops.kernels.fp4_experts.accumulators import Accumulators, Smem, Work
+from torch_cute_ops.kernels.fp4_experts.config import N_WARPS, TILE_N, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 WARP = 32
@@ -36,19 +35,19 @@ class Consumer(NamedTuple):
         lane, quad: index in the warp, and among the four lanes that share a row.
         row: the first of its two rows of the slice; the other is ``row + 8``.
         leads: whether it arrives at barriers for its warp, 1 or 0.
-        place: index of its warp among those that have the same rows.
-        slot, part: which units it has, and which part of their k.
-        chain: the barriers of the warps that have the same rows.
+        chain_index: index of its warp among those that have the same rows.
+        pipeline, k_warp: which units it has, and which part of their k.
+        turn_chain: the barriers of the warps that have the same rows.
     """
 
     lane: Int32
     quad: Int32
     row: Int32
     leads: Uint32
-    place: Int32
-    slot: Int32
-    part: Int32
-    chain: cute.Pointer
+    chain_index: Int32
+    pipeline: Int32
+    k_warp: Int32
+    turn_chain: cute.Pointer
 
 
 class FP4ExpertsKernel:
@@ -56,12 +55,12 @@ class FP4ExpertsKernel:
 
     def __init__(self, config: Config):
         self.config = config
-        self.totals = Totals(config)
+        self.accumulators = Accumulators(config)
         self.ring = WeightStages(config.chunks, config.stages)
         self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
-        self.units = ExpertUnits(config.tokens, config.group, config.classes)
-        self.mma = KTileMma(self.ring, config.arranged, config.group, config.stages, config.width)
+        self.m_tiles = ExpertMTiles(config.token_block, config.tile_m, config.classes)
+        self.mma = KTileMma(self.ring, config.arranged, config.tile_m, config.stages, config.width)
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
@@ -74,40 +73,40 @@ class FP4ExpertsKernel:
             b_scale=b_scale,
             alpha=factors_argument(m),
             bias=biases_argument(self.config.bias_dtype, n),
-            out=TensorArg(self.totals.out_dtype.__name__, (m, n), (n, 1), align=16),
+            out=TensorArg(self.accumulators.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
-            workers=ScalarArg("Int32"),
+            num_ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, workers: Int32, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas: Int32, stream):
         c = self.config
-        tiles = cute.ceil_div(out.shape[0], c.tokens)
+        tiles = cute.ceil_div(out.shape[0], c.token_block)
         experts = alpha.shape[1]
         # As in ``Config.workspace_bytes``
-        arranged, pairs, after = self.lister.parts(workspace.iterator, tiles, experts)
-        left = None
+        arranged, pairs, after = self.lister.workspace_tensors(workspace.iterator, tiles, experts)
+        partial_sums = None
         if const_expr(c.classes > 1):
-            sum_bytes = Int64(tiles) * workers * c.sum_bytes
+            sum_bytes = Int64(tiles) * num_ctas * c.acc_bytes
             sums = cute.make_tensor(after, cute.make_layout((sum_bytes,)))
-            after = after + cute.assume(sum_bytes, divby=ROWS * 4)
-            flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * workers,)))
-            left = sums, flags
-            after = after + tiles * workers * 4
+            after = after + cute.assume(sum_bytes, divby=TILE_N * 4)
+            flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * num_ctas,)))
+            partial_sums = sums, flags
+            after = after + tiles * num_ctas * 4
         counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
         lists = TokenLists(arranged, pairs, counts)
         listed = ctas_unless_overlapping(experts, (out, workspace), (a, a_scale, b, b_scale, alpha, bias))
-        self.list_kernel(a, a_scale, alpha, lists, left, out.shape[0]).launch(
+        self.list_kernel(a, a_scale, alpha, lists, partial_sums, out.shape[0]).launch(
             grid=[listed, tiles, 1], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
-        self.kernel(self.ring.maps(b, b_scale, experts), alpha, bias, lists, left, out).launch(
-            grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+        self.kernel(self.ring.maps(b, b_scale, experts), alpha, bias, lists, partial_sums, out).launch(
+            grid=[num_ctas, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
     # Lists
 
     @cute.kernel
-    def list_kernel(self, a, a_scale, alpha, lists, left, m):
+    def list_kernel(self, a, a_scale, alpha, lists, partial_sums, m):
         """List the tokens of a tile that are routed to an expert, in their order, with their factors, and rearrange
         their activations."""
         c = self.config
@@ -117,40 +116,52 @@ class FP4ExpertsKernel:
         # The next kernel may start to read weights and factors.
         pdl_start(c.pdl)
         if const_expr(c.classes > 1):
-            flags = left[1]
+            flags = partial_sums[1]
             ctas = experts * cute.arch.grid_dim()[1]
             for i in range((tile * experts + expert) * c.lists.threads + tid, flags.shape[0], ctas * c.lists.threads):
                 flags[i] = Int32(0)
-        members, total = self.lister.find(alpha, lists, tile, expert, experts, m, self.totals.token_offset)
+        token_ids, num_tokens = self.lister.list_tokens(
+            alpha, lists, tile, expert, experts, m, self.accumulators.token_offset
+        )
         entry = self.lister.entry(tile, expert, experts)
-        first_token, first_k = tile * c.tokens, expert * c.width
+        first_token, first_k = tile * c.token_block, expert * c.width
         self.lister.arrange(
-            a, a_scale, members, total, lists.tiles, entry, first_token, first_k, c.width, 0, c.expert_chunks
+            a,
+            a_scale,
+            token_ids,
+            num_tokens,
+            lists.activations,
+            entry,
+            first_token,
+            first_k,
+            c.width,
+            0,
+            c.expert_k_tiles,
         )
 
     # GEMM
 
     @cute.kernel
-    def kernel(self, weight, alpha, bias, lists, left, out):
+    def kernel(self, weight, alpha, bias, lists, partial_sums, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        worker, tile, _ = cute.arch.block_idx()
-        workers, _, _ = cute.arch.grid_dim()
+        cta, tile, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // WARP)
-        slices, begins, ends = self._classes_of(worker, workers, out.shape[1])
-        share = Share(
+        n_tiles, begins, ends = self._classes_of_cta(cta, num_ctas, out.shape[1])
+        work = Work(
             m=out.shape[0],
             n=out.shape[1],
-            worker=worker,
-            workers=workers,
+            cta=cta,
+            num_ctas=num_ctas,
             tile=tile,
-            first_token=tile * c.tokens,
+            first_token=tile * c.token_block,
             experts=alpha.shape[1],
             lists=lists,
-            left=left,
+            partial_sums=partial_sums,
             bias=bias,
             out=out,
-            slices=slices,
+            n_tiles=n_tiles,
             begins=begins,
             ends=ends,
         )
@@ -159,52 +170,54 @@ class FP4ExpertsKernel:
             for i in range_constexpr(c.stages):
                 # One arrival for the weight, one for what the other kernel has listed
                 cute.arch.mbarrier_init(smem.full + i, 2)
-                cute.arch.mbarrier_init(smem.free + i, BANDS * c.parts)
-            for i in range_constexpr(c.warps):
+                cute.arch.mbarrier_init(smem.empty + i, N_WARPS * c.k_warps)
+            for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # The sums; and the activations, of which a unit that is not full overwrites only some
-        clear(smem.sums, c.sum_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
+        clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
-        self.units.gather(alpha, lists.counts, tile, share.m, tid, warp, c.warps, c.threads, (begins, ends), smem.units)
-        share = share._replace(units=smem.units.total[0], first_units=smem.units.first[0])
-        if warp >= c.warps:
+        self.m_tiles.gather(
+            alpha, lists.counts, tile, work.m, tid, warp, c.consumer_warps, c.threads, (begins, ends), smem.m_tiles
+        )
+        work = work._replace(m_tiles=smem.m_tiles.num_m_tiles[0], first_m_tiles=smem.m_tiles.num_first[0])
+        if warp >= c.consumer_warps:
             cute.arch.setmaxregister_decrease(c.registers[1])
-            if warp < c.warps + c.slots:
-                self._feed(warp - c.warps, self.ring.open(weight, smem.codes, smem.scales), share, smem)
+            if warp < c.consumer_warps + c.pipelines:
+                self._produce(warp - c.consumer_warps, self.ring.open(weight, smem.codes, smem.scales), work, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            self._multiply(warp, tid, share, smem)
+            self._consume(warp, tid, work, smem)
 
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         scales = base + c.stages * self.ring.code_bytes
-        sums = scales + c.stages * self.ring.scale_bytes
-        tokens = sums + c.sum_bytes
-        pairs = tokens + c.stages * self.mma.activation_bytes
-        units, end = self.units.lists(pairs + c.stages * c.group * PAIR_BYTES)
+        acc = scales + c.stages * self.ring.scale_bytes
+        activations = acc + c.acc_bytes
+        pairs = activations + c.stages * self.mma.activation_bytes
+        m_tiles, end = self.m_tiles.lists(pairs + c.stages * c.tile_m * PAIR_BYTES)
         barriers = cute.recast_ptr(end, dtype=Int64)
         return Smem(
             codes=base,
             scales=scales,
-            sums=sums,
-            tokens=tokens,
+            acc=acc,
+            activations=activations,
             pairs=pairs,
-            units=units,
+            m_tiles=m_tiles,
             full=barriers,
-            free=barriers + c.stages,
+            empty=barriers + c.stages,
             turns=barriers + 2 * c.stages,
         )
 
-    def _classes_of(self, worker, workers, n) -> tuple[tuple, tuple, tuple]:
-        """The slices, begins and ends of a worker's ``Share``."""
+    def _classes_of_cta(self, cta, num_ctas, n) -> tuple[tuple, tuple, tuple]:
+        """The slices, begins and ends of a worker's ``Work``."""
         c = self.config
         if c.classes == 1:
-            return (worker, worker), (Int32(0), Int32(1)), (Int32(1), Int32(1))
-        tasks = cute.ceil_div(n, ROWS) * c.classes
-        begin, end = worker * tasks // workers, (worker + 1) * tasks // workers
+            return (cta, cta), (Int32(0), Int32(1)), (Int32(1), Int32(1))
+        work_tiles = cute.ceil_div(n, TILE_N) * c.classes
+        begin, end = cta * work_tiles // num_ctas, (cta + 1) * work_tiles // num_ctas
         first, last = begin // c.classes, (end - 1) // c.classes
         at = last * c.classes
         begins = cutlass.max(begin - at, Int32(0)), ptx.select(first < last, begin - first * c.classes, Int32(0))
@@ -214,167 +227,185 @@ class FP4ExpertsKernel:
     # Each slot has its own ring and its own producer warp, so that waits for stages are in order.
 
     @cute.jit
-    def _feed(self, slot, weight, share, smem):
+    def _produce(self, pipeline, weight, work, smem):
         """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed; the first
-        ones before that, where it may (``unit_lists.SCANNED``)."""
+        ones before that, where it may (``unit_lists.MAX_SCANNED_TOKENS``)."""
         c = self.config
-        depth = c.stages // c.slots
-        first = slot * depth
+        depth = c.stages // c.pipelines
+        first = pipeline * depth
         loaded = Int32(0)
         if const_expr(c.pdl and c.scans):
-            ahead, of = slot, Int32(0)
-            while (ahead < share.units) & (loaded < depth):
-                of = self.units.index_of(ahead, of, smem.units)
-                for i in range(cutlass.min(c.expert_chunks, depth - loaded)):
-                    self._load_weight(of, ahead, i, first + loaded, weight, share, smem)
+            ahead, of = pipeline, Int32(0)
+            while (ahead < work.m_tiles) & (loaded < depth):
+                of = self.m_tiles.index_of(ahead, of, smem.m_tiles)
+                for i in range(cutlass.min(c.expert_k_tiles, depth - loaded)):
+                    self._load_weight(of, ahead, i, first + loaded, weight, work, smem)
                     loaded += 1
-                ahead += c.slots
+                ahead += c.pipelines
             cute.arch.griddepcontrol_wait()
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
-        for unit in range(slot, share.units, c.slots):
-            index = self.units.index_of(unit, index, smem.units)
-            for chunk in range(c.expert_chunks):
+        for m_tile in range(pipeline, work.m_tiles, c.pipelines):
+            index = self.m_tiles.index_of(m_tile, index, smem.m_tiles)
+            for k_tile in range(c.expert_k_tiles):
                 if done >= loaded:
-                    ptx.wait(smem.free + (first + stage), parity)
-                    self._load_weight(index, unit, chunk, first + stage, weight, share, smem)
-                self._load_tokens(index, unit, chunk, first + stage, share, smem)
+                    ptx.wait(smem.empty + (first + stage), parity)
+                    self._load_weight(index, m_tile, k_tile, first + stage, weight, work, smem)
+                self._load_tokens(index, m_tile, k_tile, first + stage, work, smem)
                 done += 1
                 stage, parity = next_stage(stage, parity, depth)
 
-    def _slice_of(self, unit, share):
+    def _n_tile_of(self, m_tile, work):
         """The slice that a unit is of."""
-        return share.slices[0] if self.config.classes == 1 else ptx.select(unit < share.first_units, *share.slices)
+        return work.n_tiles[0] if self.config.classes == 1 else ptx.select(m_tile < work.first_m_tiles, *work.n_tiles)
 
-    def _load_weight(self, index, unit, chunk, stage, weight, share, smem) -> None:
+    def _load_weight(self, index, m_tile, k_tile, stage, weight, work, smem) -> None:
         """Start the copies of a chunk of the weight."""
-        expert = smem.units.experts[index]
+        expert = smem.m_tiles.experts[index]
         blocks = self.config.width // self.config.operands.fmt.block_size
         self.ring.load(
-            self._slice_of(unit, share), chunk, expert, stage, smem.full + stage, weight, share.n, Int32(blocks)
+            self._n_tile_of(m_tile, work), k_tile, expert, stage, smem.full + stage, weight, work.n, Int32(blocks)
         )
 
     @cute.jit
-    def _load_tokens(self, index, unit, chunk, stage, share, smem):
+    def _load_tokens(self, index, m_tile, k_tile, stage, work, smem):
         """Start the copies of a chunk of a unit's activations, and of the unit's pairs."""
         c = self.config
-        units = smem.units
-        position = (unit - units.begins[index]) * c.group
-        entry = self.lister.entry(share.tile, units.experts[index], share.experts)
-        tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
-        target = smem.tokens + cute.assume(stage * self.mma.activation_bytes, divby=self.mma.activation_bytes)
-        pairs = c.group * PAIR_BYTES
+        m_tiles = smem.m_tiles
+        position = (m_tile - m_tiles.begins[index]) * c.tile_m
+        entry = self.lister.entry(work.tile, m_tiles.experts[index], work.experts)
+        tokens = cutlass.min(m_tiles.counts[index] - position, Int32(c.tile_m))
+        target = smem.activations + cute.assume(stage * self.mma.activation_bytes, divby=self.mma.activation_bytes)
+        pairs = c.tile_m * PAIR_BYTES
         barrier = smem.full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, tokens * self.lister.token_bytes + pairs)
-            self.lister.copy_unit(share.lists.tiles, entry, chunk, position, tokens, target, barrier)
+            self.lister.copy_m_tile(work.lists.activations, entry, k_tile, position, tokens, target, barrier)
             ptx.copy_bulk(
                 smem.pairs + cute.assume(stage * pairs, divby=16),
-                share.lists.pairs.iterator + cute.assume((entry + position) * PAIR_BYTES, divby=16),
+                work.lists.pairs.iterator + cute.assume((entry + position) * PAIR_BYTES, divby=16),
                 pairs,
                 barrier,
             )
 
     @cute.jit
-    def _multiply(self, warp, tid, share, smem):
+    def _consume(self, warp, tid, work, smem):
         """A consumer warp: 16 rows of every unit of a slot, and its part of their k."""
         c = self.config
         # The warps of a band share a scheduler of the SM, and are at different points of their units.
-        place, band = warp // BANDS, warp % BANDS
+        chain_index, n_warp = warp // N_WARPS, warp % N_WARPS
         lane = tid % WARP
         consumer = Consumer(
             lane=lane,
             quad=lane % 4,
-            row=band * 16 + lane // 4,
+            row=n_warp * 16 + lane // 4,
             leads=Uint32(lane == 0),
-            place=place,
-            slot=place // c.parts,
-            part=place % c.parts,
-            chain=smem.turns + band * c.places,
+            chain_index=chain_index,
+            pipeline=chain_index // c.k_warps,
+            k_warp=chain_index % c.k_warps,
+            turn_chain=smem.turns + n_warp * c.chain_warps,
         )
-        state = Int32(0), Int32(0), Int32(place == 0)
-        state = self._multiply_units(consumer.slot, share.first_units, share.slices[0], state, consumer, share, smem)
-        self.totals.end_slice(0, tid, share, smem)
+        state = Int32(0), Int32(0), Int32(chain_index == 0)
+        state = self._consume_m_tiles(
+            consumer.pipeline, work.first_m_tiles, work.n_tiles[0], state, consumer, work, smem
+        )
+        self.accumulators.finish_n_tile(0, tid, work, smem)
         if const_expr(c.classes > 1):
-            if share.ends[1] > 0:
-                begin = consumer.slot + (share.first_units - consumer.slot + c.slots - 1) // c.slots * c.slots
-                self._multiply_units(begin, share.units, share.slices[1], state, consumer, share, smem)
-                self.totals.end_slice(1, tid, share, smem)
+            if work.ends[1] > 0:
+                begin = (
+                    consumer.pipeline
+                    + (work.first_m_tiles - consumer.pipeline + c.pipelines - 1) // c.pipelines * c.pipelines
+                )
+                self._consume_m_tiles(begin, work.m_tiles, work.n_tiles[1], state, consumer, work, smem)
+                self.accumulators.finish_n_tile(1, tid, work, smem)
 
     @cute.jit
-    def _multiply_units(self, begin, end, slice_, state, consumer, share, smem):
+    def _consume_m_tiles(self, begin, end, n_tile, state, consumer, work, smem):
         """A slot's units of a slice. ``state``: the ring's stage and its parity, and the parity of the warp's turn.
         Returns the next."""
         c = self.config
-        depth = c.stages // c.slots
-        first = consumer.slot * depth
+        depth = c.stages // c.pipelines
+        first = consumer.pipeline * depth
         # A tile of scales has 128 rows, those of two slices.
-        scale_row = consumer.row if c.operands.layout.is_linear else consumer.row + slice_ % 2 * ROWS
-        sums = cute.make_rmem_tensor((c.group // 2,), Float32)
-        start = self.mma.start_of(smem.tokens)
+        scale_row = consumer.row if c.operands.layout.is_linear else consumer.row + n_tile % 2 * TILE_N
+        acc = cute.make_rmem_tensor((c.tile_m // 2,), Float32)
+        start = self.mma.start_of(smem.activations)
         index = Int32(0)
         stage, parity, turn = state
-        for unit in range(begin, end, c.slots):
+        for m_tile in range(begin, end, c.pipelines):
             bias = phase = None
             if const_expr(c.bias_dtype is not None or c.spread):
-                index = self.units.index_of(unit, index, smem.units)
-                expert = smem.units.experts[index]
+                index = self.m_tiles.index_of(m_tile, index, smem.m_tiles)
+                expert = smem.m_tiles.experts[index]
                 if const_expr(c.bias_dtype is not None):
-                    bias = self._bias(expert, slice_, consumer, share)
+                    bias = self._bias(expert, n_tile, consumer, work)
                 if const_expr(c.spread):
                     phase = expert % 2
             if const_expr(c.by_warp):
-                sums.fill(0.0)
+                acc.fill(0.0)
             last = stage
-            for chunk in range(c.expert_chunks):
+            for k_tile in range(c.expert_k_tiles):
                 ptx.wait(smem.full + (first + stage), parity)
-                if const_expr(c.parts == 1):
-                    self._multiply_chunk(
-                        start, 0, chunk, first + stage, first + last, scale_row, phase, sums, consumer, smem
+                if const_expr(c.k_warps == 1):
+                    self._multiply_k_tile(
+                        start, 0, k_tile, first + stage, first + last, scale_row, phase, acc, consumer, smem
                     )
                 else:
-                    for part in range_constexpr(c.parts):
-                        if consumer.part == part:
-                            self._multiply_chunk(
-                                start, part, chunk, first + stage, first + last, scale_row, phase, sums, consumer, smem
+                    for k_warp in range_constexpr(c.k_warps):
+                        if consumer.k_warp == k_warp:
+                            self._multiply_k_tile(
+                                start,
+                                k_warp,
+                                k_tile,
+                                first + stage,
+                                first + last,
+                                scale_row,
+                                phase,
+                                acc,
+                                consumer,
+                                smem,
                             )
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
                 if const_expr(c.by_warp):
-                    if chunk + 1 < c.expert_chunks:
-                        release(smem.free + (first + last), consumer.leads)
+                    if k_tile + 1 < c.expert_k_tiles:
+                        release(smem.empty + (first + last), consumer.leads)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
-            release(smem.free + (first + last), consumer.leads)
+            release(smem.empty + (first + last), consumer.leads)
             # After the warp with the same rows that has the part of k before, or the unit before
-            if (unit > 0) | (consumer.part > 0):
-                ptx.wait(consumer.chain + consumer.place, turn)
+            if (m_tile > 0) | (consumer.k_warp > 0):
+                ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1
-            self._add(sums, offsets, factors, bias, consumer, smem)
+            self._add_to_token_block(acc, offsets, factors, bias, consumer, smem)
             cute.arch.sync_warp()
-            ptx.arrive_if(consumer.chain + (consumer.place + 1) % c.places, consumer.leads)
+            ptx.arrive_if(consumer.turn_chain + (consumer.chain_index + 1) % c.chain_warps, consumer.leads)
         return stage, parity, turn
 
-    def _multiply_chunk(self, start, part: int, chunk, stage, before, scale_row, phase, sums, consumer, smem) -> None:
+    def _multiply_k_tile(
+        self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
+    ) -> None:
         """Add a chunk to the sums, with a part of each lane's codes; free the stage ``before``."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
-        def free_before() -> None:
-            release(smem.free + before, consumer.leads, chunk > 0)
+        def release_previous() -> None:
+            release(smem.empty + before, consumer.leads, k_tile > 0)
 
-        done = free_before if c.expert_chunks > 1 else None
-        self.mma.multiply(start, part, c.parts, chunk, stage, chunk > 0, rows, consumer.lane, sums, smem, done, phase)
+        on_done = release_previous if c.expert_k_tiles > 1 else None
+        self.mma.multiply(
+            start, k_warp, c.k_warps, k_tile, stage, k_tile > 0, rows, consumer.lane, acc, smem, on_done, phase
+        )
 
     # Sums
 
-    def _bias(self, expert, slice_, consumer, share) -> list:
+    def _bias(self, expert, n_tile, consumer, work) -> list:
         """An expert's bias of the two rows of a lane. Of the warps that share the k of a unit the first adds it."""
-        n = slice_ * ROWS + consumer.row
+        n = n_tile * TILE_N + consumer.row
         return [
-            load_terms(share.bias, expert, n, 8 * r, 1, (n + 8 * r < share.n) & (consumer.part == 0))[0]
+            load_terms(work.bias, expert, n, 8 * r, 1, (n + 8 * r < work.n) & (consumer.k_warp == 0))[0]
             for r in range(2)
         ]
 
@@ -383,8 +414,8 @@ class FP4ExpertsKernel:
         their factors."""
         c = self.config
         offsets, factors = [], []
-        for group in range(c.group // ATOM_M):
-            at = stage * (c.group * PAIR_BYTES) + (group * ATOM_M + consumer.quad * 2) * PAIR_BYTES
+        for group in range(c.tile_m // ATOM_M):
+            at = stage * (c.tile_m * PAIR_BYTES) + (group * ATOM_M + consumer.quad * 2) * PAIR_BYTES
             words = cute.recast_ptr(smem.pairs + cute.assume(at, divby=16), dtype=Uint32)
             loaded = load_words(cute.make_tensor(words, cute.make_layout(4)))
             offsets += [Int32(loaded[0]), Int32(loaded[2])]
@@ -392,16 +423,18 @@ class FP4ExpertsKernel:
         return offsets, factors
 
     @cute.jit
-    def _add(self, sums, offsets, factors, bias, consumer, smem):
+    def _add_to_token_block(self, acc, offsets, factors, bias, consumer, smem):
         """Add a unit's sums, with the bias of the two rows, times the factors, to those of the tile."""
         c = self.config
         scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
-        places = [(i, r) for i in range(c.group // 4) for r in range(2)]
-        at = [smem.sums + self.totals.sum_offset(offsets[i], consumer.row + 8 * r) for i, r in places]
+        positions = [(i, r) for i in range(c.tile_m // 4) for r in range(2)]
+        at = [smem.acc + self.accumulators.acc_offset(offsets[i], consumer.row + 8 * r) for i, r in positions]
         # All are loaded before the first is stored.
-        totals = [ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, places, strict=True)]
-        for x, total, (i, r) in zip(at, totals, places, strict=True):
-            own = ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale)
+        sums_before = [
+            ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, positions, strict=True)
+        ]
+        for x, total, (i, r) in zip(at, sums_before, positions, strict=True):
+            own = ptx.mul_rn(acc[i // 2 * 4 + r * 2 + i % 2], scale)
             if const_expr(bias is not None):
                 own = ptx.add_rn(own, bias[r])
             total = ptx.fma_rn(factors[i], own, total)

@@ -8,29 +8,29 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
-from torch_cute_ops.kernels.common.experts.layouts import LIST_BYTES, SCANNED, TokenListLayout
+from torch_cute_ops.kernels.common.experts.layouts import M_TILE_LIST_BYTES, MAX_SCANNED_TOKENS, TokenListLayout
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, WeightTile
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import Arch
 
-WARPS: Final = 16
+CONSUMER_WARPS: Final = 16
 """Consumer warps."""
-ROWS: Final = (32, 64, 128, 256)
+TILES_N: Final = (32, 64, 128, 256)
 """Rows of the weight of a slice: half of them are of the gate, half of up."""
-PARTS: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
+SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
 """Parts of k that a worker may have of a task, by rows."""
-GROUPS: Final = (8, 16, 24, 32)
+TILES_M: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
-TILES: Final = (32, 64, 128, 256, 512)
+TOKEN_BLOCKS: Final = (32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
-ARRANGED: Final = 2
+PIECES_PER_THREAD: Final = 2
 """Pieces of activations that a thread rearranges, about."""
-MAX_PARTS: Final = 64
+MAX_LIST_CTAS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
-MAX_TWICE: Final = 24
+MAX_TWO_ACC_TILE_M: Final = 24
 """Most tokens of a unit whose sums fit into registers twice."""
-GAP: Final = 64
+TOKEN_GAP_BYTES: Final = 64
 """Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
 
 
@@ -38,7 +38,7 @@ class Arguments(
     namedtuple(
         "Arguments",
         "a a_scale b b_scale routing alpha bias global_scale "
-        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace workers",
+        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
     )
 ):
     """The run-time arguments, in order. Sizes: M rows of activations, H elements of k, E experts with I columns each.
@@ -55,12 +55,12 @@ class Arguments(
         y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written where a token is routed.
         scale: block scales of the codes, written there too; padding is zero. ``None`` for 16 bits.
         workspace: ``Config.workspace_bytes``, uint8, written.
-        workers: CTAs for each tile of tokens.
+        num_ctas: CTAs for each tile of tokens.
     """
 
 
 @dataclass(frozen=True)
-class Finish:
+class GatedEpilogue:
     """What becomes of an expert's sums.
 
     ``g = gate · alpha + bias``, ``u`` likewise, each operation rounded to fp32; then SwiGLU in fp32; and a rounding to
@@ -103,64 +103,64 @@ class Config:
 
     Attributes:
         operands: formats of the activations and of the weight.
-        finish: what becomes of the sums.
+        epilogue: what becomes of the sums.
         width: elements of k.
-        rows: rows of the weight of a slice.
-        group: tokens of a unit.
-        parts: parts of k; a task is divided between workers, if at all, between as many as it has parts at the most.
+        tile_n: rows of the weight of a slice.
+        tile_m: tokens of a unit.
+        split_k: parts of k; a task is divided between workers, if at all, between as many as it has parts at the most.
             Sums are added up part by part, whoever has them.
-        tokens: tokens of a tile.
+        token_block: tokens of a tile.
         stages: chunks in flight, of all slots.
         pdl: whether launches are programmatic dependent launches.
     """
 
     operands: FP4Operands
-    finish: Finish
+    epilogue: GatedEpilogue
     width: int
-    rows: int
-    group: int
-    parts: int
-    tokens: int
+    tile_n: int
+    tile_m: int
+    split_k: int
+    token_block: int
     stages: int
     pdl: bool
 
     @property
-    def columns(self) -> int:
+    def out_columns(self) -> int:
         """Columns of the result of a slice."""
-        return self.rows // 2
+        return self.tile_n // 2
 
     @property
-    def bands(self) -> int:
+    def n_warps(self) -> int:
         """Warps that share the rows of a slice: each has 8 of the gate, and 8 of up."""
-        return self.rows // 16
+        return self.tile_n // 16
 
     @property
-    def slots(self) -> int:
+    def pipelines(self) -> int:
         """Warps that share the k of the same rows, each with a ring and a producer warp of its own."""
-        return WARPS // self.bands
+        return CONSUMER_WARPS // self.n_warps
 
     @property
-    def feeders(self) -> int:
+    def producer_warps(self) -> int:
         """Producer warps, in whole warpgroups."""
-        return -(-self.slots // 4) * 4
+        return -(-self.pipelines // 4) * 4
 
     @property
     def threads(self) -> int:
         """Threads of a CTA of the GEMM."""
-        return 32 * (WARPS + self.feeders)
+        return 32 * (CONSUMER_WARPS + self.producer_warps)
 
     @property
-    def finishers(self) -> int:
+    def epilogue_threads(self) -> int:
         """Threads that finish a unit."""
-        return 32 * self.bands
+        return 32 * self.n_warps
 
     @property
     def by_warp(self) -> bool:
         """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.group <= WARP_MMA_TILE_M
+        return self.tile_m <= WARP_MMA_TILE_M
 
     @property
-    def k_chunks(self) -> int:
+    def k_tiles(self) -> int:
         """Chunks of k."""
         return -(-self.width // K_TILE)
 
@@ -168,12 +168,12 @@ class Config:
     def scans(self) -> bool:
         """Whether the CTAs of the GEMM scan the routing themselves: then there are no lists, and they start to read
         weights while the activations are rearranged."""
-        return self.tokens <= SCANNED
+        return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps."""
-        return (104, 56) if self.feeders == 4 else (96, 48)
+        return (104, 56) if self.producer_warps == 4 else (96, 48)
 
     @property
     def arranged(self) -> ActivationLayout:
@@ -183,92 +183,94 @@ class Config:
     @property
     def lists(self) -> TokenListLayout:
         """The lists of tokens, if there are any."""
-        return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
+        return TokenListLayout(self.token_block, self.tile_m, 0, self.arranged.token_bytes)
 
     @property
     def token_pitch(self) -> int:
         """Bytes from a token of a stage to the next."""
-        return self.arranged.token_bytes + (GAP if self.by_warp else 0)
+        return self.arranged.token_bytes + (TOKEN_GAP_BYTES if self.by_warp else 0)
 
     @property
     def lag(self) -> int:
         """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (Before it
         waits for a stage it hands over all of them.)"""
-        return max(1, self.stages // self.slots - 2)
+        return max(1, self.stages // self.pipelines - 2)
 
     @property
     def chunks(self) -> WeightTile:
         """Chunks of the gate's rows, or of up's: two for each stage."""
-        return WeightTile(self.operands.fmt, self.operands.layout, self.columns)
+        return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
     def stage_bytes(self) -> int:
         """A chunk of both operands."""
-        return 2 * self.chunks.size_bytes + self.group * self.token_pitch
+        return 2 * self.chunks.size_bytes + self.tile_m * self.token_pitch
 
     @property
-    def unit_bytes(self) -> int:
+    def acc_bytes(self) -> int:
         """Sums of a unit."""
-        return self.group * self.rows * 4
+        return self.tile_m * self.tile_n * 4
 
     @property
-    def sum_bytes(self) -> int:
+    def smem_acc_bytes(self) -> int:
         """Sums of a unit that warps leave for others with the same rows."""
-        return self.unit_bytes if self.slots > 1 else 0
+        return self.acc_bytes if self.pipelines > 1 else 0
 
     @property
     def value_pitch(self) -> int:
         """Elements from a token's results to the next token's: four more than it has, to avoid bank conflicts."""
-        return self.columns + 4
+        return self.out_columns + 4
 
     @property
     def value_bytes(self) -> int:
         """Results of a unit."""
-        return self.group * self.value_pitch * 4
+        return self.tile_m * self.value_pitch * 4
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA of the GEMM."""
-        return self.stages * self.stage_bytes + self.sum_bytes + self.value_bytes + LIST_BYTES + BARRIER_BYTES
+        return (
+            self.stages * self.stage_bytes + self.smem_acc_bytes + self.value_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
+        )
 
     @property
-    def left_bytes(self) -> int:
+    def partial_sum_bytes(self) -> int:
         """What a worker leaves for another one: a unit's sums, and a flag for each warp that has some of them."""
-        return self.unit_bytes + 4 * self.bands if self.parts > 1 else 0
+        return self.acc_bytes + 4 * self.n_warps if self.split_k > 1 else 0
 
-    def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
+    def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens, if there are
-        lists; and for each tile what ``workers`` leave. Its parts are each contiguous over all tiles."""
-        arranged = m * self.k_chunks * self.arranged.token_bytes
+        lists; and for each tile what ``num_ctas`` leave. Its parts are each contiguous over all tiles."""
+        arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes
-        return arranged + -(-m // self.tokens) * (lists + workers * self.left_bytes)
+        return arranged + -(-m // self.token_block) * (lists + num_ctas * self.partial_sum_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if not self.by_warp and self.rows < WGMMA_M:
-            return f"{self.group} tokens are multiplied by warpgroups, which take {WGMMA_M} rows; not {self.rows}"
-        if self.slots == 1 and self.parts > 1 and self.group > MAX_TWICE:
-            return f"warps have no registers for the sums of two parts of {self.group} tokens"
-        if self.columns % self.finish.block:
-            return f"a slice has {self.columns} columns, but blocks of the result have {self.finish.block}"
-        reason = self.finish.reason_unsupported()
+        if not self.by_warp and self.tile_n < WGMMA_M:
+            return f"{self.tile_m} tokens are multiplied by warpgroups, which take {WGMMA_M} rows; not {self.tile_n}"
+        if self.pipelines == 1 and self.split_k > 1 and self.tile_m > MAX_TWO_ACC_TILE_M:
+            return f"warps have no registers for the sums of two parts of {self.tile_m} tokens"
+        if self.out_columns % self.epilogue.block:
+            return f"a slice has {self.out_columns} columns, but blocks of the result have {self.epilogue.block}"
+        reason = self.epilogue.reason_unsupported()
         return reason or self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
 
 
 def plan(
     *,
     operands: FP4Operands,
-    finish: Finish,
+    epilogue: GatedEpilogue,
     width: int,
-    rows: int,
-    group: int,
-    parts: int,
-    tokens: int,
+    tile_n: int,
+    tile_m: int,
+    split_k: int,
+    token_block: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``, up to six for each slot; ``None`` if not
     even two do."""
-    slots = WARPS * 16 // rows
-    sizes, every = (width, rows, group, parts, tokens), range(6 * slots, slots, -slots)
-    return first_fit((Config(operands, finish, *sizes, stages, pdl) for stages in every), arch)
+    pipelines = CONSUMER_WARPS * 16 // tile_n
+    sizes, every = (width, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
+    return first_fit((Config(operands, epilogue, *sizes, stages, pdl) for stages in every), arch)

@@ -47,16 +47,16 @@ class Terms(NamedTuple):
     global_scale: Float32 | None
 
 
-class GatedEpilogue:
+class GatedEpilogueOps:
     """The finish of one ``Config``."""
 
     def __init__(self, config: Config):
-        self.config, self.finish = config, config.finish
-        self.is_fp4 = isinstance(self.finish.out, FP4Format)
+        self.config, self.epilogue = config, config.epilogue
+        self.is_fp4 = isinstance(self.epilogue.out, FP4Format)
 
     def arguments(self, m: Dim, experts: Dim, n: Dim) -> dict[str, Any]:
         """The arguments that this reads or writes; the bias has ``n`` columns."""
-        f = self.finish
+        f = self.epilogue
         factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
         scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
         gate = ScalarArg("Float32") if f.swiglu else None
@@ -79,10 +79,10 @@ class GatedEpilogue:
             "swiglu_limit": gate,
         }
 
-    def terms(self, expert, first_column, share, consumer) -> Terms:
+    def terms(self, expert, first_column, work, consumer) -> Terms:
         """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, in warps that
         finish tasks."""
-        f, outputs, is_last = self.finish, share.outputs, consumer.is_last
+        f, outputs, is_last = self.epilogue, work.outputs, consumer.is_last
         column = first_column + consumer.column
         alpha = bias = scale = None
         if f.alpha is not None:
@@ -91,9 +91,7 @@ class GatedEpilogue:
             alpha = [ptx.float_of(ptx.load_if(start, is_last, 1, 4 * i)[0]) for i in range(each)]
             alpha = [alpha[0], alpha[-1]]
         if f.bias_dtype is not None:
-            bias = [
-                load_terms(outputs.bias, expert, column + half * share.width, 0, 1, is_last)[0] for half in range(2)
-            ]
+            bias = [load_terms(outputs.bias, expert, column + half * work.width, 0, 1, is_last)[0] for half in range(2)]
         if f.global_scale is not None:
             place = 0 if f.global_scale == "one" else Int64(expert)
             scale = ptx.float_of(ptx.load_if(outputs.global_scale.iterator + place, is_last, 1)[0])
@@ -114,44 +112,44 @@ class GatedEpilogue:
         return silu_mul(*values) if outputs.gate is None else swiglu(*values, *outputs.gate)
 
     @cute.jit
-    def finish_unit(self, sums, own_token, terms, first_column, consumer, values, outputs):
+    def store_work_tile(self, acc, token_id, terms, first_column, consumer, values, outputs):
         """Store the results of a unit.
 
         Args:
-            sums: of a lane, four for each eight tokens: two of the gate, two of up.
-            own_token: row of the lane's token of the unit, the lane's number being the token's; negative where there is
+            acc: of a lane, four for each eight tokens: two of the gate, two of up.
+            token_id: row of the lane's token of the unit, the lane's number being the token's; negative where there is
                 none.
             terms: what ``terms`` has loaded.
             first_column: the slice's first column of the result, of all experts.
-            consumer: one of the ``Config.finishers`` threads that come here.
+            consumer: one of the ``Config.epilogue_threads`` threads that come here.
             values: shared memory for ``Config.value_bytes``.
             outputs: the tensors.
         """
         c = self.config
-        lane, tid = consumer.lane, consumer.band * WARP + consumer.lane
-        for group in range_constexpr(c.group // 8):
+        lane, tid = consumer.lane, consumer.n_warp * WARP + consumer.lane
+        for group in range_constexpr(c.tile_m // 8):
             for e in range_constexpr(2):
-                value = self.gated(sums[4 * group + e], sums[4 * group + 2 + e], terms, outputs)
+                value = self.gated(acc[4 * group + e], acc[4 * group + 2 + e], terms, outputs)
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
-        cute.arch.barrier(barrier_id=1, number_of_threads=c.finishers)
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
         # Each thread has at most one block.
-        blocks = c.columns // self.finish.block
+        blocks = c.out_columns // self.epilogue.block
         index, block = tid // blocks, tid % blocks
-        token = cute.arch.shuffle_sync(own_token, index % WARP)
-        if (index < c.group) & (token >= 0):
-            place = index * c.value_pitch + block * self.finish.block
+        token = cute.arch.shuffle_sync(token_id, index % WARP)
+        if (index < c.tile_m) & (token >= 0):
+            place = index * c.value_pitch + block * self.epilogue.block
             words = []
-            for i in range_constexpr(0, self.finish.block, 4):
+            for i in range_constexpr(0, self.epilogue.block, 4):
                 words += load_words(self._values_at(values, place + i, 4, 4))
             numbers = [ptx.float_of(word) for word in words]
-            at = first_column + block * self.finish.block
+            at = first_column + block * self.epilogue.block
             if const_expr(self.is_fp4):
                 self._store_codes(numbers, token, at, terms.global_scale, outputs)
             else:
-                self._store(pack(numbers, DSL_DTYPES[self.finish.out]), token, at, outputs.y)
+                self._store(pack(numbers, DSL_DTYPES[self.epilogue.out]), token, at, outputs.y)
         # Before the next unit's results replace these
-        cute.arch.barrier(barrier_id=1, number_of_threads=c.finishers)
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
 
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
         at = cute.recast_ptr(values, dtype=Uint32) + cute.assume(place, divby=divby)
@@ -164,7 +162,7 @@ class GatedEpilogue:
         store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))
 
     def _store_codes(self, numbers: list, token, column, global_scale, outputs) -> None:
-        fmt = self.finish.out
+        fmt = self.epilogue.out
         amax = Float32(0.0)
         for number in numbers:
             amax = ptx.max_abs_nan(amax, number)
@@ -176,7 +174,7 @@ class GatedEpilogue:
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
         """Zero the padding of the scales: of ``threads`` threads in all this is number ``thread``."""
-        layout = self.finish.out_layout
+        layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
         # Of the last tiles' words, in the order of memory, those of rows that do not exist
         rows = layout.tile_rows
@@ -196,10 +194,10 @@ class GatedEpilogue:
 
     def _blocks(self, outputs):
         """Blocks of a row of the result."""
-        return outputs.y.shape[1] * 2 // self.finish.block
+        return outputs.y.shape[1] * 2 // self.epilogue.block
 
     def _scale_at(self, row, block, outputs, divby: int = 1) -> cute.Pointer:
         """Where the scale of a block lies, as a byte."""
-        layout = self.finish.out_layout
+        layout = self.epilogue.out_layout
         place = layout.row_offset(Uint64(row), self._blocks(outputs)) + Uint64(layout.block_offset(Uint32(block)))
         return cute.recast_ptr(outputs.scale.iterator, dtype=Uint8) + cute.assume(place, divby=divby)

@@ -6,9 +6,9 @@ from typing import Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.blackwell.layouts import (
-    COLUMNS,
-    ROWS,
-    SCALE_BUFFERS,
+    MMA_M,
+    SCALE_STAGES,
+    TMEM_COLUMNS,
     BlockScaledConfig,
     BlockScaledStage,
     with_most_stages,
@@ -16,13 +16,13 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
 from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
 from torch_cute_ops.runtime.arch import Arch
 
-TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
+TILES_M: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Rows of activations of a tile, by the CTAs of an MMA."""
-SPLITS: Final = (1, 2, 4, 8)
+SPLIT_K: Final = (1, 2, 4, 8)
 """CTAs of a cluster that share the k of a tile."""
 
 
-class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out ctas")):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, in
     blocks of B; N is a multiple of 8, K of 64 (with linear scales of 4 B).
 
@@ -34,7 +34,8 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out ctas
         alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says.
         bias: (N,), or ``None``.
         out: (M, N), written.
-        ctas: CTAs that share all tiles, a number: the SMs. Unused with ``splits``, where each tile has its cluster.
+        num_ctas: CTAs that share all tiles, a number: the SMs. Unused with ``split_k``, where each tile has its
+            cluster.
     """
 
 
@@ -45,9 +46,9 @@ class Config(BlockScaledConfig):
     Attributes:
         fmt, layout: format and scale layout of both operands.
         epilogue: what is done to the sums.
-        tokens: rows of activations of a tile.
-        group: CTAs of an MMA, 1 or 2: each has 128 rows of the weight.
-        splits: CTAs of a cluster that share the k of a tile.
+        tile_m: rows of activations of a tile.
+        cta_group: CTAs of an MMA, 1 or 2: each has 128 rows of the weight.
+        split_k: CTAs of a cluster that share the k of a tile.
         stages: stages of the ring.
         pdl: whether launches are programmatic dependent launches.
     """
@@ -55,70 +56,72 @@ class Config(BlockScaledConfig):
     fmt: FP4Format
     layout: ScaleLayout
     epilogue: Epilogue
-    tokens: int
-    group: int
-    splits: int
+    tile_m: int
+    cta_group: int
+    split_k: int
     stages: int
     pdl: bool
 
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.group * self.splits
+        return self.cta_group * self.split_k
 
     @property
-    def rows(self) -> int:
+    def tile_n(self) -> int:
         """Rows of the weight of a tile."""
-        return ROWS * self.group
+        return MMA_M * self.cta_group
 
     @property
     def stage(self) -> BlockScaledStage:
         """A stage of the ring: the weight is on the M side."""
-        return BlockScaledStage(self.fmt, self.layout, self.tokens, self.group)
+        return BlockScaledStage(self.fmt, self.layout, self.tile_m, self.cta_group)
 
     @property
     def sum_tile(self) -> PartialSums:
         """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
-        return PartialSums(self.tokens, ROWS)
+        return PartialSums(self.tile_m, MMA_M)
 
     @property
     def accumulators(self) -> int:
-        return 2 if self.splits == 1 else 1
+        return 2 if self.split_k == 1 else 1
 
     @property
-    def loaded(self) -> int:
+    def columns_per_load(self) -> int:
         """Columns of tensor memory that a thread loads at once."""
-        return min(self.tokens, 32)
+        return min(self.tile_m, 32)
 
     @property
-    def pitch(self) -> int:
+    def acc_pitch(self) -> int:
         """Columns from an accumulator to the next, which overlaps it where two do not fit."""
-        room = COLUMNS - SCALE_BUFFERS * self.stage.scale_columns - self.tokens
-        return min(self.tokens, room // self.loaded * self.loaded)
+        room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
+        return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
-    def shared(self) -> int:
+    def shared_columns(self) -> int:
         """Columns that two accumulators share. They are loaded first, and then the next tile may begin."""
-        return self.tokens - self.pitch if self.accumulators == 2 else 0
+        return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property
-    def sum_columns(self) -> int:
-        return (self.accumulators - 1) * self.pitch + self.tokens
+    def acc_columns(self) -> int:
+        return (self.accumulators - 1) * self.acc_pitch + self.tile_m
 
     @property
-    def frees(self) -> int:
-        """Of each accumulator, or, where they overlap, of either. With ``splits`` there is one tile."""
-        if self.splits > 1:
+    def acc_empty_barriers(self) -> int:
+        """Of each accumulator, or, where they overlap, of either. With ``split_k`` there is one tile."""
+        if self.split_k > 1:
             return 0
-        return self.accumulators if self.shared == 0 else 1
+        return self.accumulators if self.shared_columns == 0 else 1
 
     def reason_unfit(self) -> str | None:
-        if self.tokens not in TILES.get(self.group, ()):
-            return f"{self.group} CTAs have tiles of {TILES.get(self.group)} rows of activations, not {self.tokens}"
-        if self.splits not in (SPLITS if self.group == 1 else (1,)):
-            return f"{self.splits} clusters of {self.group} CTAs do not share a tile"
-        if self.splits > 1 and self.sum_tile.size_bytes > self.stage_bytes:
-            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
+        tiles = TILES_M.get(self.cta_group, ())
+        if self.tile_m not in tiles:
+            return f"tile_m is {self.tile_m}; it has to be one of {tiles} with {self.cta_group} CTAs for each MMA"
+        split_k = SPLIT_K if self.cta_group == 1 else (1,)
+        if self.split_k not in split_k:
+            return f"split_k is {self.split_k}; it has to be one of {split_k} with {self.cta_group} CTAs for each MMA"
+        if self.split_k > 1 and self.sum_tile.size_bytes > self.stage_bytes:
+            return f"{self.sum_tile.size_bytes} bytes of partial sums do not fit into {self.stages} stages"
         return self.epilogue.reason_unsupported()
 
 
@@ -127,14 +130,14 @@ def plan(
     fmt: FP4Format,
     layout: ScaleLayout,
     epilogue: Epilogue,
-    tokens: int,
-    group: int = 1,
-    splits: int = 1,
+    tile_m: int,
+    cta_group: int = 1,
+    split_k: int = 1,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
     return with_most_stages(
-        lambda stages: Config(fmt, layout, epilogue, tokens, group, splits, stages, pdl),
+        lambda stages: Config(fmt, layout, epilogue, tile_m, cta_group, split_k, stages, pdl),
         arch,
     )

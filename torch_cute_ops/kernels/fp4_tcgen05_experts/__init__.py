@@ -3,11 +3,11 @@
 Blackwell.
 
 The activations are on the M side of the MMAs: a row of tensor memory is a token, so that its factor for an expert is
-one number for each thread that loads sums. The weight is on the N side, ``columns`` rows of it. With few tokens the
+one number for each thread that loads sums. The weight is on the N side, ``tile_n`` rows of it. With few tokens the
 rows beyond are zeros, which cost no bytes of memory; up to 128 tokens, MMAs take less time than the weight's bytes.
 
-Units. A unit of work is a tile of 128 tokens by ``columns``, and one of ``parts`` parts of the experts: those whose
-number modulo ``parts`` is the part's. It goes through its experts in order, through all of an expert's k in chunks of
+Units. A unit of work is a tile of 128 tokens by ``tile_n``, and one of ``classes`` parts of the experts: those whose
+number modulo ``classes`` is the part's. It goes through its experts in order, through all of an expert's k in chunks of
 256. As many CTAs as there are SMs share all units: each has one after the other (persistent), all as many, or one more.
 What a unit computes is the same whichever CTA has it.
 
@@ -36,19 +36,19 @@ A tile of scales has four blocks. Where an expert's width is an odd multiple of 
 second expert begins in the middle of a tile: a chunk then has one tile more, and MMAs begin with its second half.
 
 Bytes moved: the weight once for each tile of 128 tokens (tiles that run together read it from L2); of the activations
-a row for each tile of ``columns``, from L2; ``alpha`` once for each tile of ``columns``, and if routed once more; with
+a row for each tile of ``tile_n``, from L2; ``alpha`` once for each tile of ``tile_n``, and if routed once more; with
 several parts, four bytes of each are written and read for each element of the result.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_tcgen05_experts.config import PARTS, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp4_tcgen05_experts.config import CLASSES, TILES_N, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_tcgen05_experts.kernel import FP4Tcgen05ExpertsKernel
 
-__all__ = ["KERNEL", "PARTS", "TILES", "Arguments", "Config", "FP4Tcgen05ExpertsKernel", "plan"]
+__all__ = ["CLASSES", "KERNEL", "TILES_N", "Arguments", "Config", "FP4Tcgen05ExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4Tcgen05ExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4Tcgen05ExpertsKernel")

@@ -9,8 +9,8 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
-from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP
+from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import MMAS_PER_K_TILE
+from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K, MMA_M
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
@@ -19,38 +19,45 @@ from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
-from torch_cute_ops.kernels.fp4_tcgen05_experts.config import ACCUMULATORS, GROUP, LOADED, WORD, Arguments, Config
+from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
+    ACCUMULATORS,
+    COLUMNS_PER_LOAD,
+    EXPERTS_PER_WORD,
+    STORE_COLUMNS,
+    Arguments,
+    Config,
+)
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-ADDERS = 256  # threads of a CTA that adds up totals
+REDUCE_THREADS = 256  # threads of a CTA that adds up totals
 
 
-class Part(NamedTuple):
+class Work(NamedTuple):
     """A CTA's part of the GEMM, and the operands.
 
     Attributes:
         m, n: sizes of the result.
-        steps: MMAs of an expert. (As a constant, of which all chunks are whole, it made ptxas crash.)
+        num_mmas: MMAs of an expert. (As a constant, of which all chunks are whole, it made ptxas crash.)
         experts, words: experts, and words of bits of a part of them.
-        token_tiles, tiles: tiles of tokens, and of the result.
-        units: how many there are of all CTAs.
+        m_tiles, tiles: tiles of tokens, and of the result.
+        num_work_tiles: how many there are of all CTAs.
         first, pitch: the first of the CTA's units, and how far it is to the next.
         a_scale, b_scale: as bytes.
         alpha: factors (M, E).
         bias: biases (E, N), or ``None``.
         out: the result.
         touched: words of bits: which experts some token of a tile is routed to; ``None``: all are computed.
-        totals: of all units; ``None``: they are the result.
+        partial_sums: of all units; ``None``: they are the result.
     """
 
     m: Int32
     n: Int32
-    steps: Int32
+    num_mmas: Int32
     experts: Int32
     words: Int32
-    token_tiles: Int32
+    m_tiles: Int32
     tiles: Int32
-    units: Int32
+    num_work_tiles: Int32
     first: Int32
     pitch: Int32
     a_scale: cute.Tensor
@@ -59,15 +66,15 @@ class Part(NamedTuple):
     bias: cute.Tensor | None
     out: cute.Tensor
     touched: cute.Tensor | None
-    totals: cute.Tensor | None
+    partial_sums: cute.Tensor | None
 
 
-class Unit(NamedTuple):
+class WorkTile(NamedTuple):
     """A unit of work: a tile of tokens, a tile of the weight's rows, a part of the experts."""
 
-    token_tile: Int32
-    row_tile: Int32
-    part: Int32
+    m_tile: Int32
+    n_tile: Int32
+    class_: Int32
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
@@ -86,58 +93,60 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             biases_argument(self.config.bias_dtype, n),
             out=TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=workspace if self.config.has_workspace else None,
-            ctas=ScalarArg("Int32"),
+            num_ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, ctas: Int32, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas: Int32, stream):
         c = self.config
         m, n = out.shape
         experts = alpha.shape[1]
-        token_tiles, row_tiles = cute.ceil_div(m, ROWS), cute.ceil_div(n, c.columns)
-        units = token_tiles * row_tiles * c.parts
-        words = cute.ceil_div(experts, c.parts * WORD)
+        m_tiles, n_tiles = cute.ceil_div(m, MMA_M), cute.ceil_div(n, c.tile_n)
+        num_work_tiles = m_tiles * n_tiles * c.classes
+        words = cute.ceil_div(experts, c.classes * EXPERTS_PER_WORD)
         # As in ``Config.workspace_bytes``
-        totals = touched = None
-        if const_expr(c.shares_tiles):
-            size = Int64(units) * cutlass.min(m, ROWS) * c.columns
-            totals = cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Float32), cute.make_layout((size,)))
+        partial_sums = touched = None
+        if const_expr(c.has_partial_sums):
+            size = Int64(num_work_tiles) * cutlass.min(m, MMA_M) * c.tile_n
+            partial_sums = cute.make_tensor(
+                cute.recast_ptr(workspace.iterator, dtype=Float32), cute.make_layout((size,))
+            )
         if const_expr(c.routed):
             bits = workspace.iterator
-            if const_expr(c.shares_tiles):
-                bits = bits + cute.assume(cute.size(totals) * 4, divby=16)
+            if const_expr(c.has_partial_sums):
+                bits = bits + cute.assume(cute.size(partial_sums) * 4, divby=16)
             touched = cute.make_tensor(
-                cute.recast_ptr(bits, dtype=Uint32), cute.make_layout((token_tiles * c.parts * words,))
+                cute.recast_ptr(bits, dtype=Uint32), cute.make_layout((m_tiles * c.classes * words,))
             )
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
-        ctas = cutlass.min(units, cutlass.max(ctas, Int32(1)))
+        num_ctas = cutlass.min(num_work_tiles, cutlass.max(num_ctas, Int32(1)))
         if const_expr(c.routed):
             # The launch of no CTAs fails, and ends the call.
-            words_of_tile = ctas_unless_overlapping(words * c.parts, written, read)
+            words_of_tile = ctas_unless_overlapping(words * c.classes, written, read)
             self.touch_kernel(alpha, touched, m).launch(
-                grid=[words_of_tile, token_tiles, 1], block=[ROWS, 1, 1], stream=stream, use_pdl=c.pdl
+                grid=[words_of_tile, m_tiles, 1], block=[MMA_M, 1, 1], stream=stream, use_pdl=c.pdl
             )
         else:
-            ctas = ctas_unless_overlapping(ctas, written, read)
+            num_ctas = ctas_unless_overlapping(num_ctas, written, read)
         b_rows, b_bytes = rows_of_bytes(b, b_scale)
         maps = (
-            self.mma.map(self._by_expert(a, experts), ROWS),
-            self.mma.map(self._by_expert(b_rows, experts), c.columns),
+            self.mma.map(self._by_expert(a, experts), MMA_M),
+            self.mma.map(self._by_expert(b_rows, experts), c.tile_n),
         )
-        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out, touched, totals).launch(
-            grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out, touched, partial_sums).launch(
+            grid=[num_ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
-        if const_expr(c.shares_tiles):
-            self.add_kernel(out, totals).launch(
-                grid=[cute.ceil_div(m * (n // GROUP), ADDERS), 1, 1],
-                block=[ADDERS, 1, 1],
+        if const_expr(c.has_partial_sums):
+            self.reduce_kernel(out, partial_sums).launch(
+                grid=[cute.ceil_div(m * (n // STORE_COLUMNS), REDUCE_THREADS), 1, 1],
+                block=[REDUCE_THREADS, 1, 1],
                 stream=stream,
                 use_pdl=c.pdl,
             )
 
     def _by_expert(self, codes: cute.Tensor, experts) -> cute.Tensor:
         """Codes of rows as (rows, bytes of an expert, experts)."""
-        line = cute.assume(codes.shape[1] // experts, divby=STEP // 2)
+        line = cute.assume(codes.shape[1] // experts, divby=MMA_K // 2)
         layout = cute.make_layout((codes.shape[0], line, experts), stride=(codes.stride[0], 1, line))
         return cute.make_tensor(codes.iterator, layout)
 
@@ -149,15 +158,15 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         a warp 32 tokens."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        word, token_tile, _ = cute.arch.block_idx()
+        word, m_tile, _ = cute.arch.block_idx()
         words_of_tile, _, _ = cute.arch.grid_dim()
         pdl_start(c.pdl)
-        warps = ROWS // WARP
+        warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
         # Words of a part are neighbours.
-        words = words_of_tile // c.parts
-        expert = (word % words * WORD + tid % WARP) * c.parts + word // words
-        first = token_tile * ROWS + tid // WARP * WARP
+        words = words_of_tile // c.classes
+        expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
+        first = m_tile * MMA_M + tid // WARP * WARP
         factors = Uint32(0)
         for i in range_constexpr(WARP):
             exists = (expert < alpha.shape[1]) & (first + i < m)
@@ -170,7 +179,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             every = found[0]
             for i in range_constexpr(1, warps):
                 every = every | found[i]
-            touched[token_tile * words_of_tile + word] = every
+            touched[m_tile * words_of_tile + word] = every
 
     def _factor_bits(self, token, expert, exists, alpha) -> Uint32:
         """The factor of a token for an expert, as bits; zero, unless it ``exists``."""
@@ -180,270 +189,278 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     # GEMM
 
     @cute.kernel
-    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, out, touched, totals):
+    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, out, touched, partial_sums):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        num_ctas, _, _ = cute.arch.grid_dim()
         m, n = out.shape
         experts = alpha.shape[1]
-        token_tiles = cute.ceil_div(m, ROWS)
-        tiles = token_tiles * cute.ceil_div(n, c.columns)
-        part = Part(
+        m_tiles = cute.ceil_div(m, MMA_M)
+        tiles = m_tiles * cute.ceil_div(n, c.tile_n)
+        work = Work(
             m=m,
             n=n,
-            steps=a_map[1].shape[1] // (STEP // 2),
+            num_mmas=a_map[1].shape[1] // (MMA_K // 2),
             experts=experts,
-            words=cute.ceil_div(experts, c.parts * WORD),
-            token_tiles=token_tiles,
+            words=cute.ceil_div(experts, c.classes * EXPERTS_PER_WORD),
+            m_tiles=m_tiles,
             tiles=tiles,
-            units=tiles * c.parts,
+            num_work_tiles=tiles * c.classes,
             first=cta,
-            pitch=ctas,
+            pitch=num_ctas,
             a_scale=a_scale,
             b_scale=b_scale,
             alpha=alpha,
             bias=bias,
             out=out,
             touched=touched,
-            totals=totals,
+            partial_sums=partial_sums,
         )
-        _, columns = self._work(tid, (a_map, b_map), part)
+        _, tmem = self._run_roles(tid, (a_map, b_map), work)
         # All loads of tensor memory are done.
-        self._meet()
-        self._free(tid, columns)
+        self._sync()
+        self._free_tmem(tid, tmem)
 
-    def _unit(self, number, part) -> Unit:
+    def _work_tile(self, number, work) -> WorkTile:
         """Tiles of tokens run side by side, and share the weight in L2. Parts come one after the other, so that a CTA
         has units of several, which are not all of those that many tokens are routed to."""
-        tile = number % part.tiles
-        return Unit(tile % part.token_tiles, tile // part.token_tiles, number // part.tiles)
+        tile = number % work.tiles
+        return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
 
-    def _bits(self, unit: Unit, word, part) -> Uint32:
+    def _bits(self, work_tile: WorkTile, word, work) -> Uint32:
         """The experts of a unit that are computed, of those of a word: the lowest bit is the first."""
         if self.config.routed:
-            return part.touched[(unit.token_tile * self.config.parts + unit.part) * part.words + word]
-        count = (part.experts - unit.part + self.config.parts - 1) // self.config.parts - word * WORD
-        return ptx.select(count >= WORD, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(count)) - 1)
+            return work.touched[(work_tile.m_tile * self.config.classes + work_tile.class_) * work.words + word]
+        count = (
+            work.experts - work_tile.class_ + self.config.classes - 1
+        ) // self.config.classes - word * EXPERTS_PER_WORD
+        return ptx.select(count >= EXPERTS_PER_WORD, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(count)) - 1)
 
-    def _expert(self, bits, word, unit: Unit) -> Int32:
+    def _expert(self, bits, word, work_tile: WorkTile) -> Int32:
         """The first expert of ``bits``."""
-        return (word * WORD + Int32(cute.arch.popc(~bits & (bits - 1)))) * self.config.parts + unit.part
+        return (
+            word * EXPERTS_PER_WORD + Int32(cute.arch.popc(~bits & (bits - 1)))
+        ) * self.config.classes + work_tile.class_
 
-    def _first_tile(self, expert, chunk):
+    def _first_scale_tile(self, expert, k_tile):
         """The tile of scales that a chunk begins in."""
-        return (expert * self.config.width + chunk * K_TILE) // self.stage.tile_elements
+        return (expert * self.config.width + k_tile * K_TILE) // self.stage.scale_tile_k
 
     # Copies
 
     @cute.jit
-    def _copy(self, a_map, b_map, part, smem):
+    def _produce(self, a_map, b_map, work, smem):
         """The copying warp: fill stages."""
         c = self.config
-        tokens, rows = self.mma.boxes(a_map, ROWS), self.mma.boxes(b_map, c.columns)
+        a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
-        number = part.first
-        while number < part.units:
-            unit = self._unit(number, part)
-            for word in cutlass.range(part.words, unroll=1):
-                bits = self._bits(unit, word, part)
+        number = work.first
+        while number < work.num_work_tiles:
+            work_tile = self._work_tile(number, work)
+            for word in cutlass.range(work.words, unroll=1):
+                bits = self._bits(work_tile, word, work)
                 while bits != 0:
-                    expert = self._expert(bits, word, unit)
-                    for chunk in cutlass.range(c.chunks, unroll=1):
-                        ptx.wait(smem.free + stage, parity)
+                    expert = self._expert(bits, word, work_tile)
+                    for k_tile in cutlass.range(c.k_tiles, unroll=1):
+                        ptx.wait(smem.empty + stage, parity)
                         base, barrier = self._stage_at(stage, smem), smem.full + stage
-                        self._copy_scales_of(unit, expert, chunk, base, barrier, part)
-                        place = unit.row_tile, chunk, expert
-                        self.mma.copy_box(b_map, rows, c.columns, base + ROWS * LINE, place, barrier, ptx.EVICT_FIRST)
-                        place = unit.token_tile, chunk, expert
-                        self.mma.copy_box(a_map, tokens, ROWS, base, place, barrier, None)
+                        self._copy_scales_of(work_tile, expert, k_tile, base, barrier, work)
+                        place = work_tile.n_tile, k_tile, expert
+                        self.mma.copy_box(
+                            b_map, b_boxes, c.tile_n, base + MMA_M * K_TILE_BYTES, place, barrier, ptx.EVICT_FIRST
+                        )
+                        place = work_tile.m_tile, k_tile, expert
+                        self.mma.copy_box(a_map, a_boxes, MMA_M, base, place, barrier, None)
                         stage, parity = next_stage(stage, parity, c.stages)
                     bits = bits & (bits - 1)
-            number += part.pitch
+            number += work.pitch
 
     @cute.jit
-    def _copy_scales_of(self, unit, expert, chunk, base, barrier, part):
+    def _copy_scales_of(self, work_tile, expert, k_tile, base, barrier, work):
         """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
-        first = self._first_tile(expert, chunk)
-        end = expert * c.width + cutlass.min(chunk * K_TILE + K_TILE, Int32(c.width))
-        size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE_BYTES
-        rows = ScaleTiles(part.b_scale, unit.row_tile * c.columns // ROWS, 1, ptx.EVICT_FIRST)
-        tokens = ScaleTiles(part.a_scale, unit.token_tile, 1, None)
-        self._copy_scales(tokens, rows, first, size, base, barrier)
+        first = self._first_scale_tile(expert, k_tile)
+        end = expert * c.width + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.width))
+        size = (cute.ceil_div(end, stage.scale_tile_k) - first) * SCALE_TILE_BYTES
+        b_tiles = ScaleTiles(work.b_scale, work_tile.n_tile * c.tile_n // MMA_M, 1, ptx.EVICT_FIRST)
+        a_tiles = ScaleTiles(work.a_scale, work_tile.m_tile, 1, None)
+        self._copy_scale_tiles(a_tiles, b_tiles, first, size, base, barrier)
 
     @cute.jit
-    def _arrange(self, thread, part, smem):
+    def _load_linear_scales(self, thread, work, smem):
         """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
-        blocks = part.experts * (c.width // c.fmt.block_size)
+        blocks = work.experts * (c.width // c.fmt.block_size)
         stage, parity = Int32(0), Int32(1)
-        number = part.first
-        while number < part.units:
-            unit = self._unit(number, part)
-            tokens = part.a_scale, unit.token_tile * ROWS + lane, part.m
-            rows = part.b_scale, unit.row_tile * c.columns + lane, part.n
-            for word in cutlass.range(part.words, unroll=1):
-                bits = self._bits(unit, word, part)
+        number = work.first
+        while number < work.num_work_tiles:
+            work_tile = self._work_tile(number, work)
+            a_rows = work.a_scale, work_tile.m_tile * MMA_M + lane, work.m
+            b_rows = work.b_scale, work_tile.n_tile * c.tile_n + lane, work.n
+            for word in cutlass.range(work.words, unroll=1):
+                bits = self._bits(work_tile, word, work)
                 while bits != 0:
-                    expert = self._expert(bits, word, unit)
-                    for chunk in cutlass.range(c.chunks, unroll=1):
-                        first = self._first_tile(expert, chunk) * (self.stage.tile_elements // c.fmt.block_size)
-                        turn, stage, parity = self._arrange_chunk(
-                            turn, lane, tokens, rows, first, blocks, stage, parity, smem
+                    expert = self._expert(bits, word, work_tile)
+                    for k_tile in cutlass.range(c.k_tiles, unroll=1):
+                        first = self._first_scale_tile(expert, k_tile) * (self.stage.scale_tile_k // c.fmt.block_size)
+                        turn, stage, parity = self._load_linear_scales_of_k_tile(
+                            turn, lane, a_rows, b_rows, first, blocks, stage, parity, smem
                         )
                     bits = bits & (bits - 1)
-            number += part.pitch
+            number += work.pitch
 
     # MMAs
 
     @cute.jit
-    def _multiply(self, columns, part, smem):
+    def _issue_mmas(self, tmem, work, smem):
         """The multiplying thread: issue the MMAs of all experts."""
         c = self.config
         if const_expr(c.pdl and c.routed):
             cute.arch.griddepcontrol_wait()
-        place = self._first_chunk()
-        accumulator, free_parity = Int32(0), Int32(1)
-        number = part.first
-        while number < part.units:
-            unit = self._unit(number, part)
-            first_column = unit.row_tile * c.columns
-            for word in cutlass.range(part.words, unroll=1):
-                bits = self._bits(unit, word, part)
+        place = self._first_mma_state()
+        accumulator, empty_parity = Int32(0), Int32(1)
+        number = work.first
+        while number < work.num_work_tiles:
+            work_tile = self._work_tile(number, work)
+            first_n = work_tile.n_tile * c.tile_n
+            for word in cutlass.range(work.words, unroll=1):
+                bits = self._bits(work_tile, word, work)
                 while bits != 0:
                     phase = None
                     if const_expr(self.stage.spread):
                         # The width is an odd multiple of half a tile of scales.
-                        phase = self._expert(bits, word, unit) % 2
-                    ptx.wait(smem.sums_free + accumulator, free_parity)
-                    total = columns + Uint32(accumulator * c.columns)
-                    for chunk in cutlass.range(c.chunks, unroll=1):
-                        steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
-                        place = self._multiply_chunk(place, columns, total, steps, first_column, chunk > 0, phase, smem)
-                    tcgen05.commit(smem.sums_full + accumulator, 1, False)
-                    accumulator, free_parity = next_stage(accumulator, free_parity, ACCUMULATORS)
+                        phase = self._expert(bits, word, work_tile) % 2
+                    ptx.wait(smem.acc_empty + accumulator, empty_parity)
+                    acc = tmem + Uint32(accumulator * c.tile_n)
+                    for k_tile in cutlass.range(c.k_tiles, unroll=1):
+                        num_mmas = cutlass.min(work.num_mmas - k_tile * MMAS_PER_K_TILE, Int32(MMAS_PER_K_TILE))
+                        place = self._multiply_k_tile(place, tmem, acc, num_mmas, first_n, k_tile > 0, phase, smem)
+                    tcgen05.commit(smem.acc_full + accumulator, 1, False)
+                    accumulator, empty_parity = next_stage(accumulator, empty_parity, ACCUMULATORS)
                     bits = bits & (bits - 1)
-            number += part.pitch
+            number += work.pitch
 
     # Results
 
     @cute.jit
-    def _store(self, columns, tid, part, smem):
+    def _run_epilogue(self, tmem, tid, work, smem):
         """A storing warp: add up the sums of each unit's experts, and store the totals."""
         c = self.config
-        totals = cute.make_rmem_tensor(cute.make_layout(c.columns), Float32)
+        acc = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         accumulator, parity = Int32(0), Int32(0)
-        number = part.first
-        while number < part.units:
-            unit = self._unit(number, part)
-            token = unit.token_tile * ROWS + tid
-            totals.fill(0.0)
-            for word in cutlass.range(part.words, unroll=1):
-                bits = self._bits(unit, word, part)
+        number = work.first
+        while number < work.num_work_tiles:
+            work_tile = self._work_tile(number, work)
+            token = work_tile.m_tile * MMA_M + tid
+            acc.fill(0.0)
+            for word in cutlass.range(work.words, unroll=1):
+                bits = self._bits(work_tile, word, work)
                 while bits != 0:
-                    expert = self._expert(bits, word, unit)
-                    factor = ptx.float_of(self._factor_bits(token, expert, token < part.m, part.alpha))
+                    expert = self._expert(bits, word, work_tile)
+                    factor = ptx.float_of(self._factor_bits(token, expert, token < work.m, work.alpha))
                     biases = None
                     if const_expr(c.bias_dtype is not None):
-                        biases = self._load_bias(expert, unit, tid, part)
-                    ptx.wait(smem.sums_full + accumulator, parity)
+                        biases = self._load_bias(expert, work_tile, tid, work)
+                    ptx.wait(smem.acc_full + accumulator, parity)
                     tcgen05.fence_after()
                     counts = factor_counts(factor)
                     if cute.arch.vote_ballot_sync(counts) != 0:
-                        start = columns + Uint32(accumulator * c.columns) + Uint32(tid // WARP * WARP << 16)
+                        start = tmem + Uint32(accumulator * c.tile_n) + Uint32(tid // WARP * WARP << 16)
                         if const_expr(c.bias_dtype is not None):
-                            self._share_bias(biases, tid, smem)
-                        for piece in range_constexpr(c.columns // LOADED):
-                            sums = tcgen05.load(start + piece * LOADED, LOADED)
+                            self._broadcast_bias(biases, tid, smem)
+                        for piece in range_constexpr(c.tile_n // COLUMNS_PER_LOAD):
+                            words = tcgen05.load(start + piece * COLUMNS_PER_LOAD, COLUMNS_PER_LOAD)
                             tcgen05.wait_for_loads()
                             if counts:
-                                for j in range_constexpr(0, LOADED, 4):
-                                    at = piece * LOADED + j
-                                    own = [ptx.float_of(word) for word in sums[j : j + 4]]
+                                for j in range_constexpr(0, COLUMNS_PER_LOAD, 4):
+                                    at = piece * COLUMNS_PER_LOAD + j
+                                    own = [ptx.float_of(word) for word in words[j : j + 4]]
                                     if const_expr(c.bias_dtype is not None):
-                                        own = self._with_bias(own, at, tid, smem)
+                                        own = self._add_bias(own, at, tid, smem)
                                     for k in range_constexpr(4):
-                                        totals[at + k] = ptx.fma_rn(factor, own[k], totals[at + k])
-                    self._leave_columns(smem.sums_free + accumulator, tid)
+                                        acc[at + k] = ptx.fma_rn(factor, own[k], acc[at + k])
+                    self._signal_acc_loaded(smem.acc_empty + accumulator, tid)
                     accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
                     bits = bits & (bits - 1)
-            self._store_totals(totals, number, unit, tid, part)
-            number += part.pitch
+            self._store_result(acc, number, work_tile, tid, work)
+            number += work.pitch
 
-    def _load_bias(self, expert, unit, tid, part) -> list:
+    def _load_bias(self, expert, work_tile, tid, work) -> list:
         """The bias of each ``WARP``-th column of a unit. It comes while the sums are computed."""
-        column = unit.row_tile * self.config.columns + tid % WARP
+        column = work_tile.n_tile * self.config.tile_n + tid % WARP
         return [
-            load_terms(part.bias, expert, column, i, 1, column + i < part.n)[0]
-            for i in range(0, self.config.columns, WARP)
+            load_terms(work.bias, expert, column, i, 1, column + i < work.n)[0]
+            for i in range(0, self.config.tile_n, WARP)
         ]
 
-    def _share_bias(self, biases: list, tid, smem) -> None:
-        """Give all lanes of the warp all columns' bias. They have read the last expert's."""
+    def _broadcast_bias(self, biases: list, tid, smem) -> None:
+        """Give all lanes of the warp all tmem' bias. They have read the last expert's."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
             store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))
         cute.arch.sync_warp()
 
-    def _with_bias(self, sums: list, column: int, tid, smem) -> list:
-        """Four columns' sums with their bias."""
+    def _add_bias(self, sums: list, column: int, tid, smem) -> list:
+        """Four tmem' sums with their bias."""
         words = load_words(cute.make_tensor(self._bias_at(column, tid, smem, 16), cute.make_layout(4)))
         return [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(sums, words, strict=True)]
 
     def _bias_at(self, column, tid, smem, align: int) -> cute.Pointer:
         """Where the warp's bias of a column is in shared memory."""
-        after = (tid // WARP * self.config.columns + column) * 4
+        after = (tid // WARP * self.config.tile_n + column) * 4
         start = smem.stages + (self.config.smem_bytes - self.config.bias_bytes)
         return cute.recast_ptr(start + cute.assume(after, divby=align), dtype=Uint32)
 
     @cute.jit
-    def _store_totals(self, totals, number, unit, tid, part):
-        """Store a token's totals of a unit: as the result, or for ``add_kernel``."""
+    def _store_result(self, acc, number, work_tile, tid, work):
+        """Store a token's totals of a unit: as the result, or for ``reduce_kernel``."""
         c = self.config
-        token, row = unit.token_tile * ROWS + tid, unit.row_tile * c.columns
-        for group in range_constexpr(c.columns // GROUP):
-            exists = (token < part.m) & (row + group * GROUP < part.n)
-            values = [totals[group * GROUP + i] for i in range(GROUP)]
-            if const_expr(c.shares_tiles):
-                at = self._total_at(part.totals, number, tid, group, part.m)
+        token, row = work_tile.m_tile * MMA_M + tid, work_tile.n_tile * c.tile_n
+        for column_group in range_constexpr(c.tile_n // STORE_COLUMNS):
+            exists = (token < work.m) & (row + column_group * STORE_COLUMNS < work.n)
+            values = [acc[column_group * STORE_COLUMNS + i] for i in range(STORE_COLUMNS)]
+            if const_expr(c.has_partial_sums):
+                at = self._partial_sum_at(work.partial_sums, number, tid, column_group, work.m)
                 words = pack(values, Float32)
             else:
-                at = part.out.iterator + (Int64(token) * part.n + (row + group * GROUP))
+                at = work.out.iterator + (Int64(token) * work.n + (row + column_group * STORE_COLUMNS))
                 words = pack(values, self.out_dtype)
             for i in range_constexpr(0, len(words), 4):
                 ptx.store_if(at + i * len(values) // len(words), words[i : i + 4], exists)
 
-    def _total_at(self, totals, unit, row, group, m) -> cute.Pointer:
-        """Where a unit's totals of a token's ``GROUP`` columns are. Those of neighbouring tokens are neighbours, so
-        that the lanes of a warp store them together."""
-        tokens = cutlass.min(m, Int32(ROWS))
-        place = (Int64(unit) * (self.config.columns // GROUP) + group) * tokens + row
-        return totals.iterator + cute.assume(place * GROUP, divby=GROUP)
+    def _partial_sum_at(self, partial_sums, number, row, column_group, m) -> cute.Pointer:
+        """Where a unit's totals of a token's ``STORE_COLUMNS`` tmem are. Those of neighbouring tokens are neighbours,
+        so that the lanes of a warp store them together."""
+        tokens = cutlass.min(m, Int32(MMA_M))
+        place = (Int64(number) * (self.config.tile_n // STORE_COLUMNS) + column_group) * tokens + row
+        return partial_sums.iterator + cute.assume(place * STORE_COLUMNS, divby=STORE_COLUMNS)
 
     @cute.kernel
-    def add_kernel(self, out, totals):
-        """Add up the totals of all parts, in their order, and store the result. A thread has ``GROUP`` columns of a
-        token."""
+    def reduce_kernel(self, out, partial_sums):
+        """Add up the totals of all parts, in their order, and store the result. A thread has ``STORE_COLUMNS`` tmem of
+        a token."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
         m, n = out.shape
-        place = cta * ADDERS + tid
-        token, column = place // (n // GROUP), place % (n // GROUP) * GROUP
-        token_tiles = cute.ceil_div(m, ROWS)
-        tile = column // c.columns * token_tiles + token // ROWS
-        tiles = token_tiles * cute.ceil_div(n, c.columns)
+        place = cta * REDUCE_THREADS + tid
+        token, column = place // (n // STORE_COLUMNS), place % (n // STORE_COLUMNS) * STORE_COLUMNS
+        m_tiles = cute.ceil_div(m, MMA_M)
+        tile = column // c.tile_n * m_tiles + token // MMA_M
+        tiles = m_tiles * cute.ceil_div(n, c.tile_n)
         exists = token < m
-        values = [Float32(0.0)] * GROUP
-        for part in range_constexpr(c.parts):
-            at = self._total_at(totals, part * tiles + tile, token % ROWS, column % c.columns // GROUP, m)
-            words = [word for i in range(0, GROUP, 4) for word in ptx.load_if(at + i, exists, 4)]
+        values = [Float32(0.0)] * STORE_COLUMNS
+        for class_ in range_constexpr(c.classes):
+            at = self._partial_sum_at(
+                partial_sums, class_ * tiles + tile, token % MMA_M, column % c.tile_n // STORE_COLUMNS, m
+            )
+            words = [word for i in range(0, STORE_COLUMNS, 4) for word in ptx.load_if(at + i, exists, 4)]
             values = [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(values, words, strict=True)]
         words = pack(values, self.out_dtype)
         to = out.iterator + (Int64(token) * n + column)
         for i in range_constexpr(0, len(words), 4):
-            ptx.store_if(to + i * GROUP // len(words), words[i : i + 4], exists)
+            ptx.store_if(to + i * STORE_COLUMNS // len(words), words[i : i + 4], exists)

@@ -50,7 +50,7 @@ class Config:
         """Vectors of a row."""
         return self.width // self.vector
 
-    def portions(self, threads: int) -> int:
+    def rounds(self, threads: int) -> int:
         """Portions of a row: rounds in which this many threads process it, a vector each."""
         return -(-self.vectors // threads)
 
@@ -71,11 +71,11 @@ class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights resi
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:
     """The configuration for these properties; every architecture has one."""
     vectors = width * dtype.itemsize // VECTOR
-    threads, more_threads = (_even_threads(vectors, most) for most in (THREADS, MORE_THREADS))
+    threads, more_threads = (_even_threads(vectors, max_threads) for max_threads in (THREADS, MORE_THREADS))
     return Config(dtype, width, topk, has_residual, FEW, threads, more_threads, pdl)
 
 
-def _even_threads(vectors: int, most: int) -> int:
-    """The number of threads, up to ``most``, that divides a row's vectors into portions equal to within a warp."""
-    portions = -(-vectors // most)
-    return -(-vectors // (portions * WARP)) * WARP
+def _even_threads(vectors: int, max_threads: int) -> int:
+    """Return the number of threads, at most ``max_threads``, that divides a row into rounds equal to within a warp."""
+    rounds = -(-vectors // max_threads)
+    return -(-vectors // (rounds * WARP)) * WARP

@@ -7,7 +7,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import pack, store_words, unpack
-from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -42,7 +42,7 @@ class MoeFinalizeKernel(TokenKernel):
         c = self.config
         index = expanded_to_permuted
         tokens, threads = out.shape[0], Int32(c.threads)
-        slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.portions(c.threads))
+        slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.rounds(c.threads))
         ctas = ctas_unless_overlapping(
             tokens,
             written=(out,),
@@ -51,16 +51,16 @@ class MoeFinalizeKernel(TokenKernel):
         )
         if tokens <= c.few:
             # Larger CTAs, if each CTA has one portion, and if they leave the busiest SM less work.
-            is_less = self._most(tokens, sms, c.more_threads) < self._most(tokens, sms, c.threads)
-            if is_less & (slices == c.portions(c.threads)):
-                threads, slices = Int32(c.more_threads), Int32(c.portions(c.more_threads))
+            is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
+            if is_less & (slices == c.rounds(c.threads)):
+                threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))
             self._launch(True, ctas, slices, threads, input, index, weights, residual, out, stream)
         else:
             self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
-    def _most(self, tokens, sms, threads: int):
+    def _busiest_sm_work(self, tokens, sms, threads: int):
         """Vectors of the busiest SM if CTAs of this many threads have one portion each."""
-        return (tokens * self.config.portions(threads) + sms - 1) // sms * threads
+        return (tokens * self.config.rounds(threads) + sms - 1) // sms * threads
 
     @cute.jit
     def _launch(self, are_few: Constexpr, ctas, slices, threads, input, index, weights, residual, out, stream):

@@ -14,7 +14,7 @@ THREADS = 64
 """Threads of a CTA that quantises."""
 COPY_THREADS = 128
 """Threads of a CTA that copies scales."""
-CHUNK = 16
+SCALES_PER_THREAD = 16
 """Scales of a row that one thread copies."""
 
 
@@ -37,14 +37,14 @@ class Config:
     pdl: bool
 
     @property
-    def units(self) -> int:
+    def threads_per_token(self) -> int:
         """Threads of a token; each has ``FP8_UNIT`` elements, except for those of a short block's missing half."""
         return self.scales * SCALE_THREADS
 
     @property
     def has_short_block(self) -> bool:
         """Whether the last block of a token has 64 elements instead of 128."""
-        return self.units * FP8_UNIT != self.width
+        return self.threads_per_token * FP8_UNIT != self.width
 
     @property
     def scales(self) -> int:
@@ -52,9 +52,9 @@ class Config:
         return FP8_BLOCK128.scales_per_row(self.width)
 
     @property
-    def chunks(self) -> int:
+    def scale_groups(self) -> int:
         """Chunks of a token's scales."""
-        return -(-self.scales // CHUNK)
+        return -(-self.scales // SCALES_PER_THREAD)
 
     def workspace_shape(self, tokens: int) -> tuple[int, int] | None:
         """Shape of the workspace for the tokens' scales, if a call needs it."""

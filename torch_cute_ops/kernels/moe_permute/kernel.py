@@ -8,10 +8,10 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import unpack
-from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
-from torch_cute_ops.kernels.moe_permute.config import CHUNK, COPY_THREADS, THREADS, Arguments, Config
+from torch_cute_ops.kernels.moe_permute.config import COPY_THREADS, SCALES_PER_THREAD, THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 VECTOR = 16
@@ -27,32 +27,34 @@ class MoePermuteKernel(TokenKernel):
         c = self.config
         tokens, rows = Dim("tokens"), Dim("rows")
         step = Dim("row_stride", divisibility=VECTOR // c.dtype.itemsize, bits=64)
-        kept = (Dim("kept"), Dim("kept_scales"))
+        token_scales = (Dim("kept"), Dim("kept_scales"))
         return Arguments(
             input=TensorArg(self.dtype.__name__, (tokens, c.width), (step, 1), align=VECTOR),
             y=TensorArg("Float8E4M3FN", (rows, c.width), (c.width, 1), align=VECTOR),
             scale=TensorArg("Float32", (c.scales, rows), (rows, 1), align=4),
             expanded_to_permuted=TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=alignment(c.topk)),
             permuted_to_expanded=TensorArg("Int32", (rows,), (1,), align=4),
-            workspace=TensorArg("Float32", kept, (Dim("kept_pitch", bits=64), 1), align=VECTOR),
+            workspace=TensorArg("Float32", token_scales, (Dim("kept_pitch", bits=64), 1), align=VECTOR),
         )
 
     @cute.jit
     def __call__(self, input, y, scale, expanded_to_permuted, permuted_to_expanded, workspace, stream):
         c = self.config
         tokens = input.shape[0]
-        ctas = Int32((Int64(tokens) * c.units + (THREADS - 1)) // THREADS)
+        ctas = Int32((Int64(tokens) * c.threads_per_token + (THREADS - 1)) // THREADS)
         read = (input, expanded_to_permuted, permuted_to_expanded)
         if tokens <= c.few:
             ctas = ctas_unless_overlapping(ctas, (y, scale), read)
             self._quantize(ctas, input, y, scale, None, expanded_to_permuted, stream)
         else:
-            kept = cute.make_tensor(workspace.iterator, cute.make_layout((tokens, c.scales), stride=(c.scales, 1)))
-            ctas = ctas_unless_overlapping(ctas, (y, scale, kept), read)
-            self._quantize(ctas, input, y, None, kept, expanded_to_permuted, stream)
+            token_scales = cute.make_tensor(
+                workspace.iterator, cute.make_layout((tokens, c.scales), stride=(c.scales, 1))
+            )
+            ctas = ctas_unless_overlapping(ctas, (y, scale, token_scales), read)
+            self._quantize(ctas, input, y, None, token_scales, expanded_to_permuted, stream)
             # Not reached if the launch before it was refused.
-            self.copy_scales(kept, permuted_to_expanded, scale).launch(
-                grid=[cute.ceil_div(permuted_to_expanded.shape[0], COPY_THREADS), c.chunks, 1],
+            self.copy_scales(token_scales, permuted_to_expanded, scale).launch(
+                grid=[cute.ceil_div(permuted_to_expanded.shape[0], COPY_THREADS), c.scale_groups, 1],
                 block=[COPY_THREADS, 1, 1],
                 min_blocks_per_mp=1,
                 stream=stream,
@@ -60,8 +62,8 @@ class MoePermuteKernel(TokenKernel):
             )
 
     @cute.jit
-    def _quantize(self, ctas, input, y, scale, kept, places, stream):
-        self.quantize(input, y, scale, kept, places).launch(
+    def _quantize(self, ctas, input, y, scale, token_scales, places, stream):
+        self.quantize(input, y, scale, token_scales, places).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -70,20 +72,23 @@ class MoePermuteKernel(TokenKernel):
         )
 
     @cute.kernel
-    def quantize(self, input, y, scale, kept, places):
-        """Store the codes of all tokens in each of their rows; and their scales, there or in ``kept``."""
+    def quantize(self, input, y, scale, token_scales, places):
+        """Store the codes of all tokens in each of their rows; and their scales, there or in ``token_scales``."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
         # The units of a large input do not fit 32 bits.
         before = Int64(cta) * THREADS
-        number = Int32(before % c.units) + tid
-        token, unit = Int32(before // c.units) + number // c.units, number % c.units
+        number = Int32(before % c.threads_per_token) + tid
+        token, thread_in_token = (
+            Int32(before // c.threads_per_token) + number // c.threads_per_token,
+            number % c.threads_per_token,
+        )
         is_token = token < input.shape[0]
         # Threads of a short block's missing half have no elements, but take part in storing its scale.
-        exists = is_token & (unit * FP8_UNIT < c.width) if c.has_short_block else is_token
-        first = cute.assume(unit * FP8_UNIT, divby=FP8_UNIT)
+        exists = is_token & (thread_in_token * FP8_UNIT < c.width) if c.has_short_block else is_token
+        first = cute.assume(thread_in_token * FP8_UNIT, divby=FP8_UNIT)
         start = input.iterator + cute.assume(Int64(token) * input.stride[0], divby=VECTOR // c.dtype.itemsize) + first
         words = []
         for i in range_constexpr(FP8_UNIT * c.dtype.itemsize // VECTOR):
@@ -98,37 +103,37 @@ class MoePermuteKernel(TokenKernel):
         for row in rows:
             to = y.iterator + cute.assume(Int64(row) * c.width + first, divby=FP8_UNIT)
             ptx.store_if(to, codes, row >= 0)
-        block, member = unit // SCALE_THREADS, unit % SCALE_THREADS
-        if const_expr(kept is None):
+        block, thread_in_block = thread_in_token // SCALE_THREADS, thread_in_token % SCALE_THREADS
+        if const_expr(token_scales is None):
             # The threads that share a scale divide the token's rows among themselves.
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
-                if is_token & (i + member < c.topk):
-                    place = places[token, i + member]
+                if is_token & (i + thread_in_block < c.topk):
+                    place = places[token, i + thread_in_block]
                     if place >= 0:
                         scale[block, place] = own
         else:
-            if exists & (member == 0):
-                kept[token, block] = own
+            if exists & (thread_in_block == 0):
+                token_scales[token, block] = own
 
     @cute.kernel
-    def copy_scales(self, kept, pairs, scale):
+    def copy_scales(self, token_scales, pairs, scale):
         """Copy a chunk of each row's scales from those of its token."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, chunk, _ = cute.arch.block_idx()
+        cta, scale_group, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
         row = cta * COPY_THREADS + tid
         pair = Int32(-1)
         if row < pairs.shape[0]:
             pair = pairs[row]
-        token, first = pair // c.topk, chunk * CHUNK
-        if (pair >= 0) & (token < kept.shape[0]):
+        token, first = pair // c.topk, scale_group * SCALES_PER_THREAD
+        if (pair >= 0) & (token < token_scales.shape[0]):
             # Words of a load.
             vector = 4 if c.scales % 4 == 0 else 1
             words = []
-            for i in range_constexpr(0, CHUNK, vector):
-                at = kept.iterator + cute.assume(Int64(token) * c.scales + (first + i), divby=vector)
+            for i in range_constexpr(0, SCALES_PER_THREAD, vector):
+                at = token_scales.iterator + cute.assume(Int64(token) * c.scales + (first + i), divby=vector)
                 words += ptx.load_if(at, first + i < c.scales, vector)
-            for i in range_constexpr(CHUNK):
+            for i in range_constexpr(SCALES_PER_THREAD):
                 if first + i < c.scales:
                     scale[first + i, row] = ptx.float_of(words[i])

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice, ExpertPlacement, PlacementConfig
 
-CHUNK = 64
+BATCH = 64
 """Tokens that a CTA processes at a time: with the most experts that a token can have, a pair for each thread."""
-ALONE = 32
+SINGLE_CTA_TOKENS = 32
 """Tokens up to which a single CTA does everything: one for each warp."""
-RUN = 8
+SLOTS_PER_CTA = 8
 """Tokens for each CTA, as long as there are SMs."""
 
 
@@ -29,7 +29,7 @@ class Config(ExpertChoice, PlacementConfig):
     @property
     def placement(self) -> ExpertPlacement:
         """How pairs get their rows, a slot being a token."""
-        return ExpertPlacement(self.experts, self.topk, CHUNK, ALONE, RUN, self.is_masked)
+        return ExpertPlacement(self.experts, self.topk, BATCH, SINGLE_CTA_TOKENS, SLOTS_PER_CTA, self.is_masked)
 
 
 class Arguments(
@@ -52,7 +52,8 @@ class Arguments(
         counts: (E,) int32, rows of each expert.
         workspace: (``Config.workspace_words(M, R, sms)``,) int32; where that is 0, any, unused.
         scaling_factor: fp32, multiplies the weights.
-        unit: int32, the rows of each expert where ``Config.is_masked``; else what its first row is a multiple of.
+        row_multiple: int32, the rows of each expert where ``Config.is_masked``; else what its first row is a multiple
+            of.
         sms: int32, multiprocessors of the device.
     """
 

@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
-from torch_cute_ops.kernels.common.experts.choice import ExpertChooser
 from torch_cute_ops.kernels.common.experts.layouts import THREADS, WARP
-from torch_cute_ops.kernels.common.experts.placement import ExpertPlacer, Rows
-from torch_cute_ops.kernels.moe_route.config import CHUNK, Arguments, Config
+from torch_cute_ops.kernels.common.experts.routing import ExpertChooser, ExpertPlacer, RowOutputs
+from torch_cute_ops.kernels.moe_route.config import BATCH, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
@@ -45,32 +44,32 @@ class MoeRouteKernel(ExpertPlacer):
         counts,
         workspace,
         scaling_factor: Float32,
-        unit: Int32,
+        row_multiple: Int32,
         sms: Int32,
         stream,
     ):
-        inputs, rows = (logits, bias, weights, ids, scaling_factor), Rows(permuted_to_expanded, offsets, counts)
+        inputs, rows = (logits, bias, weights, ids, scaling_factor), RowOutputs(permuted_to_expanded, offsets, counts)
         read, written = (logits, bias), (weights, ids, expanded_to_permuted, *rows)
         slots = logits.shape[0]
-        self.launch(slots, inputs, expanded_to_permuted, rows, workspace, unit, sms, written, read, stream)
+        self.launch(slots, inputs, expanded_to_permuted, rows, workspace, row_multiple, sms, written, read, stream)
 
     @cute.jit
-    def take_chunk(self, chunk, inputs, t, s):
+    def take_batch(self, batch, inputs, thread, smem):
         """The warps choose the experts of the chunk's tokens."""
         logits, bias, weights, ids, factor = inputs
-        topk, chosen = self.config.topk, s.chosen
-        for token in range(chunk + t.warp, cutlass.min(chunk + CHUNK, t.last), THREADS // WARP):
-            expert, weight = self.chooser.choose(token, logits, bias, factor, t.lane)
-            if t.lane < topk:
-                ids[token, t.lane] = expert
-                weights[token, t.lane] = weight
-                chosen[(token - chunk) * topk + t.lane] = expert
-                self.mark(expert, token - chunk, s)
+        topk, chosen = self.config.topk, smem.chosen
+        for token in range(batch + thread.warp, cutlass.min(batch + BATCH, thread.last), THREADS // WARP):
+            expert, weight = self.chooser.choose(token, logits, bias, factor, thread.lane)
+            if thread.lane < topk:
+                ids[token, thread.lane] = expert
+                weights[token, thread.lane] = weight
+                chosen[(token - batch) * topk + thread.lane] = expert
+                self.mark(expert, token - batch, smem)
         cute.arch.sync_threads()
         expert, rank = Int32(0), Int32(0)
-        if self.has_pair(chunk, t):
-            expert = chosen[t.tid]
-            rank = self.rank_of(expert, t.tid // topk, s)
+        if self.has_pair(batch, thread):
+            expert = chosen[thread.tid]
+            rank = self.rank_of(expert, thread.tid // topk, smem)
         return expert, rank
 
     def expert_of(self, pair, inputs):

@@ -6,8 +6,8 @@ from cutlass import Float32, Int64, const_expr
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
-from torch_cute_ops.kernels.common.experts.choice import ExpertChooser
 from torch_cute_ops.kernels.common.experts.layouts import WARP
+from torch_cute_ops.kernels.common.experts.routing import ExpertChooser
 from torch_cute_ops.kernels.moe_route_dense.config import WARPS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

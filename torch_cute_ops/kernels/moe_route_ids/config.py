@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch_cute_ops.kernels.common.experts.layouts import ExpertPlacement, PlacementConfig
 
-CHUNK = 512
+BATCH = 512
 """Pairs that a CTA processes at a time, and up to which a single CTA does everything; 32 KB of bits for 512 experts."""
-RUN = 512
+SLOTS_PER_CTA = 512
 """Pairs for each CTA, as long as there are SMs: with fewer, each CTA would have more counts of others to read."""
 
 
@@ -28,7 +28,7 @@ class Config(PlacementConfig):
     @property
     def placement(self) -> ExpertPlacement:
         """How pairs get their rows, a slot being a pair."""
-        return ExpertPlacement(self.experts, 1, CHUNK, CHUNK, RUN, self.is_masked)
+        return ExpertPlacement(self.experts, 1, BATCH, BATCH, SLOTS_PER_CTA, self.is_masked)
 
 
 class Arguments(
@@ -39,7 +39,7 @@ class Arguments(
     Attributes:
         ids: (M, topk) int32, the experts of each token; any other number means no expert.
         expanded_to_permuted: (M, topk) int32, the row of each pair, -1 for one without an expert, or that was dropped.
-        permuted_to_expanded, offsets, counts, workspace, unit, sms: as for ``moe_route``; but the workspace has
+        permuted_to_expanded, offsets, counts, workspace, row_multiple, sms: as for ``moe_route``; but the workspace has
             ``Config.workspace_words(M * topk, R, sms)`` words.
     """
 

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.experts.placement import ExpertPlacer, Rows
+from torch_cute_ops.kernels.common.experts.routing import ExpertPlacer, RowOutputs
 from torch_cute_ops.kernels.moe_route_ids.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -32,25 +32,25 @@ class MoeRouteIdsKernel(ExpertPlacer):
         offsets,
         counts,
         workspace,
-        unit: Int32,
+        row_multiple: Int32,
         sms: Int32,
         stream,
     ):
-        slots, rows = ids.shape[0] * ids.shape[1], Rows(permuted_to_expanded, offsets, counts)
+        slots, rows = ids.shape[0] * ids.shape[1], RowOutputs(permuted_to_expanded, offsets, counts)
         written = (expanded_to_permuted, *rows)
-        self.launch(slots, (ids,), expanded_to_permuted, rows, workspace, unit, sms, written, (ids,), stream)
+        self.launch(slots, (ids,), expanded_to_permuted, rows, workspace, row_multiple, sms, written, (ids,), stream)
 
     @cute.jit
-    def take_chunk(self, chunk, inputs, t, s):
+    def take_batch(self, batch, inputs, thread, smem):
         """Each thread reads the expert of its pair."""
         expert, rank = Int32(-1), Int32(0)
-        if self.has_pair(chunk, t):
-            expert = self.expert_of(chunk + t.tid, inputs)
+        if self.has_pair(batch, thread):
+            expert = self.expert_of(batch + thread.tid, inputs)
             if expert >= 0:
-                self.mark(expert, t.tid, s)
+                self.mark(expert, thread.tid, smem)
         cute.arch.sync_threads()
         if expert >= 0:
-            rank = self.rank_of(expert, t.tid, s)
+            rank = self.rank_of(expert, thread.tid, smem)
         return expert, rank
 
     def expert_of(self, pair, inputs):

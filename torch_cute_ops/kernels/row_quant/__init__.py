@@ -1,6 +1,6 @@
 """Quantise rows to FP4 or FP8, after an addition or a gate and optionally an RMSNorm, in one pass over memory.
 
-``Problem`` says what a kernel does, as a combination of:
+``RowQuantSpec`` says what a kernel does, as a combination of:
 
 - source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
   gated by its first (``silu(gate) * up``, or the general SwiGLU);
@@ -49,12 +49,12 @@ written (FP8: H and its scales). The weight is read once for each CTA, from L2.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.row_quant.config import Arguments, Config, Problem, plan
+from torch_cute_ops.kernels.row_quant.config import Arguments, Config, RowQuantSpec, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
 
-__all__ = ["KERNEL", "Arguments", "Config", "Problem", "RowQuantKernel", "plan"]
+__all__ = ["KERNEL", "Arguments", "Config", "RowQuantKernel", "RowQuantSpec", "plan"]
 
 KERNEL = f"{__name__}.kernel.RowQuantKernel"
 __getattr__ = on_demand(__name__, "RowQuantKernel")

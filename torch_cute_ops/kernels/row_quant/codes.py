@@ -4,6 +4,7 @@
 without a norm.
 """
 
+import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
@@ -12,7 +13,60 @@ from torch_cute_ops.kernels.common.fp4.encode import fp4_block
 from torch_cute_ops.kernels.common.fp8.encode import Divisor, divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import Config
-from torch_cute_ops.kernels.row_quant.shared_blocks import SharedBlocks
+
+
+class SharedBlocks:
+    """Blocks that neighbouring lanes of a warp share: values of a whole block are computed by one lane, not by all.
+
+    ``lanes`` neighbours have a part of each of ``count`` blocks. A butterfly reduction of every block would leave each
+    lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks among
+    themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions that its
+    scale takes are computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.
+
+    ``count`` blocks that ``lanes`` neighbouring lanes share; whole warps call the methods, with their ``lane``.
+    """
+
+    def __init__(self, lanes: int, count: int):
+        self.lanes, self.count = lanes, count
+        self.lanes_per_block = lanes
+        while self.lanes_per_block > 1 and lanes // self.lanes_per_block < count:
+            self.lanes_per_block //= 2
+        if lanes // self.lanes_per_block < count:
+            raise ValueError(f"{lanes} lanes cannot have one of {count} blocks each")
+
+    def largest(self, values: list, lane):
+        """The amax of this lane's block; ``values`` are the lane's own amaxes of all blocks. NaN if one is."""
+        values = [*values, *[values[-1]] * (self.lanes // self.lanes_per_block - self.count)]
+        offset = self.lanes // 2
+        while len(values) > 1:
+            half = len(values) // 2
+            is_upper = lane & offset != 0
+            kept = [ptx.select(is_upper, b, a) for a, b in zip(values[:half], values[half:], strict=True)]
+            sent = [ptx.select(is_upper, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+            values = [
+                ptx.max_abs_nan(a, cute.arch.shuffle_sync_bfly(b, offset=offset))
+                for a, b in zip(kept, sent, strict=True)
+            ]
+            offset //= 2
+        (value,) = values
+        while offset > 0:
+            value = ptx.max_abs_nan(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+            offset //= 2
+        return value
+
+    def mine(self, lane):
+        """The index of this lane's block; may be ``count`` or more, for a lane without one."""
+        return lane % self.lanes // self.lanes_per_block
+
+    def leads(self, lane):
+        """Whether this lane is the first of the lanes with the same block."""
+        return lane % self.lanes_per_block == 0
+
+    def broadcast(self, value, index: int, lane):
+        """``value`` of the lanes that have block ``index``."""
+        if self.count == 1:
+            return value
+        return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.lanes_per_block)
 
 
 class Encoder:
@@ -24,7 +78,7 @@ class Encoder:
     @property
     def shared(self) -> SharedBlocks:
         """How threads share FP8 blocks of 128 elements."""
-        return SharedBlocks(SCALE_THREADS, self.config.thread_blocks)
+        return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
         """``amax`` of values that still lack the row factor, times that factor."""
@@ -32,30 +86,30 @@ class Encoder:
 
     def rounded(self, products, rstd) -> list:
         """The words of a block's values in the input dtype, unquantised."""
-        values = [products[i] for i in range(self.config.problem.unit)]
+        values = [products[i] for i in range(self.config.spec.block_elements)]
         if rstd is not None:
             values = [ptx.mul_rn(value, rstd) for value in values]
-        return pack(values, DSL_DTYPES[self.config.problem.dtype])
+        return pack(values, DSL_DTYPES[self.config.spec.dtype])
 
-    def fp4_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
+    def fp4_block(self, products, amax, rstd, global_scale) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
         c = self.config
-        return fp4_block(products, amax[0], g, c.problem.fmt, c.has_e2m1_cvt, rstd)
+        return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
-    def fp8(self, blocks, rstd, amax, g) -> list:
-        """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""
-        is_static = self.config.problem.fmt.is_static
-        scale = g if is_static else dynamic_scale(self._scaled(amax, rstd))
+    def fp8(self, blocks, rstd, amax, global_scale) -> list:
+        """The words of codes of each block, and the fp32 scale: the given ``global_scale``, or the row's."""
+        is_static = self.config.spec.fmt.is_static
+        scale = global_scale if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
-    def fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
+    def fp8_blocks(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
         """The words of codes of each block; and the scale of the block that this thread computes it for, which has this
         ``amax``."""
         scale = dynamic_scale(self._scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []
         for j, (products, _) in enumerate(blocks):
-            factor, near_one, inverse = (self.shared.broadcast(value, j, t.lane) for value in mine[:3])
+            factor, near_one, inverse = (self.shared.broadcast(value, j, thread.lane) for value in mine[:3])
             words.append(divide_e4m3(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
         return words, scale

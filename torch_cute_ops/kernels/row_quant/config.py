@@ -1,4 +1,4 @@
-"""What a row-quantising kernel computes (``Problem``) and how it is built (``Config``, ``plan``): no device code."""
+"""Host side of a row-quantising kernel: its specification (``RowQuantSpec``), ``Config`` and ``plan``."""
 
 import itertools
 import math
@@ -24,15 +24,15 @@ QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
-MOST_OF_CUT_ROWS = 7168
+MAX_SLICE_WIDTH = 7168
 """Most columns of a slice of rows without reductions. On an H200 ``silu_mul_fp4quant`` of 14,336 columns takes 2.75 µs
 for a row, and 79 for 4,680, by halves; 3.92 and 81 by whole rows; 2.3 and 93 by quarters."""
-MOST_OF_FEW_CUT_ROWS = 2048
+MAX_FEW_ROWS_SLICE_WIDTH = 2048
 """The same of up to ``FEW_ROWS`` in FP4. With 8, 16, 32, 64 and 128 rows a layer of an 8B model in W4A4 takes 0.5,
 1.8, 0.9, 1.8 and 2.4 µs less than with 7,168. (Of FP8, a layer of one row 0.9 less, of 8 rows 0.8 more.)"""
 FEW_ROWS = 128
 """Rows up to which such slices were measured in a layer."""
-MOST_OF_CUT_UNQUANTISED_ROWS = 1792
+MAX_UNQUANTISED_SLICE_WIDTH = 1792
 """The same of rows that are not quantised. ``silu_mul`` of 14,336 columns takes 1.2 µs for a row, and 96 for 4,680; 1.9
 and 105 by halves (H200)."""
 ENOUGH_BYTES = 48 * 1024
@@ -48,7 +48,7 @@ RowsOf = Literal["all", "experts"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowQuantSpec:
     """What is quantised, and to what.
 
     Attributes:
@@ -86,21 +86,21 @@ class Problem:
     swiglu: bool = False
 
     @classmethod
-    def of_gated_rows(cls, dtype: torch.dtype, width: int) -> "Problem":
+    def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
         """Rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in their dtype."""
         return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
 
     @classmethod
-    def of_fp4_rows(
+    def for_fp4_rows(
         cls, dtype: torch.dtype, width: int, gated: bool, fmt: FP4Format, layout: ScaleLayout, has_factor: bool
-    ) -> "Problem":
+    ) -> "RowQuantSpec":
         """Rows (M, width), or behind a gate those of gate and up, to FP4."""
         return cls("silu_mul" if gated else "rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
 
     @classmethod
-    def of_gated_experts(
+    def for_gated_experts(
         cls, dtype: torch.dtype, width: int, has_offsets: bool, has_counts: bool, swiglu: bool
-    ) -> "Problem":
+    ) -> "RowQuantSpec":
         """Experts' rows, gated, to FP8 blocks whose scales are stored by columns."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts)
@@ -121,14 +121,14 @@ class Problem:
         return 2 * self.width if self.source == "silu_mul" else self.width
 
     @property
-    def unit(self) -> int:
+    def block_elements(self) -> int:
         """Elements that a thread processes at once, a *block*: one of FP4, or ``FP8_UNIT`` elements."""
         return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
 
     @property
     def blocks(self) -> int:
-        """Blocks of ``unit`` elements in a row."""
-        return self.width // self.unit
+        """Blocks of ``block_elements`` elements in a row."""
+        return self.width // self.block_elements
 
     def slices(self, splits: int) -> tuple[int, int]:
         """Blocks of a slice, and of the last slice, of a row that is cut into ``splits``."""
@@ -152,7 +152,7 @@ class Problem:
         return self.normalises and self.dtype != torch.float32
 
     @property
-    def counts_unusual(self) -> bool:
+    def counts_unusual_blocks(self) -> bool:
         """Whether the threads of a row count its blocks of unusual magnitude: where the row factor may be applied to
         whole blocks, and a block's scale can be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
@@ -160,15 +160,15 @@ class Problem:
     @property
     def reductions(self) -> int:
         """How many values the threads of a row reduce: the sum of squares; the amax, or the count of unusual blocks."""
-        return self.normalises + self.reduces_amax + self.counts_unusual
+        return self.normalises + self.reduces_amax + self.counts_unusual_blocks
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel; a *block* is ``Problem.unit`` elements.
+    """Everything static about a kernel; a *block* is ``RowQuantSpec.block_elements`` elements.
 
     Attributes:
-        problem: what is quantised.
+        spec: what is quantised.
         has_e2m1_cvt: whether the hardware converts to e2m1.
         splits: slices of a row, each for one CTA of a cluster.
         threads_per_row: threads of a CTA that share a row: a power of two below a warp, or whole warps.
@@ -177,10 +177,10 @@ class Config:
         bulk_norm: whether these values are stored by bulk copies from shared memory, where a group has several rows,
             and not from registers.
         pdl: whether launches are programmatic dependent launches.
-        of_few_rows: the configuration for up to ``FEW_ROWS`` rows; ``None``: this one.
+        few_rows_config: the configuration for up to ``FEW_ROWS`` rows; ``None``: this one.
     """
 
-    problem: Problem
+    spec: RowQuantSpec
     has_e2m1_cvt: bool
     splits: int
     threads_per_row: int
@@ -188,37 +188,37 @@ class Config:
     stages: int
     bulk_norm: bool
     pdl: bool
-    of_few_rows: "Config | None" = None
+    few_rows_config: "Config | None" = None
 
     @property
     def blocks(self) -> int:
         """Blocks of a row."""
-        return self.problem.blocks
+        return self.spec.blocks
 
     @property
     def slice_blocks(self) -> int:
         """Blocks of a slice; the last slice may have fewer."""
-        return self.problem.slices(self.splits)[0]
+        return self.spec.slices(self.splits)[0]
 
     @property
     def slice_width(self) -> int:
         """Elements of a slice."""
-        return self.slice_blocks * self.problem.unit
+        return self.slice_blocks * self.spec.block_elements
 
     @property
-    def thread_blocks(self) -> int:
+    def blocks_per_thread(self) -> int:
         """The most blocks of a row that one thread has."""
         return ceil_div(self.slice_blocks, self.threads_per_row)
 
     @property
     def has_short_block(self) -> bool:
         """Whether the last FP8 block of a row has 64 elements instead of 128."""
-        return self.problem.fmt == FP8_BLOCK128 and self.problem.width % FP8_BLOCK128.block_size != 0
+        return self.spec.fmt == FP8_BLOCK128 and self.spec.width % FP8_BLOCK128.block_size != 0
 
     @property
     def has_idle_threads(self) -> bool:
         """Whether some threads have no block at all: possible only next to a short FP8 block."""
-        return self.problem.slices(self.splits)[1] < self.threads_per_row
+        return self.spec.slices(self.splits)[1] < self.threads_per_row
 
     @property
     def busy_warps(self) -> int:
@@ -229,18 +229,18 @@ class Config:
         all warps process four blocks (bfloat16, H200). The price: the last block's instructions no longer interleave
         with the others', so a single row takes 0.1 µs longer. Sums, and rows without norm or gate, gain nothing.
         """
-        p = self.problem
-        is_limited = p.source == "silu_mul" or (p.source == "rows" and p.normalises)
-        is_limited &= isinstance(p.fmt, FP4Format) and not self.has_e2m1_cvt
+        spec = self.spec
+        is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
+        is_limited &= isinstance(spec.fmt, FP4Format) and not self.has_e2m1_cvt
         if not is_limited or self.group_rows > 1:
             return 0
-        busy = ceil_div(self.slice_blocks - (self.thread_blocks - 1) * self.threads_per_row, WARP)
+        busy = ceil_div(self.slice_blocks - (self.blocks_per_thread - 1) * self.threads_per_row, WARP)
         return busy if busy < self.group_warps else 0
 
     @property
     def common_blocks(self) -> int:
         """Blocks that every warp of a group processes."""
-        return self.thread_blocks - (self.busy_warps > 0)
+        return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
         """The column of a group's first thread, rotated from group to group so that the warps with an extra block are
@@ -251,12 +251,12 @@ class Config:
     @property
     def quads(self) -> bool:
         """Whether scales are collected from four rows and stored together."""
-        return not self.problem.layout.is_linear and self.group_rows == 1
+        return not self.spec.layout.is_linear and self.group_rows == 1
 
     @property
     def is_cluster(self) -> bool:
         """Whether the CTAs that share a row exchange partial results."""
-        return self.splits > 1 and self.problem.reductions > 0
+        return self.splits > 1 and self.spec.reductions > 0
 
     @property
     def waves(self) -> int:
@@ -286,31 +286,31 @@ class Config:
         return self.group_threads * self.groups
 
     @property
-    def partials(self) -> int:
+    def num_partials(self) -> int:
         """Warps that share a row."""
         return self.splits * self.group_warps
 
     @property
-    def group_sums(self) -> int:
+    def group_partial_sums(self) -> int:
         """Partial results of a group: for even and for odd rows, and for an amax that is computed again."""
-        return self.partials * (2 * max(1, self.problem.reductions) + self.problem.reduces_amax)
+        return self.num_partials * (2 * max(1, self.spec.reductions) + self.spec.reduces_amax)
 
     @property
     def group_barriers(self) -> int:
         """mbarriers of a group: stage full; sums complete, for even and odd rows; recomputed amax complete."""
-        return self.stages + 2 + self.problem.reduces_amax
+        return self.stages + 2 + self.spec.reduces_amax
 
     @property
     def row_bytes(self) -> int:
         """Row buffers of a CTA."""
-        p = self.problem
-        return self.groups * self.stages * self.group_rows * p.inputs * self.slice_width * p.dtype.itemsize
+        spec = self.spec
+        return self.groups * self.stages * self.group_rows * spec.inputs * self.slice_width * spec.dtype.itemsize
 
     @property
     def norm_bytes(self) -> int:
         """Buffers for normalised rows of a CTA: two for each row that it works on."""
-        p = self.problem
-        return 2 * self.groups * self.group_rows * self.slice_width * p.dtype.itemsize if self.bulk_norm else 0
+        spec = self.spec
+        return 2 * self.groups * self.group_rows * self.slice_width * spec.dtype.itemsize if self.bulk_norm else 0
 
     @property
     def has_enough_groups(self) -> bool:
@@ -319,28 +319,28 @@ class Config:
         A CTA that adds moves many bytes for little arithmetic, and more rows in flight only congest the memory system
         (0.94 of a copy's bandwidth with one group, 0.90 with two; width 8192, H200).
         """
-        if self.problem.source == "add":
+        if self.spec.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
-        if self.problem.rows == "experts":
+        if self.spec.rows == "experts":
             return False
-        return self.problem.source == "silu_mul" and self.threads >= ENOUGH_THREADS
+        return self.spec.source == "silu_mul" and self.threads >= ENOUGH_THREADS
 
     @property
     def quad_bytes(self) -> int:
         """Scales of one quad."""
-        return QUAD * self.problem.layout.padded_blocks(self.slice_blocks)
+        return QUAD * self.spec.layout.padded_blocks(self.slice_blocks)
 
     @property
     def smem_offsets(self) -> "SmemOffsets":
         """How the shared memory of a CTA is divided."""
-        p = self.problem
+        spec = self.spec
         sizes = (
             self.row_bytes,
             self.norm_bytes,
-            self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
+            self.slice_width * spec.weight_dtype.itemsize if spec.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
-            self.groups * self.group_sums * 4,
-            TABLE_BYTES if p.has_table else 0,
+            self.groups * self.group_partial_sums * 4,
+            TABLE_BYTES if spec.has_table else 0,
             (self.groups * self.group_barriers + 1) * 8,
         )
         return SmemOffsets(*itertools.accumulate((ceil_div(size, 128) * 128 for size in sizes), initial=0))
@@ -351,43 +351,43 @@ class Config:
         return self.smem_offsets.end
 
     @property
-    def as_least_sum(self) -> "Config":
+    def as_smallest_add(self) -> "Config":
         """The same work on the sum with a residual, with the fewest possible buffers.
 
         ``splits`` and ``threads_per_row`` decide in which order the squares of a row are summed. ``plan`` chooses for
         all norms what also fits the sum, so that the ops that add give the same bits as those that do not.
         """
-        if not self.problem.normalises:
+        if not self.spec.normalises:
             return self
         return replace(
-            self, problem=replace(self.problem, source="add", also_linear=False), groups=1, stages=1, bulk_norm=False
+            self, spec=replace(self.spec, source="add", also_linear=False), groups=1, stages=1, bulk_norm=False
         )
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if self.splits > MAX_CLUSTER and self.is_cluster:
-            return f"rows of {self.problem.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
+            return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
             # A thread without a block has none to read in place of one, but for that of its neighbour in a short block.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
-                return f"{self.threads_per_row} threads share {self.problem.slices(self.splits)[1]} blocks of a row"
+                return f"{self.threads_per_row} threads share {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Registers for products and weight, and some for addresses and intermediate values: the fewest with which ptxas
         # does not spill (tests/kernels/test_compile_kernels.py).
         others = 56
-        if self.problem.fmt == NVFP4:
-            more = self.problem.writes_norm and self.problem.layout.is_linear
+        if self.spec.fmt == NVFP4:
+            more = self.spec.writes_norm and self.spec.layout.is_linear
             others = 48 if more or arch.name == "sm_120a" else 40
-        wanted = 2 * self.thread_blocks * self.problem.unit + others
+        wanted = 2 * self.blocks_per_thread * self.spec.block_elements + others
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
         if wanted > registers:
-            return f"rows of {self.problem.width} elements need {wanted} registers a thread; {registers} can be had"
+            return f"rows of {self.spec.width} elements need {wanted} registers a thread; {registers} can be had"
         if self.smem_bytes > arch.smem_per_cta:
             return (
-                f"rows of {self.problem.width} elements need {self.smem_bytes} bytes of shared memory in each of "
+                f"rows of {self.spec.width} elements need {self.smem_bytes} bytes of shared memory in each of "
                 f"{self.splits} CTAs; {arch.name} has {arch.smem_per_cta}"
             )
         return None
@@ -400,26 +400,26 @@ class Arguments(
         "offsets counts eps swiglu_alpha swiglu_beta swiglu_limit max_ctas",
     )
 ):
-    """The run-time arguments, in order. R rows of W elements (``Problem.width``) in B blocks; E experts.
+    """The run-time arguments, in order. R rows of W elements (``RowQuantSpec.width``) in B blocks; E experts.
 
     Attributes:
-        input: (R, ``Problem.input_width``) of ``Problem.dtype``; rows may be strided.
+        input: (R, ``RowQuantSpec.input_width``) of ``RowQuantSpec.dtype``; rows may be strided.
         residual: (R, W) like the input, updated in place; for the source ``"add"``. Rows may be strided. It may be the
             input itself, or other columns of the same matrix.
-        weight: (W,) of ``Problem.weight_dtype``; for a norm.
-        factor: (1,) fp32, the global scale (FP4) or the given scale (FP8); with ``Problem.has_factor``.
+        weight: (W,) of ``RowQuantSpec.weight_dtype``; for a norm.
+        factor: (1,) fp32, the global scale (FP4) or the given scale (FP8); with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn; contiguous, as all that follow. With a format, as the scales.
-        scale: FP4: e4m3 or uint8, the padded matrix of ``Problem.layout``. FP8: fp32, (1,), (R, scales of a row), or
-            (scales of a row, R) by columns.
-        scale_linear: (R, B) like the FP4 scales; with ``Problem.also_linear``.
-        norm: (R, W) of ``Problem.dtype``; with ``Problem.writes_norm``.
-        offsets: (E + 1,) int32, or (2,) for the range of all rows; with ``Problem.has_offsets``.
-        counts: (E,) int32; with ``Problem.has_counts``.
+        scale: FP4: e4m3 or uint8, the padded matrix of ``RowQuantSpec.layout``. FP8: fp32, (1,), (R, scales of a row),
+            or (scales of a row, R) by columns.
+        scale_linear: (R, B) like the FP4 scales; with ``RowQuantSpec.also_linear``.
+        norm: (R, W) of ``RowQuantSpec.dtype``; with ``RowQuantSpec.writes_norm``.
+        offsets: (E + 1,) int32, or (2,) for the range of all rows; with ``RowQuantSpec.has_offsets``.
+        counts: (E,) int32; with ``RowQuantSpec.has_counts``.
         eps: fp32, added to the mean square of a norm.
-        swiglu_alpha, swiglu_beta, swiglu_limit: fp32; with ``Problem.swiglu``. Without a limit, the last is +inf.
+        swiglu_alpha, swiglu_beta, swiglu_limit: fp32; with ``RowQuantSpec.swiglu``. Without a limit, the last is +inf.
         max_ctas: int32, the CTAs that fill the device, times ``Config.waves``.
 
-    A field is ``None`` where the ``Problem`` has no use for it.
+    A field is ``None`` where the ``RowQuantSpec`` has no use for it.
     """
 
 
@@ -431,7 +431,7 @@ class SmemOffsets(NamedTuple):
         norms: normalised rows that wait for their bulk store, two for each row of every group.
         weight: the norm's weight.
         scales: scales of quads, two for each group.
-        sums: ``group_sums`` of each group.
+        partial_sums: ``group_partial_sums`` of each group.
         experts: the table of experts' rows.
         barriers: ``group_barriers`` of each group, then the weight's.
         end: of all.
@@ -441,7 +441,7 @@ class SmemOffsets(NamedTuple):
     norms: int
     weight: int
     scales: int
-    sums: int
+    partial_sums: int
     experts: int
     barriers: int
     end: int
@@ -452,8 +452,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
-    """The configuration for ``problem`` on ``arch``.
+def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
+    """The configuration for ``spec`` on ``arch``.
 
     The choices, but for those of few rows, are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths
     1,536 to 32,768). Few threads with many blocks each beat many threads with few, because the blocks of a thread are
@@ -464,55 +464,55 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
     Raises:
         ValueError: if no configuration fits, saying why.
     """
-    most_splits = MAX_CLUSTER if problem.reductions else problem.blocks
+    most_splits = MAX_CLUSTER if spec.reductions else spec.blocks
     doubled = [2**i for i in range(most_splits.bit_length())]
-    if problem.reductions or problem.rows == "experts":
-        return _fitting(problem, arch, pdl, doubled)
+    if spec.reductions or spec.rows == "experts":
+        return _fitting(spec, arch, pdl, doubled)
     # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
-    most = MOST_OF_CUT_UNQUANTISED_ROWS if problem.fmt is None else MOST_OF_CUT_ROWS
-    config = _fitting(problem, arch, pdl, [ceil_div(problem.width, most), *doubled])
-    if isinstance(problem.fmt, FP4Format):
-        config = replace(config, of_few_rows=_of_few_rows(config, arch))
+    most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
+    config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
+    if isinstance(spec.fmt, FP4Format):
+        config = replace(config, few_rows_config=_plan_few_rows(config, arch))
     return config
 
 
-def _of_few_rows(config: Config, arch: Arch) -> Config | None:
+def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
     """The configuration for up to ``FEW_ROWS`` rows: of those with more slices the one with the fewest blocks for a
     thread. ``None``: all have more than ``config``."""
     found = [config]
-    for splits in range(config.splits + 1, ceil_div(config.problem.width, MOST_OF_FEW_CUT_ROWS) + 1):
+    for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
         try:
-            found.append(_fitting(config.problem, arch, config.pdl, [splits]))
+            found.append(_fitting(config.spec, arch, config.pdl, [splits]))
         except ValueError:
             continue
-    best = min(found, key=lambda each: (each.thread_blocks, -each.splits))
+    best = min(found, key=lambda each: (each.blocks_per_thread, -each.splits))
     return None if best is config else best
 
 
-def _fitting(problem: Problem, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
+def _fitting(spec: RowQuantSpec, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
     """The configuration with the first of these numbers of slices that fits."""
     rejected = None
     for splits in numbers:
-        slice_width = ceil_div(problem.width, splits)
+        slice_width = ceil_div(spec.width, splits)
         elements = 64 if slice_width > 4096 else 48
-        if problem.rows == "experts":
+        if spec.rows == "experts":
             elements //= 2
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
-        _, last = problem.slices(splits)
+        _, last = spec.slices(splits)
         if last < 1:
             continue
         threads = 2 ** math.floor(math.log2(min(threads, last)))
-        if problem.fmt == FP8_BLOCK128:
+        if spec.fmt == FP8_BLOCK128:
             threads = max(threads, SCALE_THREADS)
         per_thread = ceil_div(slice_width, threads)
         resident = 512 if per_thread <= 32 else 384
-        for stages, bulk_norm in itertools.product((2, 1), (True, False) if problem.writes_norm else (False,)):
+        for stages, bulk_norm in itertools.product((2, 1), (True, False) if spec.writes_norm else (False,)):
             best = None
             for groups in range(1, max(1, resident // max(WARP, threads)) + 1):
-                config = Config(problem, arch.has_e2m1_cvt, splits, threads, groups, stages, bulk_norm, pdl)
+                config = Config(spec, arch.has_e2m1_cvt, splits, threads, groups, stages, bulk_norm, pdl)
                 reason = config.reason_unsupported(arch)
                 if reason is None and splits < MAX_CLUSTER:
-                    reason = config.as_least_sum.reason_unsupported(arch)
+                    reason = config.as_smallest_add.reason_unsupported(arch)
                 if reason is None:
                     best = config
                     if config.has_enough_groups:

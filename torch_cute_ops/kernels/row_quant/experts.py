@@ -26,13 +26,13 @@ class ExpertRows(NamedTuple):
         starts: dense number of each expert's first row; ``BEYOND`` past the last expert.
         shifts: for each expert, the difference between a row in the buffer and its dense number.
         total: the number of rows, one element.
-        sums: scratch memory of ``fill_table``.
+        partial_sums: scratch memory of ``fill_table``.
     """
 
     starts: cute.Tensor
     shifts: cute.Tensor
     total: cute.Tensor
-    sums: cute.Tensor
+    partial_sums: cute.Tensor
 
 
 def table_at(memory: cute.Pointer) -> ExpertRows:
@@ -51,23 +51,25 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     All ``threads`` of the CTA come here, and need a barrier before they read the table.
     """
     experts = counts.shape[0]
-    share = rows // experts
+    rows_per_expert = rows // experts
     each = -(-MAX_EXPERTS // threads)
     begins, sizes = [], []
     own = Int32(0)
     for i in range_constexpr(each):
         expert = tid * each + i
         exists = expert < experts
-        begin = expert * share
+        begin = expert * rows_per_expert
         if const_expr(offsets is not None):
             begin = _load(offsets, expert, exists)
         size = _load(counts, expert, exists)
         # Never beyond the expert's share, or the buffer.
-        size = cutlass.max(cutlass.min(size, share if const_expr(offsets is None) else rows - begin), Int32(0))
+        size = cutlass.max(
+            cutlass.min(size, rows_per_expert if const_expr(offsets is None) else rows - begin), Int32(0)
+        )
         begins.append(begin)
         sizes.append(size)
         own = own + size
-    end = running_sum_of_cta(own, table.sums, tid, threads // WARP)
+    end = running_sum_of_cta(own, table.partial_sums, tid, threads // WARP)
     start = end - own
     for i in range_constexpr(each):
         expert = tid * each + i

@@ -23,199 +23,210 @@ def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier
     cute.copy(atom, *tensors, mbar_ptr=barrier, cache_policy=policy)
 
 
-def sync_group(config: Config, t) -> None:
+def sync_group(config: Config, thread) -> None:
     """A barrier for the threads of a group."""
     if config.group_warps == 1:
         cute.arch.sync_warp()
     else:
-        cute.arch.barrier(barrier_id=1 + t.group, number_of_threads=config.group_threads)
+        cute.arch.barrier(barrier_id=1 + thread.group, number_of_threads=config.group_threads)
 
 
 class Rows:
-    """Row distribution and loads of one ``Config``; ``t`` is a ``Thread``, ``s`` the ``Shared`` memory."""
+    """Row distribution and loads of one ``Config``; ``thread`` is a ``Thread``, ``smem`` the ``Smem`` memory."""
 
     def __init__(self, config: Config, scales: FP4Scales):
         self.config, self.scales = config, scales
-        p = config.problem
-        self.dtype = DSL_DTYPES[p.dtype]
-        self.weight_dtype = None if p.weight_dtype is None else DSL_DTYPES[p.weight_dtype]
+        spec = config.spec
+        self.dtype = DSL_DTYPES[spec.dtype]
+        self.weight_dtype = None if spec.weight_dtype is None else DSL_DTYPES[spec.weight_dtype]
 
     @cute.jit
-    def deal(self, t):
+    def distribute(self, thread):
         """Distribute the rows over the walkers: quads first, then single rows; see ``row_at``."""
         c = self.config
-        t.quads = Int32(0)
-        t.quad_its = Int32(0)
+        thread.quads = Int32(0)
+        thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
             # Whole rounds of quads, and a partial round if the rows that are left take a walker four iterations anyway.
             # Only full tiles are handed out as quads, and single rows begin with a tile.
-            whole = t.rows // 128 * 32
-            rounds = whole // t.walkers * t.walkers // 32 * 32
-            t.quads = ptx.select(t.rows - rounds * QUAD > (QUAD - 1) * t.walkers, whole, rounds)
-            t.quad_its = (t.quads - t.walker + t.walkers - 1) // t.walkers * QUAD
-        singles = cute.ceil_div(t.rows - t.quads * QUAD, c.group_rows)
-        t.its = t.quad_its + (singles - t.walker + t.walkers - 1) // t.walkers
+            whole = thread.rows // 128 * 32
+            rounds = whole // thread.walkers * thread.walkers // 32 * 32
+            thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
+            thread.quad_iterations = (thread.quads - thread.walker + thread.walkers - 1) // thread.walkers * QUAD
+        singles = cute.ceil_div(thread.rows - thread.quads * QUAD, c.group_rows)
+        thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
-    def row_at(self, it, t):
-        """The row, or first row, of this walker's iteration ``it``."""
+    def row_at(self, iteration, thread):
+        """The row, or first row, of this walker's iteration ``iteration``."""
         c = self.config
-        single = t.quads * QUAD + ((it - t.quad_its) * t.walkers + t.walker) * c.group_rows
+        single = (
+            thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
+        )
         if not c.quads:
             return single
-        quad = it // QUAD * t.walkers + t.walker
-        return ptx.select(it < t.quad_its, self.scales.quad_row(quad) + it % QUAD * self.scales.quad_step, single)
+        quad = iteration // QUAD * thread.walkers + thread.walker
+        return ptx.select(
+            iteration < thread.quad_iterations,
+            self.scales.quad_row(quad) + iteration % QUAD * self.scales.quad_step,
+            single,
+        )
 
-    def place_of(self, it, t, s):
-        """The thread's row of iteration ``it`` as a row of the tensors in global memory; warp-uniform control flow."""
-        row = self.row_at(it, t) + t.row
-        p = self.config.problem
-        if p.rows != "experts":
+    def memory_row_at(self, iteration, thread, smem):
+        """The thread's row of iteration ``iteration`` as a row of the tensors in global memory; warp-uniform control
+        flow."""
+        row = self.row_at(iteration, thread) + thread.row
+        spec = self.config.spec
+        if spec.rows != "experts":
             return row
-        if not p.has_table:
-            return t.first_row + row
-        return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
+        if not spec.has_table:
+            return thread.first_row + row
+        return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
-    def issue_first(self, place, after, t, s) -> None:
-        """Start the copies of the first iterations, one for each stage; ``place`` and ``after`` are their rows."""
+    def issue_first(self, memory_row, second_row, thread, smem) -> None:
+        """Start the copies of the first iterations, one for each stage; ``memory_row`` and ``second_row`` are their
+        rows."""
         for i in range(self.config.stages):
-            self.issue(Int32(i), i, (place, after)[i], t, s)
+            self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
     @cute.jit
-    def issue(self, it, stage, place, t, s):
-        """Start the copies of iteration ``it``'s rows into a buffer: for each row its first thread, from ``place``."""
+    def issue(self, iteration, stage, memory_row, thread, smem):
+        """Start the copies of iteration ``iteration``'s rows into a buffer: for each row its first thread, from
+        ``memory_row``."""
         c = self.config
-        p = c.problem
-        row = self.row_at(it, t) + t.row
-        bytes_per_row = t.my_blocks * (p.inputs * p.unit * self.dtype.width // 8)
-        if t.in_group == 0:
-            if it < t.its:
-                count = cutlass.min(t.rows - row, c.group_rows)
-                cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, count * bytes_per_row)
+        spec = c.spec
+        row = self.row_at(iteration, thread) + thread.row
+        bytes_per_row = thread.cta_blocks * (spec.inputs * spec.block_elements * self.dtype.width // 8)
+        if thread.in_group == 0:
+            if iteration < thread.iterations:
+                count = cutlass.min(thread.rows - row, c.group_rows)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full + stage, count * bytes_per_row)
         if const_expr(c.group_rows > 1):
             cute.arch.sync_warp()
-        if t.in_group % c.threads_per_row == 0:
-            if (it < t.its) & (row < t.rows):
-                for i in range_constexpr(p.inputs):
+        if thread.in_group % c.threads_per_row == 0:
+            if (iteration < thread.iterations) & (row < thread.rows):
+                for i in range_constexpr(spec.inputs):
                     load = functools.partial(
                         bulk_load,
-                        source=self.slice_of(self.input_row(i, place, t), t),
-                        target=self.buffer(i, stage, t.row, s),
-                        barrier=s.full + stage,
+                        source=self.slice_of(self.input_row(i, memory_row, thread), thread),
+                        target=self.buffer(i, stage, thread.row, smem),
+                        barrier=smem.full + stage,
                         policy=Int64(ptx.EVICT_FIRST),
                     )
-                    self.copy_slice(load, t)
+                    self.copy_slice(load, thread)
 
-    def slice_of(self, row: cute.Pointer, t) -> cute.Pointer:
+    def slice_of(self, row: cute.Pointer, thread) -> cute.Pointer:
         """Where the CTA's slice of a row in global memory begins."""
-        return row + cute.assume(t.first_block * self.config.problem.unit, divby=16)
+        return row + cute.assume(thread.first_block * self.config.spec.block_elements, divby=16)
 
-    def input_row(self, i: int, row, t) -> cute.Pointer:
+    def input_row(self, i: int, row, thread) -> cute.Pointer:
         """The i-th row in global memory that goes into a row of values."""
-        p = self.config.problem
-        tensor = t.residual if p.source == "add" and i == 1 else t.input
+        spec = self.config.spec
+        tensor = thread.residual if spec.source == "add" and i == 1 else thread.input
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
-        return start + p.width if p.source == "silu_mul" and i == 1 else start
+        return start + spec.width if spec.source == "silu_mul" and i == 1 else start
 
-    def buffer(self, i: int, stage, row, s) -> cute.Pointer:
+    def buffer(self, i: int, stage, row, smem) -> cute.Pointer:
         """The buffer of the i-th input of a group's row."""
         c = self.config
-        slot = (stage * c.group_rows + row) * c.problem.inputs + i
-        return s.buffers + cute.assume(slot * c.slice_width, divby=16)
+        slot = (stage * c.group_rows + row) * c.spec.inputs + i
+        return smem.buffers + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
-    def copy_slice(self, copy, t):
+    def copy_slice(self, copy, thread):
         """Call ``copy`` with the elements of the CTA's slice."""
         c = self.config
-        last_width = c.problem.width - (c.splits - 1) * c.slice_width
+        last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
             copy(elements=c.slice_width)
         else:
-            if t.rank < c.splits - 1:
+            if thread.rank < c.splits - 1:
                 copy(elements=c.slice_width)
             else:
                 copy(elements=last_width)
 
     @cute.jit
-    def issue_weight(self, weight, t, s):
+    def issue_weight(self, weight, thread, smem):
         """Start the copy of the CTA's slice of the norm's weight."""
-        unit = self.config.problem.unit
-        bytes_ = t.my_blocks * (unit * self.weight_dtype.width // 8)
-        cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
-        source = self.slice_of(weight.iterator, t)
-        load = functools.partial(bulk_load, source=source, target=s.weight, barrier=s.weight_barrier, policy=None)
-        self.copy_slice(load, t)
+        block_elements = self.config.spec.block_elements
+        bytes_ = thread.cta_blocks * (block_elements * self.weight_dtype.width // 8)
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.weight_barrier, bytes_)
+        source = self.slice_of(weight.iterator, thread)
+        load = functools.partial(bulk_load, source=source, target=smem.weight, barrier=smem.weight_barrier, policy=None)
+        self.copy_slice(load, thread)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """The words of one block in shared memory."""
         c = self.config
-        words = words_per(c.problem.unit, dtype)
+        words = words_per(c.spec.block_elements, dtype)
         layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
         return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
 
-    def weight(self, j: int, t, s) -> list:
+    def weight(self, j: int, thread, smem) -> list:
         """The weight of the thread's j-th block in fp32."""
-        words = self._block_words(s.weight, self.weight_dtype, self._safe_block(j, t))
+        words = self._block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
         return unpack(words, self.weight_dtype)
 
     @property
     def is_ragged(self) -> bool:
         """Whether some threads have fewer blocks than others."""
         c = self.config
-        return c.threads_per_row * c.thread_blocks * c.splits != c.blocks
+        return c.threads_per_row * c.blocks_per_thread * c.splits != c.blocks
 
-    def _safe_block(self, j: int, t):
+    def _safe_block(self, j: int, thread):
         """The thread's j-th block, or one that is safe to read instead if that is beyond the row.
 
         That is the thread's first block. But the threads that would have the missing half of a short FP8 block read the
         half that exists, which leaves the block's amax as it is.
         """
         c = self.config
-        block = t.column + j * c.threads_per_row
+        block = thread.column + j * c.threads_per_row
         if not self.is_ragged or (j == 0 and not c.has_idle_threads):
             return block
-        instead = t.column
+        instead = thread.column
         if c.has_short_block:
             half = SCALE_THREADS // 2
-            beside = block < (t.my_blocks + half) // SCALE_THREADS * SCALE_THREADS
+            beside = block < (thread.cta_blocks + half) // SCALE_THREADS * SCALE_THREADS
             instead = ptx.select(beside, block - half, instead)
-        return ptx.select(block < t.my_blocks, block, instead)
+        return ptx.select(block < thread.cta_blocks, block, instead)
 
-    def has_last_block(self, t):
+    def has_last_block(self, thread):
         """Whether a thread of the warp has one block more than ``common_blocks``."""
-        return t.warp * WARP + self.config.common_blocks * self.config.threads_per_row < t.my_blocks
+        return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
-    def values(self, stage, j: int, t, s, again: bool = False) -> tuple[list, list]:
+    def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
         """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
 
         A gate has values in fp32 only, and no words.
 
         ``again``: the row is read a second time, after its sums have overwritten the residual.
         """
-        p = self.config.problem
-        block = self._safe_block(j, t)
-        if again and p.source == "add":
-            words = self._block_words(self.buffer(1, stage, t.row, s), self.dtype, block)
+        spec = self.config.spec
+        block = self._safe_block(j, thread)
+        if again and spec.source == "add":
+            words = self._block_words(self.buffer(1, stage, thread.row, smem), self.dtype, block)
             return unpack(words, self.dtype), words
-        words = [self._block_words(self.buffer(i, stage, t.row, s), self.dtype, block) for i in range(p.inputs)]
-        if p.source == "rows":
+        words = [
+            self._block_words(self.buffer(i, stage, thread.row, smem), self.dtype, block) for i in range(spec.inputs)
+        ]
+        if spec.source == "rows":
             return unpack(words[0], self.dtype), words[0]
-        if p.source == "add":
+        if spec.source == "add":
             total = add(*words, self.dtype)
             return unpack(total, self.dtype), total
         pairs = zip(*(unpack(half, self.dtype) for half in words), strict=True)
-        if p.swiglu:
-            return [swiglu(gate, up, *t.gate) for gate, up in pairs], []
+        if spec.swiglu:
+            return [swiglu(gate, up, *thread.gate) for gate, up in pairs], []
         return [silu_mul(gate, up) for gate, up in pairs], []
 
     @cute.jit
-    def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, t):
+    def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):
         """Write the thread's j-th block into a row in shared memory, which is stored in bulk later."""
         c = self.config
-        block = t.column + j * c.threads_per_row
+        block = thread.column + j * c.threads_per_row
         layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))
         target = cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)[None, block]
         if const_expr(self.is_ragged and (j > 0 or c.has_idle_threads)):
-            if block < t.my_blocks:
+            if block < thread.cta_blocks:
                 store_words(words, target)
         else:
             store_words(words, target)

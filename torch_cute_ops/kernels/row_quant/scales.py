@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """Scale stores of one ``Config``; ``t`` is a ``Thread``, ``s`` the ``Shared`` memory."""
+    """Scale stores of one ``Config``; ``thread`` is a ``Thread``, ``smem`` the ``Smem`` memory."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -28,80 +28,82 @@ class FP4Scales:
 
     @property
     def _is_128x4(self) -> bool:
-        return self.config.problem.layout.tile_rows == 128
+        return self.config.spec.layout.tile_rows == 128
 
-    def at(self, row, column, t) -> cute.Tensor:
+    def at(self, row, column, thread) -> cute.Tensor:
         """The scale byte of (row, block) in global memory."""
-        layout = self.config.problem.layout
+        layout = self.config.spec.layout
         offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
-        return cute.make_tensor(cute.recast_ptr(t.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+        return cute.make_tensor(cute.recast_ptr(thread.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
 
-    def linear_at(self, row, column, t) -> cute.Tensor:
+    def linear_at(self, row, column, thread) -> cute.Tensor:
         """The byte of (row, block) in the linear scales."""
         offset = Int64(row) * self.config.blocks + column
-        return cute.make_tensor(cute.recast_ptr(t.scale_linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+        return cute.make_tensor(
+            cute.recast_ptr(thread.scale_linear.iterator, dtype=Uint8) + offset, cute.make_layout(1)
+        )
 
-    def quad_slot(self, it, block, s) -> cute.Tensor:
-        """The scale byte of a block of iteration ``it``'s row, in the buffer of its quad."""
-        offset = it // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
-        return cute.make_tensor(s.scales + offset, cute.make_layout(1))
+    def quad_slot(self, iteration, block, smem) -> cute.Tensor:
+        """The scale byte of a block of iteration ``iteration``'s row, in the buffer of its quad."""
+        offset = iteration // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + iteration % QUAD * 4 + block % 4
+        return cute.make_tensor(smem.scales + offset, cute.make_layout(1))
 
     @cute.jit
-    def clear_quads(self, t, s):
+    def clear_quads(self, thread, smem):
         """Zero the quads' buffers: nothing writes their padding later."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
-        buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
-        for i in range(t.tid, words, t.threads):
+        buffers = cute.make_tensor(cute.recast_ptr(smem.all_scales, dtype=Uint32), cute.make_layout(words))
+        for i in range(thread.tid, words, thread.threads):
             buffers[i] = Uint32(0)
 
     @cute.jit
-    def zero_padding_columns(self, row, it, t):
+    def zero_padding_columns(self, row, iteration, thread):
         """Zero the scale bytes between the last block of a row and the end of its tile. In quads they are zero."""
         c = self.config
-        padding = c.problem.layout.padded_blocks(c.blocks) - c.blocks
+        padding = c.spec.layout.padded_blocks(c.blocks) - c.blocks
         if const_expr(padding > 0):
-            if (it >= t.quad_its) & (row < t.rows):
+            if (iteration >= thread.quad_iterations) & (row < thread.rows):
                 for i in range_constexpr(padding):
-                    if (t.column == i % c.threads_per_row) & (t.rank == c.splits - 1):
-                        store_byte(self.at(row, c.blocks + i, t), 0)
+                    if (thread.column == i % c.threads_per_row) & (thread.rank == c.splits - 1):
+                        store_byte(self.at(row, c.blocks + i, thread), 0)
 
     @cute.jit
-    def zero_padding_rows(self, t):
+    def zero_padding_rows(self, thread):
         """Zero the scales of the padding rows at the end of the last tile, distributed over all groups."""
         c = self.config
-        layout = c.problem.layout
+        layout = c.spec.layout
         tiles = layout.padded_blocks(c.blocks) // 4
-        padded_rows = cute.ceil_div(t.rows, layout.tile_rows) * layout.tile_rows
-        walkers = t.walkers * c.splits
-        for row in range(t.rows + t.walker * c.splits + t.rank, padded_rows, walkers):
+        padded_rows = cute.ceil_div(thread.rows, layout.tile_rows) * layout.tile_rows
+        walkers = thread.walkers * c.splits
+        for row in range(thread.rows + thread.walker * c.splits + thread.rank, padded_rows, walkers):
             offset = layout.row_offset(Uint64(row), c.blocks)
-            for tile in range(t.in_group, tiles, c.group_threads):
+            for tile in range(thread.in_group, tiles, c.group_threads):
                 target = cute.assume(offset + Uint64(layout.block_offset(Uint32(tile * 4))), divby=4)
-                pointer = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + target
+                pointer = cute.recast_ptr(thread.scale.iterator, dtype=Uint8) + target
                 store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1)))
 
     @cute.jit
-    def write_quad(self, it, t, s):
-        """Store the scales of the quad that iteration ``it`` completed, if it did, 16 bytes a thread.
+    def write_quad(self, iteration, thread, smem):
+        """Store the scales of the quad that iteration ``iteration`` completed, if it did, 16 bytes a thread.
 
         A group barrier lies between that iteration and this call.
         """
         c = self.config
         if const_expr(c.quads):
-            if (it >= 0) & (it < t.quad_its) & (it % QUAD == QUAD - 1):
-                row = self.quad_row(it // QUAD * t.walkers + t.walker)
-                layout = c.problem.layout
+            if (iteration >= 0) & (iteration < thread.quad_iterations) & (iteration % QUAD == QUAD - 1):
+                row = self.quad_row(iteration // QUAD * thread.walkers + thread.walker)
+                layout = c.spec.layout
                 row_offset = layout.row_offset(Uint64(row), c.blocks)
-                tiles = (t.my_blocks + 3) // 4
-                source = s.scales + cute.assume(it // QUAD % 2 * c.quad_bytes, divby=16)
+                tiles = (thread.cta_blocks + 3) // 4
+                source = smem.scales + cute.assume(iteration // QUAD % 2 * c.quad_bytes, divby=16)
                 words = cute.make_tensor(
                     cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, c.quad_bytes // 16), stride=(1, 4))
                 )
                 for i in range_constexpr(ceil_div(c.quad_bytes // 16, c.group_threads)):
-                    tile = t.in_group + i * c.group_threads
+                    tile = thread.in_group + i * c.group_threads
                     if tile < tiles:
-                        offset = row_offset + Uint64(layout.block_offset(Uint32(t.first_block + tile * 4)))
-                        target = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + cute.assume(offset, divby=16)
+                        offset = row_offset + Uint64(layout.block_offset(Uint32(thread.first_block + tile * 4)))
+                        target = cute.recast_ptr(thread.scale.iterator, dtype=Uint8) + cute.assume(offset, divby=16)
                         store_words(
                             load_words(words[None, tile]),
                             cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)),

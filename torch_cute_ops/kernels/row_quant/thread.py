@@ -23,14 +23,15 @@ class Thread:
         column: the thread's first block in the slice.
         row: which of the group's rows the thread works on, where several share a warp.
         rank: rank of the CTA in its cluster.
-        first_block, my_blocks: where in the row the CTA's slice begins, and how many blocks it has.
+        first_block, cta_blocks: where in the row the CTA's slice begins, and how many blocks it has.
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or ``None``.
         rows: rows of the launch; for experts' rows known only after the table is filled.
         first_row: where in the input the rows begin, if they are one range of experts' rows.
-        quads: quads that are handed out whole; ``Rows.deal`` sets this and what follows.
-        quad_its, its: iterations of this walker over rows of quads, which come first, and over all of its rows.
+        quads: quads that are handed out whole; ``Rows.distribute`` sets this and what follows.
+        quad_iterations, iterations: iterations of this walker over rows of quads, which come first, and over all of its
+            rows.
     """
 
     tid: Int32
@@ -43,7 +44,7 @@ class Thread:
     row: Int32
     rank: Int32
     first_block: Int32
-    my_blocks: Int32
+    cta_blocks: Int32
     walker: Int32
     walkers: Int32
     input: cute.Tensor
@@ -56,11 +57,11 @@ class Thread:
     rows: Int32
     first_row: Int32 | None = None
     quads: Int32 | None = None
-    quad_its: Int32 | None = None
-    its: Int32 | None = None
+    quad_iterations: Int32 | None = None
+    iterations: Int32 | None = None
 
 
-class Shared(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory, as ``Config.smem_offsets`` divides it; ``None`` for what the configuration does not have.
 
     Attributes:
@@ -68,11 +69,12 @@ class Shared(NamedTuple):
         norms: the group's buffers for normalised rows.
         weight: the CTA's slice of the norm's weight.
         all_scales, scales: scales of quads, of all groups and of this one.
-        sums: partial results of the group.
+        partial_sums: partial results of the group.
         experts: the table of experts' rows.
         barriers: mbarriers of all groups.
         full: the group's mbarriers, one for each stage: rows have arrived.
-        summed: the group's mbarriers for partial results: of even rows, of odd rows, and of a recomputed amax.
+        partial_sums_full: the group's mbarriers for partial results: of even rows, of odd rows, and of a recomputed
+            amax.
         weight_barrier: mbarrier: the weight has arrived.
     """
 
@@ -81,9 +83,9 @@ class Shared(NamedTuple):
     weight: cute.Pointer | None
     all_scales: cute.Pointer | None
     scales: cute.Pointer | None
-    sums: cute.Pointer
+    partial_sums: cute.Pointer
     experts: ExpertRows | None
     barriers: cute.Pointer
     full: cute.Pointer
-    summed: cute.Pointer
+    partial_sums_full: cute.Pointer
     weight_barrier: cute.Pointer

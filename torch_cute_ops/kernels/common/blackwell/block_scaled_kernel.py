@@ -2,8 +2,8 @@
 each role does with a chunk.
 
 A kernel derives from ``BlockScaledKernel``. Which tiles a CTA has, which chunks are of a tile, and what becomes of its
-sums is the kernel's own: its ``_copy``, ``_multiply``, ``_store`` and ``_arrange`` go through tiles and chunks, each in
-the same order.
+sums is the kernel's own: its ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and ``_load_linear_scales`` go through
+tiles and chunks, each in the same order.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +16,16 @@ from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import BlockScaledMma
 from torch_cute_ops.kernels.common.blackwell.layouts import (
     ALIGNMENT,
-    ARRANGING_WARPS,
-    SCALE_BUFFERS,
-    STORING_WARPS,
+    EPILOGUE_WARPS,
+    SCALE_LOADER_WARPS,
+    SCALE_STAGES,
     BlockScaledConfig,
 )
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
 
 WARP = 32
-COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
+PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
 LEADER = 0  # the CTA of a pair that issues MMAs
 
 
@@ -36,11 +36,11 @@ class Smem(NamedTuple):
     stages: cute.Pointer
     full: cute.Pointer
     peer_full: cute.Pointer
-    free: cute.Pointer
-    scales_free: cute.Pointer
-    sums_full: cute.Pointer
-    sums_free: cute.Pointer
-    columns: cute.Pointer
+    empty: cute.Pointer
+    scales_empty: cute.Pointer
+    acc_full: cute.Pointer
+    acc_empty: cute.Pointer
+    tmem: cute.Pointer
 
 
 class ScaleTiles(NamedTuple):
@@ -53,13 +53,13 @@ class ScaleTiles(NamedTuple):
     policy: int | None
 
 
-class Multiplier(NamedTuple):
+class MmaState(NamedTuple):
     """Where the multiplying thread is in its rings: a stage, and a set of columns for scales."""
 
     stage: Int32
     parity: Int32
-    buffer: Int32
-    buffer_parity: Int32
+    scale_stage: Int32
+    scale_parity: Int32
 
 
 class BlockScaledKernel:
@@ -74,14 +74,14 @@ class BlockScaledKernel:
 
     @cute.jit
     def _set_up(self, tid) -> Smem:
-        """Allocate shared memory and columns of tensor memory, and initialise the barriers. Others see it when the CTA
+        """Allocate shared memory and tmem of tensor memory, and initialise the barriers. Others see it when the CTA
         has met."""
         c = self.config
         smem = self._allocate()
-        if cute.arch.make_warp_uniform(tid // WARP) == MULTIPLIER:
-            tcgen05.allocate(smem.columns, c.tensor_columns, self.stage.group)
+        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
+            tcgen05.allocate(smem.tmem, c.tmem_columns, self.stage.cta_group)
         if tid == 0:
-            self._initialise(smem)
+            self._init_barriers(smem)
         cute.arch.mbarrier_init_fence()
         return smem
 
@@ -90,68 +90,75 @@ class BlockScaledKernel:
         base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
         barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
         ends = [0]
-        for count in (c.stages, c.stages * (self.stage.group - 1), c.stages, SCALE_BUFFERS, c.accumulators, c.frees):
+        for count in (
+            c.stages,
+            c.stages * (self.stage.cta_group - 1),
+            c.stages,
+            SCALE_STAGES,
+            c.accumulators,
+            c.acc_empty_barriers,
+        ):
             ends.append(ends[-1] + count)
         return Smem(base, *(barriers + end for end in ends[:-1]), cute.recast_ptr(barriers + ends[-1], dtype=Uint32))
 
-    def _initialise(self, smem: Smem) -> None:
+    def _init_barriers(self, smem: Smem) -> None:
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.arranges)
-            if self.stage.group == 2:
+            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.has_scale_loaders)
+            if self.stage.cta_group == 2:
                 cute.arch.mbarrier_init(smem.peer_full + i, 1)
-            cute.arch.mbarrier_init(smem.free + i, 1)
-        for i in range(SCALE_BUFFERS):
-            cute.arch.mbarrier_init(smem.scales_free + i, 1)
+            cute.arch.mbarrier_init(smem.empty + i, 1)
+        for i in range(SCALE_STAGES):
+            cute.arch.mbarrier_init(smem.scales_empty + i, 1)
         for i in range(c.accumulators):
-            cute.arch.mbarrier_init(smem.sums_full + i, 1)
-        for i in range(c.frees):
-            cute.arch.mbarrier_init(smem.sums_free + i, STORING_WARPS * self.stage.group)
+            cute.arch.mbarrier_init(smem.acc_full + i, 1)
+        for i in range(c.acc_empty_barriers):
+            cute.arch.mbarrier_init(smem.acc_empty + i, EPILOGUE_WARPS * self.stage.cta_group)
 
     @cute.jit
-    def _meet(self):
+    def _sync(self):
         """A barrier of the CTA, or of a pair."""
-        if const_expr(self.stage.group > 1):
+        if const_expr(self.stage.cta_group > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _work(self, tid, maps, part) -> tuple[Smem, Uint32]:
+    def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
         """Set the CTA up, and do what the thread's warp does. All warps but the multiplying one wait for the kernels
-        before this one first. Returns where the columns of tensor memory begin, too."""
+        before this one first. Returns where the tmem of tensor memory begin, too."""
         c = self.config
         smem = self._set_up(tid)
-        self._meet()
+        self._sync()
         warp = cute.arch.make_warp_uniform(tid // WARP)
-        columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
-        if warp == COPIER:
+        tmem = Uint32(cute.make_tensor(smem.tmem, cute.make_layout(1))[0])
+        if warp == PRODUCER_WARP:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
-            self._copy(*maps, part, smem)
+            self._produce(*maps, work, smem)
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_launch_dependents()
-        elif warp == MULTIPLIER:
+        elif warp == MMA_WARP:
             if tid % WARP == 0:
-                self._multiply(columns, part, smem)
-        elif warp < STORING_WARPS:
+                self._issue_mmas(tmem, work, smem)
+        elif warp < EPILOGUE_WARPS:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
-            self._store(columns, tid, part, smem)
-        elif const_expr(self.stage.arranges):
-            arranger = tid - WARP * (MULTIPLIER + 1)
+            self._run_epilogue(tmem, tid, work, smem)
+        elif const_expr(self.stage.has_scale_loaders):
+            scale_loader = tid - WARP * (MMA_WARP + 1)
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
-            self._arrange(arranger, part, smem)
+            self._load_linear_scales(scale_loader, work, smem)
         cute.arch.sync_warp()
-        return smem, columns
+        return smem, tmem
 
     @cute.jit
-    def _free(self, tid, columns):
-        """Give the columns back, when the CTA has met: all loads of them are done."""
-        if cute.arch.make_warp_uniform(tid // WARP) == MULTIPLIER:
-            tcgen05.free(columns, self.config.tensor_columns, self.stage.group)
+    def _free_tmem(self, tid, tmem):
+        """Give the tmem back, when the CTA has met: all loads of them are done."""
+        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
+            tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
 
     # Chunks
 
@@ -159,66 +166,68 @@ class BlockScaledKernel:
         return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
 
     @cute.jit
-    def _copy_scales(self, lanes: ScaleTiles, columns: ScaleTiles, first, size, base, barrier):
+    def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
         """Start the copies of a stage's scales, if they are in tiles: ``size`` bytes of each row of tiles from tile
         ``first`` on. The stage's barrier expects all of its bytes."""
         stage = self.stage
-        if const_expr(stage.arranges):
+        if const_expr(stage.has_scale_loaders):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
         else:
             with cute.arch.elect_one():
-                expected = stage.code_bytes + size * (columns.exist + lanes.exist)
+                expected = stage.code_bytes + size * (n_side.exist + m_side.exist)
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
                 at = base + stage.code_bytes
-                for tiles, count in ((columns, stage.scale_row_tiles), (lanes, 1)):
+                for tiles, count in ((n_side, stage.scale_row_tiles), (m_side, 1)):
                     self.mma.copy_scale_tiles(
                         tiles.scales, tiles.row_tile, count, tiles.exist, first, size, at, barrier, tiles.policy
                     )
-                    at = at + stage.column_scale_bytes
+                    at = at + stage.n_scale_bytes
 
     @cute.jit
-    def _arrange_chunk(self, turn, lane, lanes: tuple, columns: tuple, first, blocks, stage, parity, smem) -> tuple:
+    def _load_linear_scales_of_k_tile(
+        self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
+    ) -> tuple:
         """An arranging warp: where it is the chunk's ``turn``, write linear scales to its stage in the order of tiles.
         So the warps have several chunks in flight. The next turn, stage and parity."""
         if turn == 0:
-            barriers = smem.free + stage, parity, smem.full + stage
-            self.mma.arrange(lanes, columns, first, blocks, lane, self._stage_at(stage, smem), *barriers)
+            barriers = smem.empty + stage, parity, smem.full + stage
+            self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
             # A warp that left out phases could take one for the next but one, which has the same parity.
-            ptx.wait(smem.free + stage, parity)
-        return (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS, *next_stage(stage, parity, self.config.stages)
+            ptx.wait(smem.empty + stage, parity)
+        return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *next_stage(stage, parity, self.config.stages)
 
-    def _first_chunk(self) -> Multiplier:
-        # With parity 1, columns that were never used count as free.
-        return Multiplier(Int32(0), Int32(0), Int32(0), Int32(1))
+    def _first_mma_state(self) -> MmaState:
+        # With parity 1, tmem that were never used count as free.
+        return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
-    def _multiply_chunk(self, at: Multiplier, columns, total, steps, first_column, adds, phase, smem) -> Multiplier:
-        """The multiplying thread: a chunk's MMAs, ``steps`` of them if so many are in a chunk, once its operands and
-        columns for its scales are there; what these take is free when the MMAs are done. Other arguments are those of
+    def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
+        """The multiplying thread: a chunk's MMAs, ``num_mmas`` of them if so many are in a chunk, once its operands and
+        tmem for its scales are there; what these take is free when the MMAs are done. Other arguments are those of
         ``BlockScaledMma.multiply``."""
         c = self.config
-        pair = self.stage.group == 2
-        ptx.wait(smem.scales_free + at.buffer, at.buffer_parity)
+        pair = self.stage.cta_group == 2
+        ptx.wait(smem.scales_empty + at.scale_stage, at.scale_parity)
         ptx.wait(smem.full + at.stage, at.parity)
         if pair:
             ptx.wait(smem.peer_full + at.stage, at.parity)
         tcgen05.fence_after()
-        scales = columns + Uint32(c.sum_columns + at.buffer * self.stage.scale_columns)
+        scales = tmem + Uint32(c.acc_columns + at.scale_stage * self.stage.scale_columns)
         stage = Uint32(smem.stages.toint()) + Uint32(at.stage * self.stage.size_bytes)
-        self.mma.multiply(total, stage, scales, steps, first_column, adds, phase)
-        tcgen05.commit(smem.free + at.stage, self.stage.group, pair)
-        tcgen05.commit(smem.scales_free + at.buffer, self.stage.group, False)
-        return Multiplier(
-            *next_stage(at.stage, at.parity, c.stages), *next_stage(at.buffer, at.buffer_parity, SCALE_BUFFERS)
+        self.mma.multiply(acc, stage, scales, num_mmas, first_n, adds, phase)
+        tcgen05.commit(smem.empty + at.stage, self.stage.cta_group, pair)
+        tcgen05.commit(smem.scales_empty + at.scale_stage, self.stage.cta_group, False)
+        return MmaState(
+            *next_stage(at.stage, at.parity, c.stages), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)
         )
 
-    def _leave_columns(self, barrier, tid) -> None:
+    def _signal_acc_loaded(self, barrier, tid) -> None:
         """A storing warp has loaded what others may overwrite now."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)
-        if self.stage.group == 2:
+        if self.stage.cta_group == 2:
             ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
         else:
             ptx.arrive_if(barrier, leads)

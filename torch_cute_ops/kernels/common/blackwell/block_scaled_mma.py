@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP, BlockScaledStage
+from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K, MMA_M, BlockScaledStage
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
@@ -19,7 +19,7 @@ from torch_cute_ops.kernels.common.fp4.decode import scale_argument
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-STEPS = K_TILE // STEP
+MMAS_PER_K_TILE = K_TILE // MMA_K
 
 
 class BlockScaledMma:
@@ -27,14 +27,14 @@ class BlockScaledMma:
 
     def __init__(self, stage: BlockScaledStage):
         self.stage = stage
-        self.steps_per_tile = stage.tile_elements // STEP
+        self.mmas_per_scale_tile = stage.scale_tile_k // MMA_K
 
     def arguments(self, m: Dim, n: Dim) -> tuple[TensorArg, ...]:
         """``a``, ``a_scale``, ``b`` and ``b_scale`` of M rows of activations and N rows of a weight."""
-        half = Dim("k_bytes", divisibility=STEP // 2)
+        half = Dim("k_bytes", divisibility=MMA_K // 2)
         blocks = Dim("blocks", divisibility=TILE_BLOCKS)
-        linear = self.stage.arranges
-        a_rows, b_rows = (m, n) if linear else (Dim(name, divisibility=ROWS) for name in ("a_rows", "b_rows"))
+        linear = self.stage.has_scale_loaders
+        a_rows, b_rows = (m, n) if linear else (Dim(name, divisibility=MMA_M) for name in ("a_rows", "b_rows"))
         return (
             TensorArg("Uint8", (m, half), (half, 1), align=16),
             scale_argument(self.stage.fmt, a_rows, blocks),
@@ -49,17 +49,19 @@ class BlockScaledMma:
         where a chunk ends with its expert."""
         rank = len(codes.shape)
         box = self._box(rows, rank)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, LINE, 1)[:rank])
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, K_TILE_BYTES, 1)[:rank]
+        )
 
     def _box(self, rows: int, rank: int):
         """A chunk's codes in shared memory, (rows, line)."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (rows, LINE, 1)[:rank], order=(0, 1, 2)[:rank])
+        return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
         """The matrix as boxes: (tiles of rows, chunks), and experts."""
         rank = len(map[1].shape)
-        return cute.local_tile(map[1], (rows, LINE, 1)[:rank], (None,) * rank)
+        return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
 
     def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
         """Start the copy of the box at ``place`` in ``boxes``."""
@@ -91,21 +93,21 @@ class BlockScaledMma:
                 )
 
     @cute.jit
-    def arrange(self, lanes: tuple, columns: tuple, first, blocks, lane, base, free, free_parity, full):
-        """A warp: write linear scales of a chunk to a stage that is ``free``, in the order of tiles.
+    def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
+        """A warp: write linear scales of a chunk to a stage that is ``empty``, in the order of tiles.
 
-        ``lanes`` and ``columns``: scales of an operand, a lane's first row, and the rows that there are. The chunk has
+        ``m_side`` and ``n_side``: scales of an operand, a lane's first row, and the rows that there are. The chunk has
         the blocks from ``first`` on, a row ``blocks`` in all. A lane has every 32nd row of each 128, whose words are
         neighbours in a tile.
         """
         stage = self.stage
         # They are loaded while the stage is still in use.
-        scales, row, rows = columns
-        used = min(stage.columns, ROWS)
+        scales, row, rows = n_side
+        used = min(stage.mma_n, MMA_M)
         row_tiles = range(stage.scale_row_tiles)
-        loaded = [self._load_scales(scales, row + i * ROWS, rows, used, first, blocks) for i in row_tiles]
-        loaded.append(self._load_scales(*lanes, ROWS, first, blocks))
-        ptx.wait(free, free_parity)
+        loaded = [self._load_scales(scales, row + i * MMA_M, rows, used, first, blocks) for i in row_tiles]
+        loaded.append(self._load_scales(*m_side, MMA_M, first, blocks))
+        ptx.wait(empty, empty_parity)
         at = base + cute.assume(stage.code_bytes + lane * 16, divby=16)
         for i, words_of_rows in enumerate(loaded):
             for j, words in enumerate(zip(*words_of_rows, strict=True)):
@@ -120,7 +122,7 @@ class BlockScaledMma:
         ``used`` of these rows."""
         tiles = range(self.stage.scale_tiles)
         loaded = []
-        for after in range(0, ROWS, 32):
+        for after in range(0, MMA_M, 32):
             at = scales.iterator + cute.assume(Int64(row + after) * blocks + first, divby=4)
             exist = [(row + after < rows) & (first + TILE_BLOCKS * j < blocks) for j in tiles]
             words = [ptx.load_if(at, exist[j], 1, TILE_BLOCKS * j)[0] for j in tiles if after < used]
@@ -130,48 +132,48 @@ class BlockScaledMma:
     # MMAs
 
     @cute.jit
-    def multiply(self, total, at, scales, steps, first_column, adds, phase=None):
-        """Issue the copies of a chunk's scales to tensor memory, and its first ``steps`` MMAs.
+    def multiply(self, acc, at, scales, num_mmas, first_n, adds, phase=None):
+        """Issue the copies of a chunk's scales to tensor memory, and its first ``num_mmas`` MMAs.
 
         Args:
-            total: columns of the sums.
+            acc: columns of the sums.
             at: the stage in shared memory.
             scales: columns for the chunk's scales.
-            steps: MMAs of the chunk.
-            first_column: the first of its rows of the operand on the N side.
+            num_mmas: MMAs of the chunk.
+            first_n: the first of its rows of the operand on the N side.
             adds: whether the first MMA adds to what the sums are.
             phase: MMAs of the first tile of scales that belong to what is before the chunk; ``None``: none ever.
         """
         c = self.stage
         # Of fewer rows than a tile of scales has, the first row's lane and column.
         lane, column = Uint32(0), Uint32(0)
-        if const_expr(c.columns < ROWS and not c.arranges):
-            first = first_column % ROWS
+        if const_expr(c.mma_n < MMA_M and not c.has_scale_loaders):
+            first = first_n % MMA_M
             lane, column = Uint32(first % 32), Uint32(first // 32)
-        column_scales = at + c.code_bytes
-        lane_scales = column_scales + c.column_scale_bytes
-        to_columns = scales + c.scale_tiles * TILE_BLOCKS
+        n_scale_address = at + c.code_bytes
+        m_scale_address = n_scale_address + c.n_scale_bytes
+        n_scales = scales + c.scale_tiles * TILE_BLOCKS
         before = 0 if const_expr(phase is None) else phase
         for i in range_constexpr(c.scale_tiles):
-            if i * self.steps_per_tile < steps + before:
-                source = tcgen05.scale_descriptor(lane_scales + i * SCALE_TILE_BYTES)
-                tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.group)
+            if i * self.mmas_per_scale_tile < num_mmas + before:
+                source = tcgen05.scale_descriptor(m_scale_address + i * SCALE_TILE_BYTES)
+                tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.cta_group)
                 for j in range_constexpr(c.scale_row_tiles):
-                    source = column_scales + (j * c.scale_tiles + i) * SCALE_TILE_BYTES + lane * 16
-                    to = to_columns + (i * c.scale_row_tiles + j) * TILE_BLOCKS
-                    tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.group)
-        for step in range_constexpr(STEPS):
-            if step < steps:
+                    source = n_scale_address + (j * c.scale_tiles + i) * SCALE_TILE_BYTES + lane * 16
+                    to = n_scales + (i * c.scale_row_tiles + j) * TILE_BLOCKS
+                    tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.cta_group)
+        for step in range_constexpr(MMAS_PER_K_TILE):
+            if step < num_mmas:
                 place = step + before
-                tile, scale_id = place // self.steps_per_tile, place % self.steps_per_tile * 2
+                tile, scale_id = place // self.mmas_per_scale_tile, place % self.mmas_per_scale_tile * 2
                 tcgen05.multiply(
-                    total,
-                    tcgen05.operand_descriptor(at + step * (STEP // 2)),
-                    tcgen05.operand_descriptor(at + ROWS * LINE + step * (STEP // 2)),
-                    tcgen05.instruction_descriptor(ROWS * c.group, c.columns, c.fmt == MXFP4, scale_id),
+                    acc,
+                    tcgen05.operand_descriptor(at + step * (MMA_K // 2)),
+                    tcgen05.operand_descriptor(at + MMA_M * K_TILE_BYTES + step * (MMA_K // 2)),
+                    tcgen05.instruction_descriptor(MMA_M * c.cta_group, c.mma_n, c.fmt == MXFP4, scale_id),
                     scales + tile * TILE_BLOCKS,
-                    to_columns + tile * c.scale_row_tiles * TILE_BLOCKS + column,
+                    n_scales + tile * c.scale_row_tiles * TILE_BLOCKS + column,
                     adds if step == 0 else True,
                     c.fmt.block_size,
-                    c.group,
+                    c.cta_group,
                 )

@@ -15,19 +15,19 @@ from torch_cute_ops.runtime.arch import Arch
 #
 # A stage of operands for block-scaled ``tcgen05.mma``: no device code.
 
-ROWS: Final = 128
+MMA_M: Final = 128
 """Rows of the operand on the M side that a CTA has: the lanes of tensor memory."""
-LINE: Final = K_TILE // 2
+K_TILE_BYTES: Final = K_TILE // 2
 """Bytes of codes of a row in a chunk."""
-STEP: Final = 64
+MMA_K: Final = 64
 """Elements of k of an MMA."""
-COLUMNS: Final = 512
+TMEM_COLUMNS: Final = 512
 """Of tensor memory."""
-STORING_WARPS: Final = ROWS // 32
+EPILOGUE_WARPS: Final = MMA_M // 32
 """Warps that load sums: each can load those of 32 lanes."""
-ARRANGING_WARPS: Final = 4
+SCALE_LOADER_WARPS: Final = 4
 """Warps that put linear scales into tiles."""
-SCALE_BUFFERS: Final = 2
+SCALE_STAGES: Final = 2
 """Chunks whose scales are in tensor memory."""
 ALIGNMENT: Final = 1024
 """Of a stage: that of the 128-byte swizzle."""
@@ -40,56 +40,56 @@ class BlockScaledStage:
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
-        columns: rows of the operand on the N side: columns of the accumulator.
-        group: CTAs of an MMA, each of which copies the codes of as many of these rows.
+        mma_n: rows of the operand on the N side: columns of the accumulator.
+        cta_group: CTAs of an MMA, each of which copies the codes of as many of these rows.
         spread: whether chunks may begin in the middle of a tile of scales.
     """
 
     fmt: FP4Format
     layout: ScaleLayout
-    columns: int
-    group: int = 1
+    mma_n: int
+    cta_group: int = 1
     spread: bool = False
 
     @property
-    def arranges(self) -> bool:
+    def has_scale_loaders(self) -> bool:
         """Whether warps of the CTA put the scales in the order of tiles."""
         return self.layout.is_linear
 
     @property
-    def own_columns(self) -> int:
+    def cta_mma_n(self) -> int:
         """Rows of the operand on the N side whose codes a CTA copies."""
-        return self.columns // self.group
+        return self.mma_n // self.cta_group
 
     @property
-    def tile_elements(self) -> int:
+    def scale_tile_k(self) -> int:
         """Elements of k of a tile of scales."""
         return TILE_BLOCKS * self.fmt.block_size
 
     @property
     def scale_tiles(self) -> int:
         """Tiles of scales of 128 rows of a chunk."""
-        return K_TILE // self.tile_elements + self.spread
+        return K_TILE // self.scale_tile_k + self.spread
 
     @property
     def scale_row_tiles(self) -> int:
         """Times 128 rows that the operand on the N side has."""
-        return -(-self.columns // ROWS)
+        return -(-self.mma_n // MMA_M)
 
     @property
     def code_bytes(self) -> int:
         """Codes: those of the M side, then those of the N side."""
-        return (ROWS + self.own_columns) * LINE
+        return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
 
     @property
-    def column_scale_bytes(self) -> int:
+    def n_scale_bytes(self) -> int:
         """Scales of the N side."""
         return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
     def size_bytes(self) -> int:
         """All of it."""
-        size = self.code_bytes + self.column_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
+        size = self.code_bytes + self.n_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -100,12 +100,12 @@ class BlockScaledStage:
     @property
     def threads(self) -> int:
         """Threads of a CTA: warps that store, copy, multiply and arrange."""
-        return 32 * (STORING_WARPS + 2 + (ARRANGING_WARPS if self.arranges else 0))
+        return 32 * (EPILOGUE_WARPS + 2 + (SCALE_LOADER_WARPS if self.has_scale_loaders else 0))
 
     def reason_unsupported(self) -> str | None:
         """Why there is no such stage; ``None`` if there is."""
-        if self.layout.tile_rows not in (0, ROWS):
-            return f"scales are linear or in tiles of {ROWS} rows, not {self.layout.name}"
+        if self.layout.tile_rows not in (0, MMA_M):
+            return f"scales are linear or in tiles of {MMA_M} rows, not {self.layout.name}"
         return None
 
 
@@ -114,7 +114,7 @@ class BlockScaledStage:
 # What configurations of kernels of block-scaled ``tcgen05.mma`` share: no device code.
 
 BARRIER_BYTES: Final = 512
-MOST_STAGES: Final = 9
+MAX_STAGES: Final = 9
 """As many as cover the latency of memory with few rows of activations: 20 KB each at 54 bytes a nanosecond (by data
 sheet)."""
 
@@ -135,19 +135,19 @@ class BlockScaledConfig:
         raise NotImplementedError
 
     @property
-    def frees(self) -> int:
+    def acc_empty_barriers(self) -> int:
         """Barriers that say that an accumulator may be overwritten."""
         raise NotImplementedError
 
     @property
-    def sum_columns(self) -> int:
+    def acc_columns(self) -> int:
         """Columns of tensor memory of all accumulators."""
         raise NotImplementedError
 
     @property
-    def tensor_columns(self) -> int:
+    def tmem_columns(self) -> int:
         """Columns of tensor memory that are allocated: a power of two."""
-        used = self.sum_columns + SCALE_BUFFERS * self.stage.scale_columns
+        used = self.acc_columns + SCALE_STAGES * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 
     @property
@@ -176,8 +176,8 @@ class BlockScaledConfig:
         reason = self.stage.reason_unsupported() or self.reason_unfit()
         if reason is not None:
             return reason
-        if self.tensor_columns > COLUMNS:
-            return f"needs {self.tensor_columns} columns of tensor memory; there are {COLUMNS}"
+        if self.tmem_columns > TMEM_COLUMNS:
+            return f"needs {self.tmem_columns} columns of tensor memory; there are {TMEM_COLUMNS}"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -189,4 +189,4 @@ Config = TypeVar("Config", bound=BlockScaledConfig)
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
     """The configuration, a function of the number of stages, with the most of them that fit into an SM of ``arch``;
     ``None`` if none does."""
-    return first_fit(map(config, range(MOST_STAGES, 1, -1)), arch)
+    return first_fit(map(config, range(MAX_STAGES, 1, -1)), arch)

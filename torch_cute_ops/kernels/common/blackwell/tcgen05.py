@@ -49,52 +49,52 @@ def _address(pointer, loc, ip):
 
 
 @dsl_user_op
-def allocate(to, columns: int, group: int, *, loc=None, ip=None) -> None:
+def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
     """A warp takes columns of tensor memory, 32 or a larger power of two, and writes the address to shared memory;
-    other CTAs of the SM may go on to allocate. With ``group`` 2, a warp of each CTA of a pair does."""
+    other CTAs of the SM may go on to allocate. With ``cta_group`` 2, a warp of each CTA of a pair does."""
     text = (
-        f"tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [$0], {columns}; "
-        f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;"
+        f"tcgen05.alloc.cta_group::{cta_group}.sync.aligned.shared::cta.b32 [$0], {columns}; "
+        f"tcgen05.relinquish_alloc_permit.cta_group::{cta_group}.sync.aligned;"
     )
     _run([_address(to, loc, ip)], text, "r", loc, ip)
 
 
 @dsl_user_op
-def free(address, columns: int, group: int, *, loc=None, ip=None) -> None:
+def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
     """The warp that allocated columns gives them back."""
-    text = f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 $0, {columns};"
+    text = f"tcgen05.dealloc.cta_group::{cta_group}.sync.aligned.b32 $0, {columns};"
     _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
 
 
 @dsl_user_op
-def copy_scales(address, descriptor, group: int, *, loc=None, ip=None) -> None:
+def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> None:
     """Copy 512 bytes of shared memory to four columns: byte ``16 (r % 32) + 4 (r // 32) + b`` of a row's scales to lane
     ``r % 32`` of each quarter, column ``r // 32``."""
     operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
-    _run(operands, f"tcgen05.cp.cta_group::{group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
+    _run(operands, f"tcgen05.cp.cta_group::{cta_group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
 
 
 @dsl_user_op
 def multiply(
-    total, a, b, instruction: int, a_scales, b_scales, adds, block: int, group: int, *, loc=None, ip=None
+    acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """``total = a @ b``, or added to what ``total`` has, with a scale for each ``block`` elements of a row."""
-    operands = [ptx._u32(total, loc, ip)]
+    """``acc = a @ b``, or added to what ``acc`` has, with a scale for each ``block`` elements of a row."""
+    operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
     text = (
         "{.reg .pred p; setp.ne.u32 p, $6, 0; "
-        f"tcgen05.mma.cta_group::{group}.kind::mxf4nvf4.block_scale.block{block} "
+        f"tcgen05.mma.cta_group::{cta_group}.kind::mxf4nvf4.block_scale.block{block} "
         "[$0], $1, $2, $3, [$4], [$5], p;}"
     )
     _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
 
 
 @dsl_user_op
-def commit(barrier, group: int, both: bool, *, loc=None, ip=None) -> None:
+def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
     """Arrive at an mbarrier when all that this thread has issued is done; in ``both`` CTAs of a pair, or this one."""
     operands = [_address(barrier, loc, ip)]
-    text = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster"
+    text = f"tcgen05.commit.cta_group::{cta_group}.mbarrier::arrive::one.shared::cluster"
     if not both:
         return _run(operands, f"{text}.b64 [$0];", "r", loc, ip)
     text = f"{{.reg .b16 both; mov.b16 both, 3; {text}.multicast::cluster.b64 [$0], both;}}"

@@ -66,9 +66,9 @@ class ExpertChoice:
 
 THREADS = 1024
 """Threads of a CTA."""
-ALONE_ROWS = 8192
+SINGLE_CTA_ROWS = 8192
 """Rows up to which a single CTA writes all of them: 33,000 take it 5 µs longer, the time of a second launch (H200)."""
-ROWS = 8192
+ROWS_PER_CTA = 8192
 """Rows for each CTA, as long as there are SMs."""
 
 
@@ -79,26 +79,26 @@ class ExpertPlacement:
     Attributes:
         experts: number of experts.
         slot_pairs: pairs of a slot.
-        chunk: slots that a CTA processes at a time: whole words of bits, and at most as many pairs as threads.
-        alone: slots up to which a single CTA does everything; at most a chunk.
-        run: slots for each CTA, as long as there are SMs.
+        batch: slots that a CTA processes at a time: whole words of bits, and at most as many pairs as threads.
+        single_cta_slots: slots up to which a single CTA does everything; at most a chunk.
+        slots_per_cta: slots for each CTA, as long as there are SMs.
         is_masked: whether all experts have the same number of rows, not as many as they need.
     """
 
     experts: int
     slot_pairs: int
-    chunk: int
-    alone: int
-    run: int
+    batch: int
+    single_cta_slots: int
+    slots_per_cta: int
     is_masked: bool
 
     @property
     def words(self) -> int:
         """Words that hold a chunk's bits of one expert."""
-        return self.chunk // 32
+        return self.batch // 32
 
     @property
-    def parts(self) -> int:
+    def threads_per_expert(self) -> int:
         """Threads that add up the counts of an expert over the runs."""
         return min(16, THREADS >> (self.experts - 1).bit_length())
 
@@ -108,7 +108,7 @@ class ExpertPlacement:
         experts = self.experts
         sizes = (
             self.words * experts,
-            self.chunk * self.slot_pairs,
+            self.batch * self.slot_pairs,
             experts,
             experts + 1,
             experts,
@@ -124,9 +124,9 @@ class ExpertPlacement:
 
     def workspace_words(self, slots: int, rows: int, sms: int) -> int:
         """Size of the workspace of a call in 32-bit words; 0 if a single CTA does everything."""
-        if slots <= self.alone and rows <= ALONE_ROWS:
+        if slots <= self.single_cta_slots and rows <= SINGLE_CTA_ROWS:
             return 0
-        return max(1, min(sms, max(-(-slots // self.run), -(-rows // ROWS)))) * self.experts
+        return max(1, min(sms, max(-(-slots // self.slots_per_cta), -(-rows // ROWS_PER_CTA)))) * self.experts
 
 
 class PlacementConfig:
@@ -156,7 +156,7 @@ class SmemOffsets(NamedTuple):
         before: for each expert, its pairs before the chunk.
         begins: first row of each expert, and the end of the last one's rows.
         sizes: number of rows of each expert.
-        sums: partial sums of each expert's counts: over the runs before, and over all runs.
+        partial_sums: partial sums of each expert's counts: over the runs before, and over all runs.
         warps: one word for each warp, for the running sum.
         end: total size.
     """
@@ -166,7 +166,7 @@ class SmemOffsets(NamedTuple):
     before: int
     begins: int
     sizes: int
-    sums: int
+    partial_sums: int
     warps: int
     end: int
 
@@ -184,15 +184,15 @@ class TokenListLayout:
     """Lists of a tile's tokens, one for each expert.
 
     Attributes:
-        tokens: tokens of a tile.
-        group: tokens of a unit of work; a list has room for whole units.
-        chunks: chunks of k of a token, if its activations are in the list; else 0.
+        token_block: tokens of a tile.
+        tile_m: tokens of a unit of work; a list has room for whole units.
+        k_tiles: chunks of k of a token, if its activations are in the list; else 0.
         token_bytes: bytes of a token in a chunk of rearranged activations.
     """
 
-    tokens: int
-    group: int
-    chunks: int
+    token_block: int
+    tile_m: int
+    k_tiles: int
     token_bytes: int
 
     @property
@@ -203,20 +203,20 @@ class TokenListLayout:
     @property
     def capacity(self) -> int:
         """Tokens that a list has room for, in whole units."""
-        return -(-self.tokens // self.group) * self.group
+        return -(-self.token_block // self.tile_m) * self.tile_m
 
     @property
     def size_bytes(self) -> int:
         """A list: the rearranged activations of its tokens, their pairs, and their number."""
-        return self.capacity * (self.chunks * self.token_bytes + PAIR_BYTES) + 4
+        return self.capacity * (self.k_tiles * self.token_bytes + PAIR_BYTES) + 4
 
 
 # unit lists
 #
 # Size of the lists of ``kernels.common.experts.units`` in shared memory: no device code.
 
-SCANNED: Final = 32
+MAX_SCANNED_TOKENS: Final = 32
 """Most tokens of a tile for which every CTA scans the factors itself, and so starts to copy weights before the lists of
 tokens are there. That is safe: the kernel that lists them lets this one start only when it has waited for all kernels
 before it."""
-LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
+M_TILE_LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)

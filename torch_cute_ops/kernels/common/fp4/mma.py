@@ -200,7 +200,7 @@ class KTileMma:
             word = part * count + i
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
             if start is None:
-                at = smem.tokens + cute.assume(stage * self.activation_bytes, divby=STEPS_BYTES)
+                at = smem.activations + cute.assume(stage * self.activation_bytes, divby=STEPS_BYTES)
                 warp_mma(pairs, word, self.group, at, self.pitch, lane, sums, self.dtype)
                 continue
             start(pairs, word, stage, adds if i == 0 else True, sums)

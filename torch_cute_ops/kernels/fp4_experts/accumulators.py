@@ -11,122 +11,121 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, as_vectors, load_words, pack, store_words
-from torch_cute_ops.kernels.common.experts.lists import TokenLists
-from torch_cute_ops.kernels.common.experts.units import UnitLists
+from torch_cute_ops.kernels.common.experts.work_tiles import MTileLists, TokenLists
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
-from torch_cute_ops.kernels.fp4_experts.config import ROWS, Config
+from torch_cute_ops.kernels.fp4_experts.config import TILE_N, Config
 
 WARP = 32
 
 
-class Share(NamedTuple):
+class Work(NamedTuple):
     """A worker's share of the GEMM, and the operands.
 
     Attributes:
         m, n: sizes of the result.
-        worker, workers: the CTA among those of its tile of tokens; their number.
+        cta, num_ctas: the CTA among those of its tile of tokens; their number.
         tile, first_token: the tile of tokens, and its first.
         experts: number of experts.
         lists: what the other kernel has listed.
-        left: partial sums of workers, and their flags; ``None`` if there are none.
+        partial_sums: partial sums of workers, and their flags; ``None`` if there are none.
         bias: the experts' biases (E, n), or ``None``.
         out: the result.
-        slices, begins, ends: the two slices of rows that the worker may have classes of, the one of higher number
+        n_tiles, begins, ends: the two slices of rows that the worker may have classes of, the one of higher number
             first, since another worker waits for the other's sums; and which classes: those from ``begins`` to
             ``ends``.
-        units, first_units: how many units the worker has, and how many of the first slice.
+        m_tiles, first_m_tiles: how many units the worker has, and how many of the first slice.
     """
 
     m: Int32
     n: Int32
-    worker: Int32
-    workers: Int32
+    cta: Int32
+    num_ctas: Int32
     tile: Int32
     first_token: Int32
     experts: Int32
     lists: TokenLists
-    left: tuple[cute.Tensor, cute.Tensor] | None
+    partial_sums: tuple[cute.Tensor, cute.Tensor] | None
     bias: cute.Tensor | None
     out: cute.Tensor
-    slices: tuple
+    n_tiles: tuple
     begins: tuple
     ends: tuple
-    units: Int32 | None = None
-    first_units: Int32 | None = None
+    m_tiles: Int32 | None = None
+    first_m_tiles: Int32 | None = None
 
 
 class Smem(NamedTuple):
     """Shared memory: the stages of codes, scales, activations (``tokens``) and pairs; the sums of the tile; lists
-    of ``units``; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
+    of ``m_tiles``; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
 
     codes: cute.Pointer
     scales: cute.Pointer
-    sums: cute.Pointer
-    tokens: cute.Pointer
+    acc: cute.Pointer
+    activations: cute.Pointer
     pairs: cute.Pointer
-    units: UnitLists
+    m_tiles: MTileLists
     full: cute.Pointer
-    free: cute.Pointer
+    empty: cute.Pointer
     turns: cute.Pointer
 
 
-class Totals:
-    """The sums of one ``Config``: fp32, (tokens, 64), permuted by ``sum_offset``."""
+class Accumulators:
+    """The sums of one ``Config``: fp32, (tokens, 64), permuted by ``acc_offset``."""
 
     def __init__(self, config: Config):
         self.config = config
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def token_offset(self, token):
-        """Offset of a token's sums, in bytes. ``sum_offset`` permutes groups of eight rows by its low bits, so that
+        """Offset of a token's sums, in bytes. ``acc_offset`` permutes groups of eight rows by its low bits, so that
         tokens are in different banks."""
-        return token * (ROWS * 4) + token % ATOM_M * 32
+        return token * (TILE_N * 4) + token % ATOM_M * 32
 
-    def sum_offset(self, token_offset, row):
+    def acc_offset(self, token_offset, row):
         """Offset of a row's sum, in bytes."""
         return token_offset ^ (row * 4)
 
     @cute.jit
-    def end_slice(self, part: int, tid, share, smem):
+    def finish_n_tile(self, which: int, tid, work, smem):
         """Write the partial sums of the worker's first or second slice (``part``) for the worker that has the slice's
         last class; or add up those of others, and store the result."""
         c = self.config
-        threads = c.warps * WARP
+        threads = c.consumer_warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        if const_expr(c.pdl and c.scans and part == 0):
+        if const_expr(c.pdl and c.scans and which == 0):
             # The kernel that lists tokens clears the flags; and it has to have ended before the next one starts.
             # One wait serves both slices.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
-            if (part == 1) | (share.ends[1] == 0) | (c.classes == 1):
+            if (which == 1) | (work.ends[1] == 0) | (c.classes == 1):
                 cute.arch.griddepcontrol_launch_dependents()
         if const_expr(c.classes == 1):
-            self._write(share.slices[0], tid, share, smem)
+            self._store_result(work.n_tiles[0], tid, work, smem)
         else:
-            if share.ends[part] < c.classes:
-                self._leave(tid, share, smem)
+            if work.ends[which] < c.classes:
+                self._store_partial_sums(tid, work, smem)
             else:
-                if share.begins[part] > 0:
-                    self._collect(share.slices[part], tid, share, smem)
-                self._write(share.slices[part], tid, share, smem)
-            if const_expr(part == 0):
+                if work.begins[which] > 0:
+                    self._add_partial_sums(work.n_tiles[which], tid, work, smem)
+                self._store_result(work.n_tiles[which], tid, work, smem)
+            if const_expr(which == 0):
                 # The second slice's sums replace these.
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
-    def _left(self, worker, share) -> tuple[cute.Tensor, cute.Pointer]:
+    def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
         """A worker's partial sums in the workspace, by four, and its flag."""
-        sums, flags = share.left
-        slot = share.tile * share.workers + worker
-        at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=ROWS * 4)
-        return as_vectors(at, self.config.sum_bytes), flags.iterator + slot
+        sums, flags = work.partial_sums
+        index = work.tile * work.num_ctas + cta
+        at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=TILE_N * 4)
+        return as_vectors(at, self.config.acc_bytes), flags.iterator + index
 
     @cute.jit
-    def _leave(self, tid, share, smem):
+    def _store_partial_sums(self, tid, work, smem):
         """Write the sums to the workspace for another worker, and clear them."""
         c = self.config
-        threads = c.warps * WARP
-        here = as_vectors(smem.sums, c.sum_bytes)
-        there, flag = self._left(share.worker, share)
+        threads = c.consumer_warps * WARP
+        here = as_vectors(smem.acc, c.acc_bytes)
+        there, flag = self._partial_sums_of(work.cta, work)
         for i in range(tid, cute.size(here, mode=[0]), threads):
             store_words(load_words(here[i, None]), there[i, None])
             store_words([Uint32(0)] * 4, here[i, None])
@@ -136,39 +135,39 @@ class Totals:
             ptx.store_release(flag, Uint32(1))
 
     @cute.jit
-    def _collect(self, slice_, tid, share, smem):
+    def _add_partial_sums(self, n_tile, tid, work, smem):
         """Add other workers' partial sums of this slice, in the order of their classes; this worker's come last."""
         c = self.config
-        here = as_vectors(smem.sums, c.sum_bytes)
+        here = as_vectors(smem.acc, c.acc_bytes)
         # The worker that has the slice's first class: portions are rounded down.
-        tasks = cute.ceil_div(share.n, ROWS) * c.classes
-        first = ((slice_ * c.classes + 1) * share.workers - 1) // tasks
-        for worker in range(first, share.worker):
-            _, flag = self._left(worker, share)
+        work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
+        first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
+        for cta in range(first, work.cta):
+            _, flag = self._partial_sums_of(cta, work)
             ready = ptx.load_acquire(flag)
             while ready == Uint32(0):
                 ready = ptx.load_acquire(flag)
-        for i in range(tid, cute.size(here, mode=[0]), c.warps * WARP):
+        for i in range(tid, cute.size(here, mode=[0]), c.consumer_warps * WARP):
             total = cute.make_rmem_tensor((4,), Float32)
             total.fill(0.0)
-            for worker in range(first, share.worker):
-                there, _ = self._left(worker, share)
+            for cta in range(first, work.cta):
+                there, _ = self._partial_sums_of(cta, work)
                 for e, word in enumerate(load_words(there[i, None])):
                     total[e] = total[e] + ptx.float_of(word)
             own = load_words(here[i, None])
             store_words([ptx.bits_of(total[e] + ptx.float_of(own[e])) for e in range(4)], here[i, None])
-        cute.arch.barrier(barrier_id=1, number_of_threads=c.warps * WARP)
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.consumer_warps * WARP)
 
     @cute.jit
-    def _write(self, slice_, tid, share, smem):
+    def _store_result(self, n_tile, tid, work, smem):
         """Round the sums, and store them."""
         c = self.config
-        for piece in range(tid, c.tokens * (ROWS // 4), c.warps * WARP):
-            token, row = piece // (ROWS // 4), piece % (ROWS // 4) * 4
-            m, n = share.first_token + token, slice_ * ROWS + row
-            if (m < share.m) & (n < share.n):
-                at = smem.sums + cute.assume(self.sum_offset(self.token_offset(token), row), divby=16)
+        for piece in range(tid, c.token_block * (TILE_N // 4), c.consumer_warps * WARP):
+            token, row = piece // (TILE_N // 4), piece % (TILE_N // 4) * 4
+            m, n = work.first_token + token, n_tile * TILE_N + row
+            if (m < work.m) & (n < work.n):
+                at = smem.acc + cute.assume(self.acc_offset(self.token_offset(token), row), divby=16)
                 words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
                 packed = pack([ptx.float_of(word) for word in words], self.out_dtype)
-                to = share.out.iterator + cute.assume(Int64(m) * share.n + n, divby=4)
+                to = work.out.iterator + cute.assume(Int64(m) * work.n + n, divby=4)
                 store_words(packed, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(packed))))

@@ -1,0 +1,270 @@
+"""Units of work of GEMMs that compute routed pairs of token and expert: an expert and up to ``group`` of its tokens.
+
+A CTA lists the experts that any token of its tile is routed to in shared memory, in their order, and where the units of
+each begin.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import store_words
+from torch_cute_ops.kernels.common.experts.factors import factor_counts
+from torch_cute_ops.kernels.common.experts.layouts import (
+    M_TILE_LIST_BYTES,
+    MAX_SCANNED_TOKENS,
+    PAIR_BYTES,
+    WARP,
+    TokenListLayout,
+)
+from torch_cute_ops.kernels.common.experts.tiles import running_sum
+from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
+
+
+class TokenLists(NamedTuple):
+    """The lists in the workspace, each part contiguous over all tiles: activations (``activations``) and pairs, both as
+    bytes; and how many tokens an expert has, int32 for each tile and expert."""
+
+    activations: cute.Tensor
+    pairs: cute.Tensor
+    counts: cute.Tensor
+
+
+class TokenLister:
+    """What a CTA for an expert and a tile of tokens does, with ``TokenListLayout.threads`` threads."""
+
+    def __init__(self, layout: TokenListLayout, activations: Activations):
+        self.layout, self.activations = layout, activations
+        self.token_bytes = layout.token_bytes
+
+    def workspace_tensors(
+        self, at: cute.Pointer, token_blocks, experts
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Pointer]:
+        """The first two parts of ``TokenLists`` from ``at`` on, and where they end."""
+        layout = self.layout
+        entries = Int64(token_blocks) * experts * layout.capacity
+        token_bytes = cute.assume(entries * (layout.k_tiles * layout.token_bytes), divby=layout.token_bytes)
+        pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * ATOM_M)
+        pairs = at + token_bytes
+        return (
+            cute.make_tensor(at, cute.make_layout((token_bytes,))),
+            cute.make_tensor(pairs, cute.make_layout((pair_bytes,))),
+            pairs + pair_bytes,
+        )
+
+    def entry(self, tile, expert, experts):
+        """Where the list of a tile's tokens of an expert begins, in tokens."""
+        return (Int64(tile) * experts + expert) * self.layout.capacity
+
+    def group_at(self, activations, entry, k_tile, place) -> cute.Pointer:
+        """Where the workspace has a chunk of the eight tokens from the list's ``place``-th on."""
+        layout = self.layout
+        at = entry * layout.k_tiles + Int64(k_tile) * layout.capacity + place
+        return activations.iterator + cute.assume(at * layout.token_bytes, divby=ATOM_M * layout.token_bytes)
+
+    @cute.jit
+    def list_tokens(self, factors, lists, tile, expert, experts, m, number_of):
+        """List the tokens, as the pairs of ``number_of(token)`` and their factors.
+
+        Returns them, numbered in the tile, in shared memory, and how many there are.
+        """
+        layout = self.layout
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % WARP, tid // WARP
+        warps = layout.threads // WARP
+        smem = SmemAllocator()
+        found = cute.make_tensor(smem.allocate_array(Int32, warps), cute.make_layout(warps))
+        token_ids = cute.make_tensor(smem.allocate_array(Int32, layout.capacity), cute.make_layout(layout.capacity))
+        value = Float32(0.0)
+        if (tid < layout.token_block) & (tile * layout.token_block + tid < m):
+            value = factors[tile * layout.token_block + tid, expert]
+        ballot = Uint32(cute.arch.vote_ballot_sync(factor_counts(value)))
+        if lane == 0:
+            found[warp] = Int32(cute.arch.popc(ballot))
+        cute.arch.sync_threads()
+        before = Int32(cute.arch.popc(ballot & ((Uint32(1) << Uint32(lane)) - 1)))
+        total = Int32(0)
+        for i in range_constexpr(warps):
+            before = before + ptx.select(warp > i, found[i], Int32(0))
+            total = total + found[i]
+        entry = self.entry(tile, expert, experts)
+        if factor_counts(value):
+            token_ids[before] = tid
+            self._store_pair(lists.pairs, entry + before, number_of(tid), value)
+        # What is left of the last unit
+        if (tid >= total) & (tid < cute.ceil_div(total, layout.tile_m) * layout.tile_m):
+            self._store_pair(lists.pairs, entry + tid, Int32(-1), Float32(0.0))
+        if tid == 0:
+            lists.counts[tile * experts + expert] = total
+        cute.arch.sync_threads()
+        return token_ids, total
+
+    def _store_pair(self, pairs, at, number, factor) -> None:
+        to = cute.recast_ptr(pairs.iterator + cute.assume(at * PAIR_BYTES, divby=PAIR_BYTES), dtype=Uint32)
+        store_words([Uint32(number), ptx.bits_of(factor)], cute.make_tensor(to, cute.make_layout(2)))
+
+    @cute.jit
+    def arrange(
+        self, a, a_scale, token_ids, total, activations, entry, first_token, first_k, width, first_k_tile, k_tiles
+    ):
+        """Rearrange the activations of the ``total`` tokens ``token_ids``, of ``k_tiles`` chunks from ``first_k_tile``
+        on: of elements ``first_k ... first_k + width`` of their rows."""
+        layout = self.layout
+        pieces = self.activations.pieces
+        elements = self.activations.config.k_tile
+        tid, _, _ = cute.arch.thread_idx()
+        for i in range(tid, total * (k_tiles * pieces), layout.threads):
+            piece, k_tile = i % pieces, i // pieces % k_tiles + first_k_tile
+            place = i // (pieces * k_tiles)
+            token, start = first_token + token_ids[place], k_tile * elements
+            words = self.activations.read(a, a_scale, token, first_k + start, width - start, piece)
+            to = self.group_at(activations, entry, k_tile, place // ATOM_M * ATOM_M)
+            self.activations.store(words, 1, piece, place % ATOM_M, to)
+
+    @cute.jit
+    def copy_m_tile(self, activations, entry, k_tile, position, tokens, target, barrier):
+        """One thread starts the copies of a chunk of ``tokens`` activations from the list's ``position``-th on, the
+        first of a unit, to ``target`` in shared memory; ``barrier`` counts their bytes."""
+        source = self.group_at(activations, entry, k_tile, position)
+        # In the layout for mma.sync a token is contiguous, in that for wgmma eight tokens are.
+        by_warp = self.activations.config.by_warp
+        whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
+        if whole > 0:
+            ptx.copy_bulk(target, source, whole * self.token_bytes, barrier)
+        if whole < tokens:
+            after = cute.assume(whole * self.token_bytes, divby=ATOM_M * self.token_bytes)
+            for i in range_constexpr(ATOM_M * self.token_bytes // ATOM_BYTES):
+                at = after + i * ATOM_BYTES
+                ptx.copy_bulk(target + at, source + at, (tokens - whole) * ATOM_ROW_BYTES, barrier)
+
+
+class MTileLists(NamedTuple):
+    """The touched experts, in order: their numbers; where their units begin, and after the last one the number of
+    units; their numbers of tokens. And the number of units, in all and of the first part."""
+
+    experts: cute.Tensor
+    begins: cute.Tensor
+    counts: cute.Tensor
+    num_m_tiles: cute.Tensor
+    num_first: cute.Tensor
+
+
+class ExpertMTiles:
+    """How a CTA finds the units of a tile of ``tokens``. Where ``classes`` is more than one, an expert's class is its
+    number modulo that, and a CTA has two parts of the units: those of some classes, and then those of others."""
+
+    def __init__(self, token_block: int, tile_m: int, classes: int = 1):
+        self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
+
+    def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
+        """The lists from ``at`` on in shared memory, and where they end: after ``unit_lists.M_TILE_LIST_BYTES``."""
+        at = cute.recast_ptr(at, dtype=Int32)
+        sizes = MTileLists(experts=MAX_EXPERTS, begins=MAX_EXPERTS + 4, counts=MAX_EXPERTS, num_m_tiles=1, num_first=1)
+        starts = (0, *itertools.accumulate(sizes[:-1]))
+        places = zip(starts, sizes, strict=True)
+        lists = MTileLists(*(cute.make_tensor(at + start, cute.make_layout(size)) for start, size in places))
+        return lists, at + M_TILE_LIST_BYTES // 4
+
+    @cute.jit
+    def gather(
+        self,
+        factors,
+        counts,
+        tile,
+        m,
+        tid,
+        warp,
+        listing_warp: Constexpr[int],
+        threads: Constexpr[int],
+        class_ranges,
+        lists,
+    ):
+        """The threads of a CTA make the lists of their tile.
+
+        Args:
+            factors: of tokens and experts: what is routed.
+            counts, tile, m: how many tokens of each tile each expert has, where the CTA does not scan the
+                factors itself; the tile; and tokens in all.
+            warp, listing_warp: the thread's warp, and the one that calls ``find``, with ``parts``: begins and ends.
+        """
+        experts = factors.shape[1]
+        for expert in range(tid, experts, threads):
+            if const_expr(self.token_block <= MAX_SCANNED_TOKENS):
+                lists.counts[expert] = self.count(factors, expert, tile * self.token_block, m)
+            else:
+                lists.counts[expert] = counts[tile * experts + expert]
+        cute.arch.sync_threads()
+        if warp == listing_warp:
+            self.list_m_tiles(tid % WARP, experts, *class_ranges, lists)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def count(self, factors, expert, first_token, m):
+        """How many of the tile's tokens are routed to an expert."""
+        values = cute.make_rmem_tensor((self.token_block,), Float32)
+        for i in range_constexpr(self.token_block):
+            values[i] = Float32(0.0)
+            if first_token + i < m:
+                values[i] = factors[first_token + i, expert]
+        count = Int32(0)
+        for i in range_constexpr(self.token_block):
+            count = count + Int32(factor_counts(values[i]))
+        return count
+
+    @cute.jit
+    def list_m_tiles(self, lane, experts, begins, ends, lists):
+        """A warp turns the number of tokens of every expert, in ``lists.counts``, into the lists of the touched ones:
+        of the classes from ``begins[0]`` to ``ends[0]``, then of those from ``begins[1]`` to ``ends[1]``; of all, if
+        there is one class."""
+        each = MAX_EXPERTS // WARP
+        first = lane * each
+        counts = cute.make_rmem_tensor((each,), Int32)
+        for i in range_constexpr(each):
+            counts[i] = Int32(0)
+            if first + i < experts:
+                counts[i] = lists.counts[first + i]
+        # All lanes have read what the lists overwrite.
+        cute.arch.sync_warp()
+        before_m_tiles, before_touched = Int32(0), Int32(0)
+        for which in range_constexpr(2 if self.classes > 1 else 1):
+            m_tiles_of = cute.make_rmem_tensor((each,), Int32)
+            m_tiles, touched = Int32(0), Int32(0)
+            for i in range_constexpr(each):
+                is_in_range = Int32(1)
+                if const_expr(self.classes > 1):
+                    class_ = (first + i) % self.classes
+                    is_in_range = Int32((class_ >= begins[which]) & (class_ < ends[which]))
+                m_tiles_of[i] = is_in_range * ((counts[i] + (self.tile_m - 1)) // self.tile_m)
+                m_tiles = m_tiles + m_tiles_of[i]
+                touched = touched + Int32(m_tiles_of[i] > 0)
+            own_m_tiles, own_touched = m_tiles, touched
+            m_tiles, touched = running_sum(m_tiles, lane), running_sum(touched, lane)
+            begin, index = before_m_tiles + m_tiles - own_m_tiles, before_touched + touched - own_touched
+            for i in range_constexpr(each):
+                if m_tiles_of[i] > 0:
+                    lists.experts[index] = first + i
+                    lists.begins[index] = begin
+                    lists.counts[index] = counts[i]
+                    index = index + 1
+                begin = begin + m_tiles_of[i]
+            before_m_tiles = before_m_tiles + cute.arch.shuffle_sync(m_tiles, WARP - 1)
+            before_touched = before_touched + cute.arch.shuffle_sync(touched, WARP - 1)
+            if const_expr(which == 0):
+                if lane == 0:
+                    lists.num_first[0] = before_m_tiles
+        if lane == 0:
+            lists.begins[before_touched] = before_m_tiles
+            lists.num_m_tiles[0] = before_m_tiles
+
+    @cute.jit
+    def index_of(self, m_tile, index, lists):
+        """The place in the lists of a unit's expert, from that of a unit before it."""
+        while lists.begins[index + 1] <= m_tile:
+            index += 1
+        return index
