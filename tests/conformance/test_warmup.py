@@ -111,7 +111,7 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):  # noqa: F811
             continue
         helped += 1
         assert not launches.compiled and not launches.calls
-        assert str(raised).startswith(f"cute::{op.name} met a kernel that is not ready")
+        assert str(raised).startswith(f"cute::{op.name} needs a kernel that is not loaded")
         capture.is_on = False
         eval(advised(raised), {"torch_cute_ops": torch_cute_ops, "torch": torch})
         compiled = len(launches.compiled)
@@ -204,7 +204,7 @@ def test_properties_that_an_op_lacks(op, properties):
 
 
 def test_precompile_for_an_unknown_architecture():
-    with pytest.raises(ValueError, match=r"'sm_80' is no architecture; they are sm_90a"):
+    with pytest.raises(ValueError, match=r"'sm_80' is no architecture; use one of sm_90a"):
         torch_cute_ops.precompile("fp4_quantize", "sm_80", hidden=64, dtype=torch.bfloat16)
 
 

@@ -164,7 +164,7 @@ def wanted():
 
 
 def change(*path, to):
-    """Return a function that sets a field of the manifest to ``to``, or deletes it if None. ``...`` is the first key."""
+    """Return a function that sets a manifest field to ``to``, or deletes it if None. ``...`` is the first key."""
 
     def spoil(folder):
         manifest = json.loads((folder / MANIFEST).read_text())

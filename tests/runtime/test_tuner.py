@@ -73,7 +73,7 @@ def test_where_tuning_fails(caplog, file):
     assert Clock(RuntimeError("out of memory")).tune() == A
     assert warnings_in(caplog) == [
         "cute::some_op: tuning failed: RuntimeError: out of memory",
-        "cute::some_op: nothing is tuned; calls use a [1], as estimated",
+        "cute::some_op: nothing is tuned; calls use the estimated best, a [1]",
     ]
     caplog.clear()
     assert Clock({}, wrong=ESTIMATES, bucket=16).tune() == A

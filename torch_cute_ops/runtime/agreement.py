@@ -1,4 +1,4 @@
-"""Decisions that the ranks of ``torch.distributed`` make together, without waiting for ever for one that failed."""
+"""Decisions that the ranks of ``torch.distributed`` make together, with a bounded wait for ranks that failed."""
 
 import logging
 import time
@@ -16,12 +16,12 @@ LONGEST_PAUSE = 0.2
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of the default process group, and its store.
+    """Ranks of the default process group.
 
     Attributes:
-        store: the store of the default process group.
-        rank: this process's.
-        world: the number of ranks.
+        store: key-value store of the process group.
+        rank: rank of this process.
+        world: number of ranks.
     """
 
     store: Any
@@ -34,7 +34,7 @@ class Ranks:
 
 
 def ranks() -> Ranks | None:
-    """The ranks of the default process group; ``None`` if there is no group, or only this process in it."""
+    """Return the ranks of the default process group, or None if there is no group or only one rank."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return None
@@ -50,27 +50,27 @@ def agree(
     timeout_s: float,
     absent: set[int],
 ) -> str:
-    """The decision on ``name``, the same text on every rank.
+    """Decide on ``name``; return the same text on every rank.
 
-    Every rank posts its ``text``, even if its part of the work failed. Rank 0 waits up to ``timeout_s`` for the other
-    posts, applies ``decide`` to those that came, and publishes the result. The other ranks wait for the result up to
-    twice as long, since rank 0 may arrive that much later and then wait itself; after that, a rank decides in rank 0's
-    place. The first decision to be written wins (compare and set), and all ranks take it: so ranks that arrive late, or
-    give up on rank 0 at the same time, still agree. A rank that died, or never asks for this decision, costs the others
-    one wait and no error.
+    Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
+    applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
+    the result, since rank 0 may arrive that late and then wait itself. After that, a rank decides instead of rank 0.
+    The first decision that is written wins (compare and set), and all ranks take it: ranks that arrive late, or give up
+    on rank 0 at the same time, still agree. A rank that died, or never asks for this decision, costs the others one
+    wait and no error.
 
     Args:
-        ranks: who decides.
-        name: what is decided; the same on every rank, and used once.
-        text: this rank's post.
-        decide: makes the decision from the posts by rank; this rank's is always among them.
-        timeout_s: seconds that rank 0 waits; 0: it takes the posts that are there.
-        absent: ranks that are not waited for, because they did not come before. Those that do not come now are added,
-            and those that do are removed.
+        ranks: ranks that decide.
+        name: unique name of the decision, the same on every rank.
+        text: post of this rank.
+        decide: function from the posts, by rank, to the decision. This rank's post is always present.
+        timeout_s: longest wait of rank 0, seconds. With 0, rank 0 takes the posts that are there.
+        absent: ranks that did not come to earlier decisions and are not waited for. Ranks that do not come now are
+            added, ranks that do are removed.
 
     Raises:
-        RuntimeError: if the store cannot be reached, for example because the process that hosts it died: then nothing
-            is known of the other ranks.
+        RuntimeError: if the store cannot be reached, for example because the process that hosts it died. The state of
+            the other ranks is then unknown.
     """
     decision = f"torch_cute_ops/{name}/decision"
     try:
@@ -87,18 +87,18 @@ def agree(
         return _text(ranks.store.compare_set(decision, "", decide(posts)))
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {ranks.rank} cannot agree with the others on {name}: the store of torch.distributed fails: {error}"
+            f"rank {ranks.rank} cannot agree with the others on {name}: the store of torch.distributed failed: {error}"
         ) from error
 
 
 def posts(ranks: Ranks, name: str, text: str, timeout_s: float) -> dict[int, str]:
-    """What each rank posts for ``name``, of those that come within ``timeout_s`` seconds.
+    """Exchange texts: return the posts, by rank, that arrive within ``timeout_s`` seconds.
 
     Args:
-        ranks: who posts.
-        name: what is posted for; the same on every rank, and used once.
-        text: this rank's post.
-        timeout_s: seconds that the others are waited for.
+        ranks: ranks that post.
+        name: unique name of the exchange, the same on every rank.
+        text: post of this rank.
+        timeout_s: longest wait for the other ranks, seconds.
 
     Raises:
         RuntimeError: if the store cannot be reached.
@@ -110,23 +110,26 @@ def posts(ranks: Ranks, name: str, text: str, timeout_s: float) -> dict[int, str
 
 
 def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict[int, str]:
-    """The posts that came within ``patience`` seconds from ranks that were not absent before, and any from those."""
+    """Return the posts of all ranks, waiting ``patience`` seconds for ranks that are not ``absent``.
+
+    Update ``absent``.
+    """
     everyone = range(ranks.world)
     _came(ranks.store, [_post(name, rank) for rank in everyone if rank not in absent], patience)
     present = [rank for rank in everyone if ranks.store.check([_post(name, rank)])]
     missing = set(everyone) - set(present)
     if missing - absent:
-        log.warning("ranks %s did not come in time; %s is decided without them", sorted(missing), name)
+        log.warning("ranks %s did not answer in time; %s is decided without them", sorted(missing), name)
     absent.clear()
     absent.update(missing)
     return {rank: _text(ranks.store.get(_post(name, rank))) for rank in present}
 
 
 def _came(store: Any, keys: list[str], patience: float) -> bool:
-    """Whether all keys are set within ``patience`` seconds.
+    """Wait until all keys are set; return False after ``patience`` seconds.
 
-    Polls, because ``store.wait`` holds the store's lock against other threads of the process, such as a process group's
-    watchdog.
+    The function polls: ``store.wait`` would hold the store's lock, which other threads of the process need, such as a
+    process group's watchdog.
     """
     deadline, pause = time.monotonic() + patience, 0.001
     while not store.check(keys):

@@ -1,4 +1,4 @@
-"""New tensors at the least cost to the host."""
+"""Allocation of tensors at the lowest cost for the host."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import torch
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 try:
-    # What Inductor's generated code allocates with: no argument parser, no dispatcher; on the current device.
-    # 0.41 µs instead of 0.87 for torch.empty_strided, and 1.05 for new_empty (CPU twin of it, torch 2.13).
+    # The allocator of Inductor's generated code: no argument parser, no dispatcher, current device only. It takes
+    # 0.41 µs; torch.empty_strided takes 0.87 and new_empty 1.05 (measured with its CPU counterpart, torch 2.13).
     from torch._C import _cuda_getDevice as _current_device  # type: ignore[attr-defined, unused-ignore]
     from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined, unused-ignore]
 except ImportError:
@@ -20,7 +20,7 @@ except ImportError:
 
 
 def allocator(device: torch.device) -> New:
-    """A function of (size, strides, dtype) that makes an uninitialised tensor on a CUDA device."""
+    """Return a function of (size, strides, dtype) that allocates an uninitialised tensor on a CUDA device."""
     if _current_device() == device.index:
         new: New = _empty_strided_cuda
         return new
@@ -28,5 +28,5 @@ def allocator(device: torch.device) -> New:
 
 
 def new_bytes(device: torch.device, size: int) -> torch.Tensor:
-    """An uninitialised workspace of so many bytes on a CUDA device."""
+    """Allocate an uninitialised workspace of ``size`` bytes on a CUDA device."""
     return allocator(device)((size,), (1,), torch.uint8)

@@ -1,4 +1,4 @@
-"""What plans need to know of GPU architectures."""
+"""Properties of GPU architectures that plans depend on."""
 
 import ctypes
 import functools
@@ -11,11 +11,11 @@ KIB: Final = 1024
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU.
+    """GPU model.
 
     Attributes:
-        sms: streaming multiprocessors.
-        bandwidth: peak of its DRAM, bytes a second.
+        sms: number of streaming multiprocessors.
+        bandwidth: peak DRAM bandwidth, bytes per second.
     """
 
     sms: int
@@ -23,23 +23,23 @@ class Gpu(NamedTuple):
 
 
 class Arch(NamedTuple):
-    """One architecture, as the DSL and ptxas name it.
+    """GPU architecture.
 
     Attributes:
-        name: compile target, such as ``"sm_90a"``.
-        smem_per_cta: shared memory that one CTA may use, bytes (CUDA C++ Programming Guide, "Compute Capabilities").
+        name: compile target of the DSL and of ptxas, such as ``"sm_90a"``.
+        smem_per_cta: shared memory available to one CTA, bytes (CUDA C++ Programming Guide, "Compute Capabilities").
         smem_per_sm: shared memory of one SM, bytes.
-        threads_per_sm: resident threads of one SM.
-        tensor_memory: bytes of an SM's tensor memory, which ``tcgen05`` accumulates in; 0 where there is none.
-        has_wgmma: whether there are Hopper's warpgroup MMA instructions.
-        has_tcgen05: whether there are data-center Blackwell's MMA instructions.
-        has_block_scaled_mma: whether ``mma.sync`` takes block scales.
-        has_e2m1_cvt: whether ``cvt.rn.satfinite.e2m1x2.f32`` exists.
-        gpus: its GPUs, by data sheet; the first stands for all where there is none to ask.
-        flops_per_clock: dense rate of the tensor cores with 16-bit operands, for each SM and clock, by data sheet.
-        fp4_flops_per_clock: the same with FP4 operands; 0 where tensor cores do not take them.
-        has_run: whether kernels have run, and been timed, on such a GPU; elsewhere in an emulator of PTX alone, and
-            what they cost is by data sheet.
+        threads_per_sm: maximum number of resident threads of one SM.
+        tensor_memory: tensor memory of one SM, which ``tcgen05`` accumulates in, bytes; 0 if none.
+        has_wgmma: True if Hopper's warpgroup MMA instructions exist.
+        has_tcgen05: True if data-center Blackwell's MMA instructions exist.
+        has_block_scaled_mma: True if ``mma.sync`` takes block scales.
+        has_e2m1_cvt: True if ``cvt.rn.satfinite.e2m1x2.f32`` exists.
+        gpus: models with this architecture, from data sheets. Plans without a device assume the first model.
+        flops_per_clock: dense tensor-core rate for 16-bit operands, FLOP per SM and clock, from data sheets.
+        fp4_flops_per_clock: dense tensor-core rate for FP4 operands, FLOP per SM and clock; 0 if unsupported.
+        has_run: True if the kernels have run and been timed on such a GPU. For other architectures, kernels have run in
+            a PTX emulator only, and cost models use data sheets.
     """
 
     name: str
@@ -57,10 +57,15 @@ class Arch(NamedTuple):
     has_run: bool = False
 
     def peak_bandwidth(self, sms: int, reported: float | None = None) -> float:
-        """Peak of the DRAM of a GPU with ``sms`` SMs whose driver has ``reported`` so many bytes a second, or nothing.
+        """Estimate the peak DRAM bandwidth of a GPU, bytes per second.
 
-        That of the nearest of ``gpus`` with as many SMs, so that all of a kind are planned for alike, and as ahead of
-        time. If none has as many, as with a part of a GPU, what was reported, or else a share of the first one's.
+        The result is the bandwidth of the model in ``gpus`` with ``sms`` SMs that is nearest to ``reported``, so that
+        all GPUs of a model get the same plans, on the GPU and ahead of time. For an unknown number of SMs, such as a
+        MIG slice, the result is ``reported``, or else the first model's bandwidth per SM times ``sms``.
+
+        Args:
+            sms: number of SMs of the GPU.
+            reported: bandwidth that the driver reports, bytes per second, or None.
         """
         listed = [gpu.bandwidth for gpu in self.gpus if gpu.sms == sms]
         if reported is None:
@@ -69,10 +74,10 @@ class Arch(NamedTuple):
 
 
 CLOCK_HZ: Final = 1.7e9
-"""SM clock under load that rates refer to. (An H200 runs its tensor cores at 1.5 to 1.98 GHz.)"""
+"""Assumed SM clock under load. (An H200 runs its tensor cores at 1.5 to 1.98 GHz.)"""
 MEMORY_CLOCK_RATE: Final = 36
 GLOBAL_MEMORY_BUS_WIDTH: Final = 37
-"""Attributes of a device, as the CUDA driver API numbers them."""
+"""Device attributes, CUdevice_attribute of the CUDA driver API."""
 
 
 def _data_center(name: str, **capabilities: Any) -> Arch:
@@ -86,7 +91,7 @@ def _data_center(name: str, **capabilities: Any) -> Arch:
         has_tcgen05=blackwell,
         has_block_scaled_mma=False,
         has_e2m1_cvt=blackwell,
-        # Of MMAs with 64 elements of k; sm_103a has some with 96, which are half as fast again.
+        # Rate of MMAs with 64 elements of k. sm_103a's MMAs with 96 elements are 1.5 times as fast.
         fp4_flops_per_clock=32768.0 if blackwell else 0.0,
         **capabilities,
     )
@@ -133,29 +138,29 @@ ARCHS: Final = {
 
 
 def arch_named(name: str) -> Arch:
-    """The architecture of that name.
+    """Return the architecture with this name.
 
     Raises:
-        ValueError: if kernels are compiled for none of that name.
+        ValueError: if kernels cannot be compiled for an architecture with this name.
     """
     arch = ARCHS.get(name)
     if arch is None:
-        raise ValueError(f"{name!r} is no architecture; they are {', '.join(ARCHS)}")
+        raise ValueError(f"{name!r} is no architecture; use one of {', '.join(ARCHS)}")
     return arch
 
 
 def arch_name(index: int) -> str:
-    """What the architecture of CUDA device ``index`` is called, whether or not kernels support it."""
+    """Return the name of the architecture of CUDA device ``index``, which kernels may not support."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}a"
 
 
 @functools.cache
 def arch_of_device(index: int) -> Arch:
-    """The architecture of CUDA device ``index``.
+    """Return the architecture of CUDA device ``index``.
 
     Raises:
-        RuntimeError: if no kernel supports it.
+        RuntimeError: if no kernel supports the device.
     """
     arch = ARCHS.get(arch_name(index))
     if arch is None:
@@ -169,20 +174,20 @@ def arch_of_device(index: int) -> Arch:
 
 @functools.cache
 def sm_count(index: int) -> int:
-    """Streaming multiprocessors of CUDA device ``index``."""
+    """Return the number of streaming multiprocessors of CUDA device ``index``."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def reported_bandwidth(index: int) -> float | None:
-    """Peak bandwidth of CUDA device ``index``, in bytes a second, by its driver; ``None`` if that does not say."""
+    """Return the peak DRAM bandwidth of CUDA device ``index`` from the driver, bytes per second, or None."""
     torch.cuda.init()
     driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), index)
 
     def attribute(number: int) -> int:
-        value = ctypes.c_int()  # 0 where the driver does not know the attribute
+        value = ctypes.c_int()  # stays 0 if the driver does not know the attribute
         driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
         return value.value
 
-    # Bits move at both edges of the clock, which is in kHz.
+    # Double data rate; the clock is in kHz and the bus width in bits.
     return 2 * 1e3 * attribute(MEMORY_CLOCK_RATE) * attribute(GLOBAL_MEMORY_BUS_WIDTH) / 8 or None

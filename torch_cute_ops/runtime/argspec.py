@@ -1,17 +1,17 @@
 """Descriptions of a kernel's run-time arguments: hashable, printable, and independent of the DSL.
 
-The compiler turns them into the DSL's fake tensors; the cache key holds them as they are.
+The compiler converts them to the DSL's fake tensors; the cache key contains them unchanged.
 """
 
 from typing import NamedTuple
 
 
 class Dim(NamedTuple):
-    """An extent or stride known only at run time. One name in several places of a signature means one value.
+    """Extent or stride that is known only at run time. Equal names within a signature mean equal values.
 
     Attributes:
-        name: the name that error messages show.
-        divisibility: what every value is a multiple of.
+        name: name in error messages.
+        divisibility: divisor of every value.
         bits: 32 or 64.
     """
 
@@ -21,13 +21,13 @@ class Dim(NamedTuple):
 
 
 class TensorArg(NamedTuple):
-    """A CUDA tensor.
+    """CUDA tensor.
 
     Attributes:
-        dtype: the DSL's name of the element type, such as ``"BFloat16"``.
+        dtype: DSL name of the element type, such as ``"BFloat16"``.
         shape: extents in elements.
         stride: strides in elements.
-        align: bytes that the first element's address is a multiple of.
+        align: alignment of the first element's address, bytes.
     """
 
     dtype: str
@@ -37,7 +37,7 @@ class TensorArg(NamedTuple):
 
 
 class ScalarArg(NamedTuple):
-    """A number; ``dtype`` is the DSL's name of its type, such as ``"Float32"``."""
+    """Number. ``dtype`` is the DSL name of its type, such as ``"Float32"``."""
 
     dtype: str
 

@@ -1,4 +1,4 @@
-"""Calls in words: for the log, and for errors that CUDA raises."""
+"""Textual descriptions of calls, for the log and for CUDA errors."""
 
 import functools
 import logging
@@ -13,8 +13,8 @@ log = logging.getLogger("torch_cute_ops")
 
 
 def configure_log() -> None:
-    """Log to standard error at the level that ``TORCH_CUTE_OPS_LOG`` names; if it is not set, leave the log alone."""
-    # Warnings go there in any case: that is Python's default.
+    """Log to standard error at the level in ``TORCH_CUTE_OPS_LOG``. If it is not set, leave the logger unchanged."""
+    # Without a handler, Python writes warnings to standard error.
     if settings.LOG:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
@@ -24,7 +24,7 @@ def configure_log() -> None:
 
 
 def described(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A call in one line; of each tensor dtype, shape, strides and device."""
+    """Describe a call in one line; for each tensor show dtype, shape, strides and device."""
     shown = [_shown(value) for value in args]
     shown += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return f"cute::{op}({', '.join(shown)})"
@@ -39,7 +39,7 @@ def _shown(value: Any) -> str:
 
 
 def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-    """``entry``, logging each call before it runs, so that a crash leaves a trace."""
+    """Wrap ``entry`` so that each call is logged before it runs: a crash then leaves a trace."""
 
     @functools.wraps(entry)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,5 +50,5 @@ def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch_error(op: str, error: Exception, *args: Any) -> RuntimeError:
-    """What to raise where a launch failed: the DSL's own error is not a ``RuntimeError`` and does not name the op."""
+    """Return an exception for a failed launch. The DSL's own error is no ``RuntimeError`` and does not name the op."""
     return RuntimeError(f"{described(op, args, {})} failed: {type(error).__name__}: {error}")

@@ -1,16 +1,16 @@
-"""Guard against compiling or loading a kernel while a CUDA graph is being captured."""
+"""Guard against compiling or loading a kernel during CUDA-graph capture."""
 
 import torch
 
 
 def forbid_in_capture(op: str, key: str, warmup_call: str) -> None:
-    """Raise if the current stream is capturing: call on a cache miss, before anything is compiled or loaded.
+    """Check, after a cache miss, that the current stream is not capturing.
 
     Raises:
-        RuntimeError: naming the op, what is missing, and the call that warms it up.
+        RuntimeError: if it is; names the op, the missing kernel, and the call that prepares it.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"cute::{op} met a kernel that is not ready while a CUDA graph was being captured, when nothing can be "
-            f"compiled or loaded. Missing: {key}. Before the capture, call: {warmup_call}"
+            f"cute::{op} needs a kernel that is not loaded, and kernels cannot be compiled or loaded during CUDA-graph "
+            f"capture. Missing: {key}. Before the capture, call: {warmup_call}"
         )

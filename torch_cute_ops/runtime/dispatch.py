@@ -1,6 +1,6 @@
-"""What PyTorch's dispatcher would do for an op, where a CUDA entry sees to it itself; and whether it may.
+"""Substitutes for PyTorch's dispatcher in CUDA entries that bypass it, and tests if bypassing is allowed.
 
-Private names of torch are looked up with a fallback that is slower and right: calls then go through the dispatcher.
+Private names of torch have fallbacks that are slower and correct: calls then go through the dispatcher.
 """
 
 from contextlib import AbstractContextManager
@@ -13,26 +13,26 @@ from torch.nn import Parameter
 from torch_cute_ops.runtime import settings
 
 PLAIN: Final = frozenset((torch.Tensor, Parameter))
-"""Types of tensors that need no dispatcher: not subclasses."""
+"""Exact types of tensors that do not need the dispatcher; subclasses do."""
 
 try:
-    # What torch.autograd.graph.increment_version calls, for half of the time.
+    # torch.autograd.graph.increment_version calls this function and takes twice as long.
     from torch._C import _increment_version
 except ImportError:
     _increment_version = torch.autograd.graph.increment_version  # type: ignore[assignment, unused-ignore]
 
 mark_written: Final = _increment_version
-"""Move the version counters of tensors that a kernel has written, so that autograd notices a stale saved tensor."""
+"""Increment the version counters of tensors that a kernel wrote, so that autograd detects stale saved tensors."""
 
 NEEDS_REDISPATCH: str
-"""``NEEDS_DISPATCHER`` at the Autograd key, which compiler and tracer, having come before, do not ask about."""
+"""``NEEDS_DISPATCHER`` for calls at the Autograd key: compiler and tracer ran before it and are not tested again."""
 
 NEEDS_DISPATCHER: str
-"""Whether something has to see calls of ops: compiler, tracer, dispatch mode, transform, dual level, or log.
+"""Expression that is true if a compiler, tracer, dispatch mode, transform, dual level or log must see the call.
 
-Where nothing has, a Python function saves the dispatcher's 2.5 µs (measured on torch 2.11). Modes of
-``__torch_function__`` and the profiler are not asked about: they see calls of ``torch.ops.cute``, and kernels, but not
-calls of the Python functions. An expression over ``CHECKS``, for generated functions: a call would add 0.06 µs.
+Otherwise a Python function saves the dispatcher's 2.5 µs (torch 2.11). ``__torch_function__`` modes and the profiler
+are not tested: they see kernels and calls of ``torch.ops.cute``, but not calls of the Python functions. The expression
+uses the names in ``CHECKS``, and is inserted into generated functions: calling a function would cost 0.06 µs.
 """
 
 CHECKS: dict[str, Any]
@@ -44,7 +44,7 @@ try:
 
     forward_ad._current_level  # noqa: B018
 except (ImportError, AttributeError):
-    # Without torch's private names nobody knows.
+    # Without torch's private names the answer is unknown.
     NEEDS_REDISPATCH = NEEDS_DISPATCHER = "True"
     CHECKS = {}
 else:
@@ -63,27 +63,27 @@ else:
 
 
 def in_dual_level() -> bool:
-    """Whether tensors may have tangents: whether this is inside of a ``torch.autograd.forward_ad.dual_level()``."""
+    """Return True inside ``torch.autograd.forward_ad.dual_level()``, where tensors may carry tangents."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows the tensor."""
+    """Return True if the tensor carries a tangent of forward-mode differentiation."""
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Calls of ops inside go on below the Autograd key.
+    """Return a context in which calls of ops skip the Autograd key.
 
     Raises:
-        AttributeError: if this torch has no such guard (``has_autograd_key``).
+        AttributeError: if this torch version lacks the guard (see ``has_autograd_key``).
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 has_autograd_key: Final = hasattr(torch._C, "_AutoDispatchBelowAutograd")
-"""Whether an implementation at the Autograd key can go on below it."""
+"""True if an implementation at the Autograd key can continue below it."""
 
 below_inplace: Final = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
-"""The dispatch keys below ADInplaceOrView, where the counters of mutated subclasses are moved; ``None``: this torch
-does not say, and only those of plain tensors are."""
+"""Dispatch keys below ADInplaceOrView, whose kernel increments the version counters of mutated subclasses. None if this
+torch version lacks the name; then only plain tensors' counters are incremented."""

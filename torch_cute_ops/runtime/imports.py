@@ -1,4 +1,4 @@
-"""What is to happen when somebody imports a module that this package does not need."""
+"""Callbacks on the first import of an optional module."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Call ``function`` with the module ``name`` once it is there: now, or at the end of its first import."""
+    """Call ``function`` with the module ``name``: now if it is imported, else at the end of its first import."""
     if name in sys.modules:
         function(sys.modules[name])
     else:
@@ -17,7 +17,7 @@ def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Has the other finders find one module, and follows its loader."""
+    """Finder for one module: delegates to the other finders, and wraps the module's loader."""
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self._name, self._function = name, function
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads one module by another loader, which the module has afterwards."""
+    """Loader that restores the module's real loader, loads the module, and calls ``function``."""
 
     def __init__(self, loader: Loader, function: Callable[[ModuleType], None]) -> None:
         self._loader, self._function = loader, function

@@ -1,4 +1,4 @@
-"""Digests: of the package's sources, which tie a recorded GPU run or a stored kernel to its code, and of cache keys."""
+"""Digests of sources, which tie a recorded GPU run or a stored kernel to its code, and of cache keys."""
 
 import functools
 import hashlib
@@ -9,19 +9,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def text_digest(text: str) -> str:
-    """SHA-256 of a text, hexadecimal."""
+    """Return the SHA-256 of a text, hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def source_digest(root: Path | None = None) -> str:
-    """SHA-256 over the names and contents of the Python files below ``root``, or the package's, hexadecimal."""
+    """Return the SHA-256 of the names and contents of the Python files below ``root`` (default: this package)."""
     root = root or ROOT
     return _digest(root.rglob("*.py"), root)
 
 
 @functools.cache
 def kernel_digest() -> str:
-    """The same over the files that a kernel is made from."""
+    """Return the SHA-256 of the names and contents of the files that kernels are made from."""
     folders = ("formats", "kernels")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return _digest([*files, *(ROOT / "runtime" / name for name in ("argspec.py", "compiler.py"))], ROOT)

@@ -1,4 +1,4 @@
-"""Settings of the package, each from one environment variable, read once at import."""
+"""Settings of the package. Each is read from one environment variable, once, at import."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ _known: dict[str, tuple[Any, str]] = {}
 
 
 def described() -> list[dict[str, str]]:
-    """Each variable, its value, and where the value comes from."""
+    """Return the name, value and source of each variable."""
     return [{"variable": name, "value": str(value), "source": source} for name, (value, source) in _known.items()]
 
 
@@ -58,42 +58,44 @@ def _megabytes(text: str) -> int:
 
 
 PDL: Final = _flag("TORCH_CUTE_OPS_PDL", True)
-"""Launch kernels with programmatic dependent launch, so that a kernel's start overlaps the end of the previous one."""
+"""Launch kernels with programmatic dependent launch, so that a kernel's start overlaps the previous kernel's end."""
 
 LOG: Final = _read(
     "TORCH_CUTE_OPS_LOG", "", lambda text: {"": "", "info": "info", "debug": "debug"}[text], "info or debug"
 )
-"""Log on standard error what is compiled and loaded (info), and each call before it is launched (debug)."""
+"""Log to standard error: compiled and loaded kernels (info), and each call before it is launched (debug)."""
 
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
-"""A folder of kernels that ``python -m torch_cute_ops build`` made; they come before the cache and the compiler."""
+"""Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""
 
 DSL_RUNTIME: Final = _path("TORCH_CUTE_OPS_DSL_RUNTIME", "a file")
-"""The DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs; ``None``: the one in the bundle, or in
-the DSL's package, which then must be the one that the bundle was built with."""
+"""Path of the DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs. None: use the library in the
+bundle or in the DSL's package, which must be the library that the bundle was built with."""
 
 CACHE: Final = _flag("TORCH_CUTE_OPS_CACHE", True)
 """Keep compiled kernels on disk."""
 
 CACHE_DIR: Final = _path("TORCH_CUTE_OPS_CACHE_DIR", "a folder")
-"""Where; ``None``: see ``cache_folder``."""
+"""Folder of the cache, or None for ``cache_folder``'s default."""
 
 CACHE_MB: Final = _read("TORCH_CUTE_OPS_CACHE_MB", 1024, _megabytes, "a whole number, 0 or more")
-"""How many megabytes of them; the least recently used go first."""
+"""Maximum size of the cache, MB. The least recently used kernels are deleted first."""
 
 TUNING: Final = _path("TORCH_CUTE_OPS_TUNING", "a file")
-"""The file of tuned choices; ``None``: one in the folder of compiled kernels, if those are kept on disk."""
+"""File of tuned choices. None: use a file in the cache folder, if kernels are kept on disk."""
 
 
 def cache_folder() -> Path | None:
-    """The folder that is kept on disk: the one that is named, or this user's; ``None``, after a warning, where the
-    process has no home folder."""
+    """Return the cache folder:
+
+    the configured folder, else the user's, or None, with a warning, without a home folder.
+    """
     return CACHE_DIR or _user_cache_folder()
 
 
 @functools.cache
 def _user_cache_folder() -> Path | None:
-    """``torch_cute_ops`` in ``$XDG_CACHE_HOME`` or ``~/.cache`` (XDG Base Directory Specification)."""
+    """Return ``torch_cute_ops`` in ``$XDG_CACHE_HOME`` or ``~/.cache`` (XDG Base Directory Specification)."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     home = Path(os.path.expanduser("~"))
     if named.is_absolute():

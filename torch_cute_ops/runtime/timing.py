@@ -1,15 +1,15 @@
-"""How time is taken: L2-cold, replayed from CUDA graphs, variants interleaved, medians with their spread.
+"""Timing method: cold L2, replayed CUDA graphs, interleaved variants, medians with percentiles.
 
-Method.
-- Buffer sets. Every variant works through ``n_sets`` independent sets of tensors in turn, weights included, so that
-  their bytes together are at least 3 × L2 before a set comes up again; at least 2 sets. A tiny problem needs thousands
-  of sets, and gets up to ``max_sets`` of them: where that is not enough the plan says so (``rotation_over_l2`` below
-  3). The other way, a flush between calls, would have to be timed and subtracted, which drowns a 2 µs kernel. In a
-  served model a decode step finds its activations warm and its weights cold; here all of it is cold.
-- Graphs. For each variant one CUDA graph holds a whole number of passes over the sets, and lasts about ``graph_ms`` or
-  more, so that launching the graph is a small part. Time of a call = time between two events around a replay / calls.
-- Rounds. Replays of all variants are queued A, B, C, A, B, C, … without a host synchronisation, so that clocks, heat
-  and other tenants touch all variants alike. Reported: the median over rounds, and the 20th and 80th percentile.
+- Buffer sets. Each variant cycles through ``n_sets`` independent sets of tensors, including weights. Together the sets
+  occupy at least 3 × L2, and there are at least 2 sets. A tiny problem needs thousands of sets and gets at most
+  ``max_sets``; if that is too few, the plan's ``rotation_over_l2`` is below 3. The alternative, flushing L2 between
+  calls, requires subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of
+  a decode step are warm and the weights cold; here everything is cold.
+- Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. It lasts about ``graph_ms``
+  or longer, so that launching the graph costs little. The time of a call is the time between two events around a
+  replay, divided by the number of calls.
+- Rounds. Replays of the variants are queued A, B, C, A, B, C, … without host synchronisation, so that clocks, heat and
+  other tenants affect all variants alike. Results are the median over rounds and the 20th and 80th percentile.
 """
 
 import math
@@ -26,16 +26,16 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Settings:
-    """The knobs of the method.
+    """Parameters of the method.
 
     Attributes:
-        l2_factor: bytes of all sets together, over the L2 size, from which a set counts as cold.
-        max_sets: most sets (graph nodes) of a tiny problem.
-        graph_ms: least duration that one graph aims at, in ms, estimated from bytes at ``assumed_tbps`` and 2 µs a
-            call.
-        budget_ms: GPU time of a case that the number of rounds aims at, in ms, by the same estimate.
-        assumed_tbps: bandwidth of that estimate, in TB/s.
-        min_rounds, max_rounds: limits of the number of rounds.
+        l2_factor: required total size of all sets, as a multiple of the L2 size.
+        max_sets: maximum number of sets (graph nodes).
+        graph_ms: intended minimum duration of a graph, ms, estimated from ``assumed_tbps`` and 2 µs per call.
+        budget_ms: intended GPU time of a case, ms, by the same estimate; determines the number of rounds.
+        assumed_tbps: bandwidth that the estimate assumes, TB/s.
+        min_rounds: minimum number of rounds.
+        max_rounds: maximum number of rounds.
     """
 
     l2_factor: float = 3.0
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """How often what runs: sets, calls a graph (a multiple of the sets), rounds, and sets' bytes over L2."""
+    """Sets, calls per graph (a multiple of the sets), rounds, and total size of the sets over the L2 size."""
 
     n_sets: int
     calls: int
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call in µs: median, 20th and 80th percentile over ``rounds`` replays of ``calls`` calls."""
+    """Time of one call, µs: median, 20th and 80th percentile over ``rounds`` replays of ``calls`` calls."""
 
     us: float
     p20: float
@@ -68,21 +68,21 @@ class Timing:
     calls: int
 
     def as_dict(self) -> dict[str, float | int]:
-        """By name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 class Backend(Protocol):
-    """What ``measure`` needs of a device: ``CudaGraphs``, or a stand-in with a made-up clock in the tests."""
+    """Device interface that ``measure`` needs: ``CudaGraphs``, or in tests a stand-in with a simulated clock."""
 
     def capture(self, call: Call, n_sets: int, calls: int) -> Replay:
-        """What runs ``calls`` calls over the sets in turn."""
+        """Return a function that replays ``calls`` calls, cycling through the sets."""
 
     def mark(self) -> Any:
-        """A point in time, in the order of the queued work."""
+        """Record a point in time, in the order of the queued work."""
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """The time between two of them, in µs."""
+        """Return the time between two marks, µs."""
 
     def synchronize(self) -> None:
         """Wait for the queued work."""
@@ -92,16 +92,16 @@ class CudaGraphs:
     """CUDA graphs and events on the current device and stream."""
 
     def capture(self, call: Call, n_sets: int, calls: int) -> Replay:
-        """Warm ``call`` up (compile, load), then capture ``calls`` calls over the sets in turn.
+        """Warm up ``call`` (compile, load), then capture ``calls`` calls, cycling through the sets.
 
-        The returned object owns what the calls returned, so outputs that a variant allocates stay apart, one per set.
+        The returned function keeps the calls' results alive, so that each set gets its own outputs.
         """
         for i in range(min(n_sets, 3)):
             call(i)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         kept: list[Any] = [None] * n_sets
-        # What other threads do meanwhile is no part of it, and does not end it.
+        # thread_local: CUDA calls of other threads neither join the capture nor invalidate it.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for k in range(calls):
                 kept[k % n_sets] = call(k % n_sets)
@@ -112,13 +112,13 @@ class CudaGraphs:
         return replay
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """The time between two events, in µs."""
+        """Return the time between two events, µs."""
         return start.elapsed_time(end) * 1e3
 
     def synchronize(self) -> None:
@@ -127,14 +127,14 @@ class CudaGraphs:
 
 
 def plan(bytes_per_call: int, n_variants: int, l2_bytes: int, settings: Settings, call_ms: float | None = None) -> Plan:
-    """Sets, calls and rounds for a case.
+    """Choose sets, calls and rounds for a case.
 
     Args:
-        bytes_per_call: that a call moves, and its set takes.
-        n_variants: how many are timed side by side.
-        l2_bytes: size of the L2 cache.
-        settings: the knobs.
-        call_ms: the duration of a call, about, in ms; ``None``: what its bytes take.
+        bytes_per_call: bytes that a call moves; also the size of a set.
+        n_variants: number of variants that are timed together.
+        l2_bytes: size of the L2 cache, bytes.
+        settings: parameters of the method.
+        call_ms: estimated duration of a call, ms, or None to estimate it from ``bytes_per_call``.
     """
     n_sets = math.ceil(settings.l2_factor * l2_bytes / max(bytes_per_call, 1))
     n_sets = max(2, min(n_sets, settings.max_sets))
@@ -146,7 +146,7 @@ def plan(bytes_per_call: int, n_variants: int, l2_bytes: int, settings: Settings
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value at ``fraction`` (0 to 1) of the sorted values, interpolated linearly."""
+    """Return the value at ``fraction`` (0 to 1) of the sorted values, interpolated linearly."""
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     below = math.floor(position)
@@ -157,23 +157,27 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def measure(
     variants: Mapping[Name, Call], n_sets: int, calls: int, rounds: int, backend: Backend
 ) -> dict[Name, Timing]:
-    """Time every variant; the time of one call of each, in µs.
+    """Time every variant, interleaved.
 
     Args:
-        variants: ``variants[name](i)`` must queue its work on buffer set i of ``n_sets``, on the current stream.
-        n_sets: how many sets there are.
-        calls: that a replay makes, a multiple of ``n_sets``.
-        rounds: replays of each variant.
-        backend: of the device.
+        variants: functions by name. ``variants[name](i)`` queues work on buffer set i of ``n_sets``, on the current
+            stream.
+        n_sets: number of sets.
+        calls: number of calls of a replay, a multiple of ``n_sets``.
+        rounds: number of timed replays of each variant.
+        backend: device interface.
+
+    Returns:
+        Time of one call of each variant, µs.
 
     Raises:
-        ValueError: if ``calls`` is no such multiple.
+        ValueError: if ``calls`` is no multiple of ``n_sets``.
     """
     if calls % n_sets:
-        raise ValueError(f"calls ({calls}) must be a multiple of n_sets ({n_sets}), or some sets are used more often")
+        raise ValueError(f"calls ({calls}) must be a multiple of n_sets ({n_sets}), to use sets equally often")
     replays = {name: backend.capture(call, n_sets, calls) for name, call in variants.items()}
     for replay in replays.values():
-        replay()  # uploads the graph, and gives the device work while the timed replays are queued
+        replay()  # uploads the graph, and occupies the device while the timed replays are queued
     marks: dict[Name, list[tuple[Any, Any]]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():

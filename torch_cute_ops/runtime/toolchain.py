@@ -1,4 +1,4 @@
-"""What compiles kernels here: packages, the build of the DSL that is loaded, the processor, the environment."""
+"""Identification of the toolchain: packages, the loaded build of the DSL, the processor, the environment."""
 
 import functools
 import importlib.metadata
@@ -14,8 +14,8 @@ _LIBRARIES = "nvidia-cutlass-dsl-libs-"
 
 
 def installed_packages() -> dict[str, str | None]:
-    """Versions of the DSL's packages and of TVM-FFI; ``None``: not installed."""
-    # One release of the DSL pins its parts to each other; but what is installed is what compiles.
+    """Return the versions of the DSL's packages and of TVM-FFI, None for a package that is not installed."""
+    # A release of the DSL pins the versions of its parts, but other versions can be installed.
     parts = (f"{_LIBRARIES}{part}" for part in ("base", "core", "cu12", "cu13"))
     names = ("nvidia-cutlass-dsl", *parts, "apache-tvm-ffi")
     return {name: _version(name) for name in names}
@@ -29,19 +29,20 @@ def _version(package: str) -> str | None:
 
 
 def compiler_versions() -> tuple[str, ...]:
-    """The packages that are installed, each as ``name==version``."""
+    """Return the installed packages, each as ``name==version``."""
     return tuple(f"{name}=={version}" for name, version in installed_packages().items() if version is not None)
 
 
 @functools.cache
 def compiler_flavour() -> str | None:
-    """Which of the DSL's builds is loaded: ``"cu12"`` for CUDA 12, ``"cu13"`` for CUDA 13; imports the DSL.
+    """Return the loaded build of the DSL: ``"cu12"`` for CUDA 12, ``"cu13"`` for CUDA 13. Imports the DSL.
 
-    ``None`` if it is unknown, after a warning: kernels must then not be kept, since the two builds compile differently.
+    Returns None, with a warning, if the build is unknown. Kernels must then not be stored, since the builds compile
+    differently.
     """
     import cutlass  # chooses a build by the driver
 
-    # What the loaded library says of itself; else its file's name; else the only build that is installed.
+    # In this order: the loaded library's own version, its file name, the only installed build.
     major = getattr(getattr(cutlass, "CUDA_VERSION", None), "major", None)
     if isinstance(major, int):
         return f"cu{major}"
@@ -61,8 +62,8 @@ def compiler_flavour() -> str | None:
         return found.pop()
     once.warn(
         "flavour",
-        "cannot tell whether the DSL compiles for CUDA 12 or 13 (nvidia-cutlass-dsl %s): kernels of this process stay "
-        "in memory; install one of its builds only, or a version of it that this package knows",
+        "cannot tell if the DSL (nvidia-cutlass-dsl %s) compiles for CUDA 12 or 13: kernels of this process stay in "
+        "memory; install only one of its builds, or a version that this package knows",
         _version("nvidia-cutlass-dsl"),
     )
     return None
@@ -75,7 +76,7 @@ _INSTRUCTION_SETS = re.compile(
 
 @functools.cache
 def host_features() -> tuple[str, ...]:
-    """The processor's kind, then its instruction sets: the code that launches is compiled for all that it has."""
+    """Return the processor's architecture and instruction sets, all of which the launching code may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -85,7 +86,7 @@ def host_features() -> tuple[str, ...]:
 
 
 def compiler_environment() -> tuple[str, ...]:
-    """The environment variables that the compiler reads, each as ``NAME=value``."""
-    # The architecture is given to the compiler, and where its libraries are decides nothing.
+    """Return the environment variables that the compiler reads, each as ``NAME=value``."""
+    # The architecture is passed to the compiler, and the path of its libraries does not affect the result.
     ignored = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
     return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))

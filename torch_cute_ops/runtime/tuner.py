@@ -1,8 +1,8 @@
-"""Choose a backend and tactic by timing the candidates on this GPU, if the user asks for it, and remember the choice.
+"""Choice of a backend and tactic by timing the candidates on this GPU, remembered for later calls.
 
-Nothing here knows an op, and nothing is timed outside an ``autotune`` block (``tuning.py``). A ``Problem`` brings the
-candidates with their estimated times, and the functions that check and time them. Choices are kept in memory and in a
-file (``tuning_file.py``); with ``torch.distributed`` all ranks make the same one (``agreement.py``).
+The tuner is independent of ops, and times nothing outside an ``autotune`` block (``tuning.py``). A ``Problem`` provides
+the candidates with their estimated times, and functions that check and time them. Choices are kept in memory and in a
+file (``tuning_file.py``). With ``torch.distributed``, all ranks make the same choice (``agreement.py``).
 """
 
 import functools
@@ -27,19 +27,20 @@ __all__ = ["Candidate", "Key", "Problem", "canonical", "lookup", "tune", "versio
 log = logging.getLogger("torch_cute_ops")
 
 HOPELESS: Final = 4.0
-"""Candidates whose estimated time is more than so many times the shortest are not timed."""
+"""Ratio of a candidate's estimate to the shortest estimate above which the candidate is not timed."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What there is to choose from.
+    """Candidates of a choice.
 
     Attributes:
-        op: the op's name, for messages.
-        key: what the choice is for.
-        estimates: estimated seconds of a call with each candidate; infinite for one that is correct but never best.
-        check: says in words how a candidate's result is wrong; ``None``: it is correct.
-        time: measures the seconds of a call with each of the given candidates.
+        op: name of the op, for messages.
+        key: key of the choice.
+        estimates: estimated duration of a call with each candidate, seconds. Infinity marks a candidate that is correct
+            but never fastest.
+        check: function that returns a description of a candidate's wrong result, or None if it is correct.
+        time: function that measures the duration of a call with each given candidate, seconds.
     """
 
     op: str
@@ -50,39 +51,39 @@ class Problem:
 
     @property
     def untuned(self) -> Candidate:
-        """The candidate with the shortest estimate."""
+        """Candidate with the shortest estimate."""
         return min(self.estimates, key=self.estimates.__getitem__)
 
 
 class _Choices:
-    """The choices of this process; at first those in the file."""
+    """Choices of this process, initialised from the file."""
 
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # What the ranks settled on where tuning failed. It holds for this process and is not written to the file.
+        # Choices of the ranks after failed tuning. They are valid for this process and not written to the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
 
 
-# Threads that time kernels at once would disturb each other. Not held while waiting for other ranks.
+# Held while timing, since threads that time kernels at once disturb each other; not held while waiting for ranks.
 _timing = threading.Lock()
 
 
 def lookup(key: Key) -> Candidate | None:
-    """The choice for ``key`` that this process or an earlier one made; ``None``: there is none.
+    """Return the choice for ``key`` that this process or an earlier one made, or None.
 
-    The caller checks that the backend still offers it.
+    The caller checks that the backend still offers the candidate.
     """
     choices = _choices()
     return choices.tuned.get(key) or choices.untuned.get(key)
 
 
 def tune(problem: Problem) -> None:
-    """Inside an ``autotune`` block, make sure that ``lookup`` has a choice for the problem's key.
+    """Make sure, inside an ``autotune`` block, that ``lookup`` finds a choice for the problem's key.
 
-    Each key is tuned once per block. Does nothing outside a block, while a stream captures, and where there is only one
+    Each key is tuned once per block. Does nothing outside a block, while a stream captures, or if there is only one
     candidate.
 
     Raises:
@@ -105,7 +106,7 @@ def tune(problem: Problem) -> None:
     name = _name(problem.key, attempt)
     try:
         vote = _vote(problem)
-    except BaseException as error:  # an interrupt too: the other ranks need not wait for this one
+    except BaseException as error:  # including interrupts, so that the other ranks do not wait for this rank
         ranks.post(name, canonical({"failed": _line(error)}))
         raise
     decision = agreement.agree(ranks, name, vote, lambda votes: _decide(problem, votes), block.timeout_s, block.absent)
@@ -115,14 +116,17 @@ def tune(problem: Problem) -> None:
 
 
 def forget() -> None:
-    """Forget the choices in memory; the file is read again when one is looked up."""
+    """Forget the choices in memory. The next ``lookup`` reads the file again."""
     _load.cache_clear()
     tuning.changed()
 
 
 @functools.cache
 def versions() -> str:
-    """Versions of torch, CUDA, the compiler and this package's sources, as canonical JSON: a choice holds for these."""
+    """Return the versions of torch, CUDA, the compiler and this package's sources, as canonical JSON.
+
+    A choice is valid only for these versions.
+    """
     return canonical(
         {
             "torch": torch.__version__,
@@ -134,8 +138,10 @@ def versions() -> str:
 
 
 def path() -> Path | None:
-    """The file of choices: the one that ``TORCH_CUTE_OPS_TUNING`` names, or one beside the compiled kernels; ``None``
-    if nothing is kept on disk."""
+    """Return the path of the file of choices, or None if nothing is kept on disk.
+
+    The path is ``TORCH_CUTE_OPS_TUNING``, or else a file next to the compiled kernels.
+    """
     if settings.TUNING is not None:
         return settings.TUNING
     folder = settings.cache_folder() if settings.CACHE else None
@@ -146,7 +152,7 @@ def path() -> Path | None:
 
 
 def _vote(problem: Problem) -> str:
-    """The vote of this process: the choice that it already has, what it measured, or why it failed."""
+    """Return this process's vote: an existing choice, measured times, or the reason of a failure."""
     have = _choices().tuned.get(problem.key)
     if have in problem.estimates:
         return canonical({"have": have})
@@ -161,7 +167,11 @@ def _vote(problem: Problem) -> str:
 
 
 def _times(problem: Problem) -> dict[Candidate, float | None]:
-    """Seconds of the correct candidates in the first shortlist that has any; ``None`` for one that is the only one."""
+    """Time the correct candidates in the first shortlist that contains any.
+
+    Returns:
+        Duration of each candidate, seconds; None for a single candidate, which needs no timing.
+    """
     for group in shortlists(problem.estimates):
         right = [candidate for candidate in group if _is_right(problem, candidate)]
         if len(right) == 1:
@@ -172,7 +182,7 @@ def _times(problem: Problem) -> dict[Candidate, float | None]:
 
 
 def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]]:
-    """The candidates that are worth timing; then each of the others alone, in case none of these is correct."""
+    """Yield the candidates worth timing, then each other candidate alone, in case no earlier candidate is correct."""
     ordered = sorted(estimates, key=estimates.__getitem__)
     least = estimates[ordered[0]]
     first = [candidate for candidate in ordered if estimates[candidate] <= HOPELESS * least]
@@ -191,7 +201,10 @@ def _is_right(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _decide(problem: Problem, votes: Mapping[int, str]) -> str:
-    """The decision that follows from the ranks' votes: JSON of the candidate, whether it is tuned, its mean seconds."""
+    """Return the decision on the ranks' votes, as JSON:
+
+    the candidate, if it is tuned, and its mean duration, seconds.
+    """
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:
@@ -201,10 +214,10 @@ def _decide(problem: Problem, votes: Mapping[int, str]) -> str:
         if "have" in vote:
             return _decision(_candidate(vote["have"]), True, None)
     timed = [{_candidate(name): seconds for name, seconds in v["times"]} for v in parsed.values() if "times" in v]
-    # In the order of the estimates, which breaks ties.
+    # Candidates are in the order of their estimates, which breaks ties.
     common = [candidate for candidate in timed[0] if all(candidate in times for times in timed)] if timed else []
     if not common:
-        log.warning("cute::%s: nothing is tuned; calls use %s, as estimated", problem.op, problem.untuned)
+        log.warning("cute::%s: nothing is tuned; calls use the estimated best, %s", problem.op, problem.untuned)
         return _decision(problem.untuned, False, None)
     known = {c: [s for times in timed if (s := times[c]) is not None] for c in common}
     best = min(common, key=lambda c: sum(known[c]) if len(known[c]) == len(timed) else math.inf)
@@ -216,7 +229,7 @@ def _decision(candidate: Candidate, tuned: bool, seconds: float | None) -> str:
 
 
 def _adopt(problem: Problem, text: str) -> None:
-    """Use what was decided, and write it to the file if it was tuned."""
+    """Use a decision, and write it to the file if it was tuned."""
     decision = json.loads(text)
     candidate, seconds = _candidate(decision["candidate"]), decision["seconds"]
     choices = _choices()
@@ -232,7 +245,7 @@ def _adopt(problem: Problem, text: str) -> None:
 
 
 def _name(key: Key, attempt: int) -> str:
-    """The name of a decision among ranks. It leaves out the GPU, so that ranks with different GPUs choose alike."""
+    """Return the name of a decision among ranks. It omits the GPU, so that ranks with different GPUs choose alike."""
     return f"tune/{key.family}/{text_digest(key.static)}/{key.bucket}/{attempt}"
 
 
@@ -246,7 +259,7 @@ def _shown(candidate: Candidate) -> tuple[str, list[int | str]]:
 
 
 def _line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

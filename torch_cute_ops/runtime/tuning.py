@@ -1,4 +1,4 @@
-"""Whether calls are tuned: all of the tuner that an op has to import before anybody asks for it."""
+"""State of ``autotune`` blocks: the part of the tuner that ops import before tuning is used."""
 
 import contextlib
 import threading
@@ -7,19 +7,19 @@ from contextvars import ContextVar
 from typing import Any
 
 generation = 0
-"""Changes whenever the tuner may answer otherwise, or do more, than before: whoever keeps a choice keeps this number
-with it."""
+"""Version of the tuner's state. It changes whenever ``lookup`` or ``tune`` may behave differently, so that callers who
+keep a choice can detect that it is outdated."""
 
 blocks = 0
-"""How many ``autotune`` blocks there are in all threads: without any, nobody has to ask whether this is inside one."""
+"""Number of active ``autotune`` blocks in all threads. If it is 0, callers need not look for a block."""
 
 
 class Block:
-    """An ``autotune`` block: each key is settled in it once.
+    """State of one ``autotune`` block.
 
     Attributes:
-        timeout_s: seconds to wait for other ranks.
-        settled: the keys.
+        timeout_s: longest wait for other ranks, seconds.
+        settled: keys that were already tuned in this block.
         absent: ranks that did not come in time.
     """
 
@@ -35,28 +35,27 @@ _changing = threading.Lock()
 
 @contextlib.contextmanager
 def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
-    """Have calls inside the block choose their backend and tactic by timing, where there is something to choose.
+    """Tune calls inside the block: choose their backend and tactic by timing, if there are several candidates.
 
-    The first call with new static properties, or with an M of another bucket, checks the candidates' results against
-    the reference, times those that are right, with a cold L2, and keeps the fastest: in this process and in a file for
-    later ones, which then use it without tuning. It takes the time of compiling the candidates, about a second of the
-    GPU, and memory for copies of the operands. A candidate with a wrong result is reported in the log and not used.
-    Nothing is tuned in a CUDA-graph capture, for calls that name a backend, on a CPU, or in other threads than the one
-    that has entered the block. Where tuning fails, calls use the choice that they would have had, and a warning says
-    why.
+    The first call with new static properties, or with an M in another bucket, checks the candidates' results against
+    the reference, times the correct candidates with a cold L2, and keeps the fastest, in memory and in a file for later
+    processes. This takes the candidates' compile time, about a second on the GPU, and memory for copies of the
+    operands. Candidates with a wrong result are logged and not used. Nothing is tuned in a CUDA-graph capture, for
+    calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the choice
+    without tuning, and a warning gives the reason.
 
-    With ``torch.distributed`` initialised all ranks of the default process group have to make the same calls in the
-    block, and end up with the same choices: a rank with a choice from earlier passes it on; else the sum over ranks of
-    the times decides, among candidates that all ranks have timed that did not fail. A rank that fails says so, and the
-    others go on at once. For a rank that does not come they wait ``timeout_s``, or twice that where it is rank 0, and
-    then decide without it; when it comes, it takes what they decided.
+    If ``torch.distributed`` is initialised, all ranks of the default process group must make the same calls in the
+    block, and get the same choices. A rank with an earlier choice passes it on. Otherwise the sum of the times over all
+    ranks that did not fail decides, among candidates that all these ranks have timed. A rank that fails informs the
+    others, which go on at once. The ranks wait ``timeout_s`` for a rank that does not come (twice as long for rank 0),
+    then decide without it; a late rank takes their decision.
 
     Example:
         >>> with torch_cute_ops.autotune():
         ...     model(tokens)
 
     Args:
-        timeout_s: seconds to wait for a rank; 0: to wait for none.
+        timeout_s: longest wait for a rank, seconds; 0 to wait for none.
 
     Raises:
         RuntimeError: in a call, if the store of ``torch.distributed`` cannot be reached.
@@ -74,17 +73,17 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Whether this is inside an ``autotune`` block."""
+    """Return True inside an ``autotune`` block."""
     return _block.get() is not None
 
 
 def block() -> Block | None:
-    """The innermost block that this is inside of."""
+    """Return the innermost enclosing ``autotune`` block, or None."""
     return _block.get()
 
 
 def changed(more_blocks: int = 0) -> None:
-    """Have everybody ask again; there are so many more ``autotune`` blocks than before."""
+    """Invalidate choices that callers keep, and add ``more_blocks`` to the number of blocks."""
     global generation, blocks
     with _changing:
         generation += 1

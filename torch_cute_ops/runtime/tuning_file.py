@@ -1,7 +1,7 @@
-"""Tuned choices on disk: one JSON file that processes share.
+"""File of tuned choices: one JSON file that processes share.
 
-It is replaced as a whole, so a reader finds the old content or the new; a writer merges its choice with what is there,
-under a lock beside the file. A file of any other content is ignored and left as it is.
+The file is replaced as a whole, so a reader finds the old content or the new. A writer holds a lock next to the file
+and merges its choice with the existing content. A file with any other content is ignored and not changed.
 """
 
 import json
@@ -18,14 +18,14 @@ log = logging.getLogger("torch_cute_ops")
 
 FORMAT = 1
 LIMIT = 10_000
-"""Records that a file keeps; the oldest go first. A record has some 700 bytes."""
+"""Maximum number of records; the oldest are dropped first. A record takes about 700 bytes."""
 BYTES = 64 * 2**20
-"""A file that is larger is not one of ours."""
+"""Size limit: larger files were not written by ``TuningFile``."""
 LOCK_SECONDS = 30.0
 
 
 class Candidate(NamedTuple):
-    """A backend, by name, and one of its tactics."""
+    """Name of a backend, and one of its tactics."""
 
     backend: str
     tactic: tuple[int | str, ...]
@@ -36,14 +36,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """What a choice is for.
+    """Key of a choice.
 
     Attributes:
-        family: the ops that choose among the same candidates.
-        static: everything static about the calls, as canonical JSON.
-        bucket: the number of rows that stands for all those that are planned alike.
+        family: name shared by ops that choose among the same candidates.
+        static: static properties of the calls, as canonical JSON.
+        bucket: number of rows that represents all numbers of rows with the same plan.
         device: name of the GPU.
-        versions: of what computes and compiles, as canonical JSON.
+        versions: versions of the software that computes and compiles, as canonical JSON.
     """
 
     family: str
@@ -54,27 +54,29 @@ class Key:
 
 
 class Tuned(NamedTuple):
-    """A choice, and the seconds that a call with it took; ``None``: it was the only correct one and was not timed."""
+    """Choice and the duration of a call with it, seconds; None if it was the only correct candidate and not timed."""
 
     candidate: Candidate
     seconds: float | None
 
 
 def canonical(value: Any) -> str:
-    """JSON of ``value``, the same for equal values."""
+    """Return ``value`` as JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 class TuningFile:
-    """The choices in a file, which need not exist; a symbolic link to it may."""
+    """Choices in a file, which need not exist and may be a symbolic link."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_ours = True
 
     def read(self) -> dict[Key, Tuned]:
-        """Every choice, for all devices and versions, the oldest first; after a warning, none where the file cannot be
-        read or is not a tuning file."""
+        """Read all choices, for all devices and versions, oldest first.
+
+        Returns no choices, with a warning, if the file cannot be read or is not a tuning file.
+        """
         try:
             return self._read()
         except OSError as error:
@@ -82,7 +84,7 @@ class TuningFile:
             return {}
 
     def add(self, key: Key, tuned: Tuned) -> bool:
-        """Write a choice beside those that are there, or in place of an earlier one; whether that worked."""
+        """Add a choice to the file, or replace an earlier choice with the same key. Return True on success."""
         if not self._is_ours:
             return False
         target = Path(os.path.realpath(self.path))
@@ -101,7 +103,7 @@ class TuningFile:
         return True
 
     def _read(self) -> dict[Key, Tuned]:
-        """As ``read``; raises ``OSError`` where nothing is known of the content, which must then not be replaced."""
+        """Read all choices. Raises ``OSError`` if the content is unknown; the file must then not be replaced."""
         try:
             return _parse(files.read_again(self.path, BYTES))
         except FileNotFoundError:
@@ -110,8 +112,7 @@ class TuningFile:
             self._is_ours = False
             once.warn(
                 ("tuning file", str(self.path)),
-                "tuning: %s is not a tuning file (%s: %s); it is ignored and left as it is, and new choices stay in "
-                "memory",
+                "tuning: %s is not a tuning file (%s: %s); it is ignored, and new choices stay in memory",
                 *(self.path, type(error).__name__, error),
             )
             return {}
@@ -143,10 +144,10 @@ def _format(choices: dict[Key, Tuned]) -> str:
 
 
 def _parse(content: bytes) -> dict[Key, Tuned]:
-    """The choices.
+    """Parse the content of a file.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: for what ``_format`` did not write.
+        ValueError, TypeError, KeyError, RecursionError: for content that ``_format`` did not write.
     """
     whole = files.parse_json(content)
     if whole["torch_cute_ops tuning"] != FORMAT:
