@@ -182,7 +182,7 @@ def test_errors(mesh, tmp_path):
     with pytest.raises(ValueError, match="has 6 experts, which 4 ranks cannot divide equally"):
         parallelize_module(six.mlp.experts, mesh, DividedExperts())
     narrow = quantize_(Block(Experts(width=128)).bfloat16(), "mxfp4").mlp.experts
-    with pytest.raises(ValueError, match="of 4 ranks, experts are 256 and 32 wide; expected multiples of 64"):
+    with pytest.raises(ValueError, match="for 4 ranks, experts are 256 and 32 wide; expected multiples of 64"):
         parallelize_module(narrow, mesh, DividedExperts("tensor"))
     with pytest.raises(ValueError, match="with sequence=True use ExpertParallel"):
         decoder_plan(64, experts="expert", sequence=True)
@@ -218,5 +218,5 @@ def test_errors(mesh, tmp_path):
         load(on_meta(8, 384), {"mlp.experts": experts})
     tensors = {"mlp.experts.gate_up_proj": torch.randn(8, 256, H), "mlp.experts.down_proj": torch.randn(8, H, 128)}
     checkpoints.write(tmp_path / "float", {**tensors, "o_proj.weight": torch.randn(H, H)}, {"quant_method": "mxfp4"})
-    with pytest.raises(ValueError, match=r"does not quantise mlp\.experts; expected experts that it does"):
+    with pytest.raises(ValueError, match=r"does not quantise mlp\.experts; expected quantised experts"):
         load(on_meta(), {"mlp.experts": experts}, "float")

@@ -173,9 +173,9 @@ def test_errors():
         ExpertParallel(up, down, wire="bf16")
     with pytest.raises(ValueError, match="back is 'fp4'; expected one of '16bit', 'fp8'"):
         ExpertParallel(up, down, back="fp4")
-    with pytest.raises(ValueError, match="from 3 to 5; expected some of the 4 experts"):
+    with pytest.raises(ValueError, match="from 3 to 5; expected a range of the 4 experts"):
         up.of_experts(3, 5)
-    with pytest.raises(ValueError, match="N is 256 for an expert; expected a multiple of 512, for 4 ranks"):
+    with pytest.raises(ValueError, match="N is 256 per expert; expected a multiple of 512 for 4 ranks"):
         up.of_rows(0, 4, 2)
-    with pytest.raises(ValueError, match="K is 256 for an expert; expected a multiple of 384, for 3 ranks"):
+    with pytest.raises(ValueError, match="K is 256 per expert; expected a multiple of 384 for 3 ranks"):
         down.of_columns(0, 3)

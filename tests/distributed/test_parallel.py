@@ -29,7 +29,7 @@ from torch_cute_ops.distributed import (
     normed_rows,
 )
 from torch_cute_ops.distributed.compare import agree_on_rows
-from torch_cute_ops.distributed.parallel import Cut, _by_shared_scale, cut_of
+from torch_cute_ops.distributed.parallel import WeightShard, _by_shared_scale, shard_range
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     FP8ChannelLinear,
@@ -69,7 +69,7 @@ def made(cls: type[QuantLinear], activations: str, is_static: bool, n: int, *, b
 
 
 def copied(layer: QuantLinear) -> QuantLinear:
-    return layer._of(layer.in_features, layer.tensors(), layer.bias, layer.parts, layer.activations)
+    return layer._build(layer.in_features, layer.tensors(), layer.bias, layer.parts, layer.activations)
 
 
 def own(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
@@ -318,12 +318,12 @@ def test_divided_layers(tmp_path):
 
 def test_bounds():
     """Of heads, of which there may be fewer than ranks, and of what cannot be divided."""
-    assert [Cut(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
-    assert [Cut(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
-    assert Cut(0, 1, 2, 64).bounds(384) == (192, 384)
+    assert [WeightShard(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
+    assert [WeightShard(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
+    assert WeightShard(0, 1, 2, 64).bounds(384) == (192, 384)
     for size, unit in ((100, 64), (192, 64), (6, 1), (0, 1)):
         with pytest.raises(ValueError, match=rf"q has {size} rows.*, which 4 ranks cannot divide equally"):
-            Cut(0, 0, 4, unit).bounds(size, "q")
+            WeightShard(0, 0, 4, unit).bounds(size, "q")
 
 
 @pytest.mark.parametrize(
@@ -347,17 +347,17 @@ def test_bounds():
 )
 def test_which_part_of_a_tensor(suffix, shape, rows, columns):
     """The second of two ranks' of a layer (512, 256)."""
-    assert cut_of(Cut(0, 1, 2), suffix, shape, (512, 256), "name") == rows
-    assert cut_of(Cut(1, 1, 2), suffix, shape, (512, 256), "name") == columns
+    assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
+    assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 
 
 def test_blocks_are_not_cut():
     with pytest.raises(ValueError, match="scale: cut at 96 and 192 of 192; expected multiples of 128"):
-        cut_of(Cut(0, 1, 2), "weight_scale_inv", (2, 2), (192, 256), "scale")
+        shard_range(WeightShard(0, 1, 2), "weight_scale_inv", (2, 2), (192, 256), "scale")
     with pytest.raises(ValueError, match="cut at 0 and 64 of 128; expected multiples of 128"):
-        cut_of(Cut(1, 0, 2), "weight_scale_inv", (2, 1), (256, 128), "scale")
+        shard_range(WeightShard(1, 0, 2), "weight_scale_inv", (2, 1), (256, 128), "scale")
     with pytest.raises(ValueError, match="cut at 0 and 24 of 96; expected multiples of 16"):
-        cut_of(Cut(1, 0, 4), "weight_scale", (8, 6), (8, 96), "scale")
+        shard_range(WeightShard(1, 0, 4), "weight_scale", (8, 6), (8, 96), "scale")
 
 
 # Errors, of one rank alone
@@ -430,7 +430,7 @@ def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
 def test_errors(mesh, tmp_path):
     layer = made(NVFP4Linear, "16bit", False, 64)
     divided = parallelize_module(layer, mesh, ColumnParallel())
-    with pytest.raises(ValueError, match="ColumnParallel: the module is parallel already"):
+    with pytest.raises(ValueError, match="ColumnParallel: the module is already parallel"):
         parallelize_module(divided, mesh, ColumnParallel())
     with pytest.raises(TypeError, match="RowParallel is for linear layers; got LayerNorm"):
         parallelize_module(nn.LayerNorm(8), mesh, RowParallel())
@@ -454,7 +454,7 @@ def test_errors_of_loading(mesh, tmp_path):
         with pytest.raises(error, match=match):
             load_(given, tmp_path, mesh, plan)
 
-    refuse(ValueError, "the model has none of the layers that the plan names: a.b", {"a.b": ColumnParallel()})
+    refuse(ValueError, "the model contains none of the layers in the plan: a.b", {"a.b": ColumnParallel()})
     refuse(TypeError, "embed is a Embedding; expected a torch.nn.Linear", {"embed": ColumnParallel()})
     refuse(TypeError, "the plan has a str for lm_head", {"lm_head": "columns"})
     refuse(
@@ -463,6 +463,10 @@ def test_errors_of_loading(mesh, tmp_path):
     with torch.device("meta"):
         other = Model().bfloat16()
         other.model.layers[0].self_attn.o_proj = nn.Linear(512, K, bias=False)
-    refuse(ValueError, r"o_proj.weight in .* has N and K \(256, 256\); the model's layer has \(256, 512\)", model=other)
+    refuse(
+        ValueError,
+        r"o_proj.weight in .*: \(N, K\) is \(256, 256\); expected \(256, 512\), as in the model",
+        model=other,
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "modelopt"

@@ -146,7 +146,7 @@ def one_is_silent(rank: int) -> str:
 
 def test_a_rank_that_dies_is_named(tmp_path):
     for rank, each in outcomes(work_with_one_that_dies, tmp_path, dead=1).items():
-        pattern = rf"RuntimeError: rank {rank}: rank 1 \(host .+, process \d+\) is gone; what this rank saw of it: "
+        pattern = rf"RuntimeError: rank {rank}: rank 1 \(host .+, process \d+\) is gone; the error on this rank: "
         assert re.match(pattern, each["answer"]), each
         assert each["seconds"] < LIMIT / 2
 
@@ -164,7 +164,7 @@ def test_a_rank_that_gives_no_sign_is_named(tmp_path):
     found = outcomes(one_is_silent, tmp_path)
     assert [each["answer"] for each in found.values()] == ["went on"] * WORLD
     for rank in (0, 2):
-        assert any(re.match(r"rank 1 \(.+\) has given no sign for 0.5 s", line) for line in found[rank]["log"])
+        assert any(re.match(r"rank 1 \(.+\) gave no sign for 0.5 s", line) for line in found[rank]["log"])
         assert not any("earlier block" in line for line in found[rank]["log"])
 
 

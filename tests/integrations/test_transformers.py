@@ -269,7 +269,7 @@ def test_float32(tmp_path):
         lambda **more: integration.from_pretrained(tmp_path / "x", progress=False, **given, **more),
         lambda **more: integration.from_config(CONFIGS["llama"], "mxfp4", **given, **more),
     ):
-        with pytest.raises(ValueError, match=r"dtype is torch\.float32, and \S+ has 16-bit .*dtype=torch\.bfloat16"):
+        with pytest.raises(ValueError, match=r"dtype is torch\.float32, but \S+ takes 16-bit .*dtype=torch\.bfloat16"):
             load()
         assert logits(load(activations="fp8")).isfinite().all()
     experts = integration.from_config(MOE["mixtral"], "mxfp4", **given, ignore=("lm_head", "*.self_attn.*"))
@@ -298,7 +298,7 @@ def test_paths_that_are_no_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     for path in ("./typo", "../typo", str(tmp_path / "typo"), tmp_path / "typo", Path("typo")):
-        with pytest.raises(FileNotFoundError, match=rf"there is no {re.escape(str(path))}; expected a"):
+        with pytest.raises(FileNotFoundError, match=rf"{re.escape(str(path))} does not exist; expected a"):
             integration.from_pretrained(path)
     (tmp_path / "model.safetensors").touch()
     for path in ("model.safetensors", tmp_path / "model.safetensors"):
@@ -482,7 +482,7 @@ def test_what_register_refuses(tmp_path, registered, caplog):
 
     saved(CONFIGS["llama"], tmp_path / "x")
     for methods in (["awq"], "awq"):
-        with pytest.raises(ValueError, match=r"methods has 'awq'; expected some of 'modelopt'"):
+        with pytest.raises(ValueError, match=r"methods contains 'awq'; expected some of 'modelopt'"):
             integration.register(methods)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="not serializable"):

@@ -204,5 +204,5 @@ def test_without_vllm(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    with pytest.raises(ModuleNotFoundError, match=r"needs vllm.config, as vLLM 0.33 has it"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs vllm.config as in vLLM 0.33"):
         importlib.import_module("torch_cute_ops.integrations.vllm")

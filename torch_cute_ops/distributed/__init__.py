@@ -1,10 +1,10 @@
-"""Models on several GPUs, on ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
+"""Models on several GPUs with ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
 
-Importing this registers the rules of every op with DTensor.
+Importing this package registers a sharding strategy for every op with DTensor.
 """
 
-# torch imports this one late, by a dispatch mode say. Defaults of its functions then hold the default group for ever,
-# and a thread of gloo's that outlives the interpreter aborts the process. Imported first, they hold none.
+# Import this module before torch does so lazily, for example inside a dispatch mode. With a late import, default
+# arguments of its functions hold the default group for ever, and a surviving gloo thread aborts the process at exit.
 import torch.distributed.nn.functional  # noqa: F401
 
 from torch_cute_ops.distributed.collectives import Sent, all_gather, count_traffic, gather_rows, reduce_scatter

@@ -1,4 +1,4 @@
-"""Collectives of quantised rows: what travels is bytes. And a count of them."""
+"""Collectives of quantised rows, sent as bytes, and a counter of their traffic."""
 
 from typing import Any, NamedTuple
 
@@ -13,27 +13,27 @@ from torch_cute_ops.nn import QuantizedRows, QuantLinear
 from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 Group = dist.ProcessGroup
-# torch 2.13 renamed them, and warns of the old names.
+# torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 TILE_ROWS = 128
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """FP8 as uint8, which every backend of collectives takes; anything else as it is."""
+    """View FP8 as uint8, which every collective backend supports; return other dtypes unchanged."""
     return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """The ranks' tensors, one behind the other along ``dim``.
+    """Concatenate the ranks' tensors along ``dim``, in the order of the ranks.
 
     Args:
-        tensor: of the same shape and dtype on every rank; FP8 travels as uint8.
-        group: the ranks.
+        tensor: tensor of the same shape and dtype on every rank; FP8 travels as uint8.
+        group: ranks.
         dim: 0 or 1.
 
     Returns:
-        A contiguous tensor with ``dim`` as many times as large as there are ranks.
+        A contiguous tensor; its size in ``dim`` is multiplied by the number of ranks.
     """
     world = dist.get_world_size(group)
     sent = as_bytes(tensor.contiguous())
@@ -45,11 +45,11 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's part of dimension 0 of the sum of the ranks' tensors.
+    """Sum the ranks' tensors and return this rank's shard of dimension 0.
 
     Args:
         tensor: (M, ...), float32, bfloat16 or float16; M a multiple of the number of ranks.
-        group: the ranks.
+        group: ranks.
 
     Raises:
         ValueError: for another M.
@@ -63,22 +63,23 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' tensors, in place."""
+    """Sum the ranks' tensors in place."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> QuantizedRows:
-    """The ranks' rows, in the order of the ranks: codes and scales travel, and nothing is quantised again.
+    """Concatenate the ranks' quantised rows, in the order of the ranks. Codes and scales travel; nothing is
+    requantised.
 
     Args:
-        layer: that takes the rows; ``rows`` are as its ``quantize`` makes them.
-        rows: of this rank, as many as of every other.
-        group: the ranks.
+        layer: layer that takes the rows, in the form that its ``quantize`` returns.
+        rows: rows of this rank; every rank has the same number.
+        group: ranks.
 
     Returns:
-        Rows with the first of their leading dimensions as many times as large as there are ranks. The bits are those
-        that ``layer.quantize`` makes of all rows together.
+        Rows whose first leading dimension is multiplied by the number of ranks. They equal ``layer.quantize`` of all
+        rows, bit for bit.
 
     Raises:
         ValueError: for rows without a leading dimension.
@@ -102,19 +103,19 @@ def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Ten
         k = layer.in_features
         linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
         return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
-    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # of blocks of 128 elements
+    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # block scales, column layout
         return all_gather(scale, group, dim=1)
-    # A static scale is the same on every rank.
+    # A static scale is equal on all ranks.
     return scale if layer.has_input_scale else all_gather(scale, group)
 
 
 class Sent(NamedTuple):
-    """One collective, as a rank calls it.
+    """Data that a rank sends in one collective.
 
     Attributes:
-        name: of the collective, as ``"all_gather"``.
-        dtype: of what travels.
-        nbytes: that the rank gives to it.
+        name: collective, such as ``"all_gather"``.
+        dtype: dtype of the data.
+        nbytes: bytes that the rank passes to the collective.
     """
 
     name: str
@@ -132,17 +133,17 @@ _COLLECTIVES = {
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-"""By the names that torch's dispatcher has."""
+"""Name of each collective, by its name in torch's dispatcher."""
 
 
 class count_traffic(TorchDispatchMode):
-    """What this rank gives to collectives within a ``with`` block, of eager code.
+    """Counts the data that this rank passes to collectives in a ``with`` block of eager code.
 
     Example:
         ``with count_traffic() as traffic: layer(x)``, then ``traffic.nbytes()``.
 
     Attributes:
-        sent: the collectives in order.
+        sent: collectives in order.
     """
 
     def __init__(self) -> None:
@@ -150,14 +151,14 @@ class count_traffic(TorchDispatchMode):
         self.sent: list[Sent] = []
 
     def nbytes(self, name: str | None = None) -> int:
-        """Bytes in all, or of the collectives of a name."""
+        """Return the bytes of all collectives, or of the collectives with this name."""
         return sum(each.nbytes for each in self.sent if name in (None, each.name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = _COLLECTIVES.get(func._schema.name.rpartition("::")[2])
             if name is not None:
-                # In c10d the output stands first where there is one.
+                # c10d passes the output first, if there is one.
                 tensors = [each for each in args[:2] if isinstance(each, Tensor)]
                 given = tensors[-1] if tensors else args[0][0]
                 self.sent.append(Sent(name, given.dtype, given.nbytes))

@@ -1,5 +1,4 @@
-"""What the ranks of a group have to have in common, compared by their hosts through the store: no collective is called,
-and nothing waits for a device."""
+"""Compare facts among the hosts of a group's ranks through the store, without collectives or device synchronisation."""
 
 import json
 import logging
@@ -19,19 +18,19 @@ log = logging.getLogger("torch_cute_ops")
 Group = dist.ProcessGroup
 
 SHOWN: Final = 4
-"""Differences that a message lists."""
+"""Number of differences that a message lists."""
 PATIENCE_S: Final = 10.0
-"""Seconds after which a rank that waits for others with its rows says so."""
+"""Seconds after which a rank that waits for the others' rows logs a warning."""
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
-"""Of a store that has none."""
+"""Time-out for a store without one."""
 
 
 class Members(NamedTuple):
-    """The ranks of a group.
+    """Ranks of a group.
 
     Attributes:
-        ranks: as they are numbered in the group.
-        numbers: of each in the default group, by which messages call it.
+        ranks: ranks in the numbering of the group.
+        numbers: numbers in the default group, which messages use.
     """
 
     ranks: Ranks
@@ -39,11 +38,11 @@ class Members(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        """That of the process group, for which its collectives would wait too."""
+        """Time-out of the process group in seconds; its collectives wait as long."""
         return float(getattr(self.ranks.store, "timeout", DEFAULT_TIMEOUT).total_seconds())
 
     def post(self, name: str, text: str, timeout_s: float) -> dict[int, str]:
-        """What each rank posts for ``name``, of those that come in time.
+        """Post ``text`` under ``name`` and return the texts of all ranks that post in time.
 
         Raises:
             RuntimeError: if the store cannot be reached.
@@ -55,15 +54,15 @@ class Members(NamedTuple):
             raise RuntimeError(f"{name.partition('/')[0]}: rank {me} cannot reach the store: {error}") from error
 
     def missing(self, found: Mapping[int, str]) -> str:
-        """The ranks that have posted nothing, in words; an empty string: all have."""
+        """Return the ranks that posted nothing, in words; an empty string if all ranks posted."""
         absent = [number for rank, number in enumerate(self.numbers) if rank not in found]
         return ", ".join(map(str, absent)) and f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
 
 def members(group: Group | None = None) -> Members | None:
-    """Those of a group, or of the default group; ``None``: there is nobody to compare with."""
+    """Return the ranks of a group, or of the default group for None; None if this rank is alone."""
     everyone = ranks()
-    if everyone is None or dist.get_backend(group) == "fake":  # one process stands for all: nobody answers
+    if everyone is None or dist.get_backend(group) == "fake":  # one process simulates all ranks
         return None
     if group is None:
         return Members(everyone, [*range(everyone.world)])
@@ -75,20 +74,20 @@ def members(group: Group | None = None) -> Members | None:
 
 
 _comparisons: Counter[object] = Counter()
-"""How often ranks of a group were compared: all in the same order, so that the numbers name what they post."""
+"""Comparisons by name and group. All ranks count in the same order, so that the numbers identify posts."""
 
 
 def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, timeout_s: float | None = None) -> None:
-    """Compare facts of the ranks of a group; each of them calls it, in the same order.
+    """Compare facts among the ranks of a group. Every rank must call it, in the same order.
 
     Args:
-        name: of what asks, for messages.
-        facts: what ``json`` can hold.
-        group: ``None``: the default group.
-        timeout_s: how long the others are waited for; ``None``: as long as collectives would wait for them.
+        name: caller, for messages.
+        facts: JSON-serialisable facts.
+        group: process group; ``None`` for the default group.
+        timeout_s: seconds to wait for other ranks; ``None`` for the time-out of the collectives.
 
     Raises:
-        RuntimeError: on every rank: naming a rank that differs, and in what, or one that did not come in time.
+        RuntimeError: on every rank, naming a rank that differs and the differences, or a rank that was late.
     """
     who = members(group)
     if who is None:
@@ -117,31 +116,31 @@ def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, tim
 
 @dataclass
 class _Rows:
-    """What the ranks of a group last had: the leading dimensions, and how often all have compared theirs."""
+    """Leading dimensions of the ranks' last rows, and the number of comparisons so far."""
 
     lead: tuple[int, ...] = ()
     comparisons: int = 0
 
 
 _rows: dict[str, _Rows] = {}
-"""By the names of groups: a group itself would live on here."""
+"""State by group name; a group as key would never be freed."""
 
 
 def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
-    """Refuse to call a collective whose ranks have different numbers of rows.
+    """Check that the numbers of rows are equal on all ranks, before a collective.
 
-    A call with as many rows as the last one costs a comparison of numbers. Where they change, which they have to do on
-    all ranks in the same call, the ranks compare them through the store, before the collective. Compiled code compares
-    nothing, and neither does the replay of a CUDA graph, whose capture did.
+    If the number is the same as in the last call, nothing is exchanged. If it changes, it must change on all ranks in
+    the same call; the ranks then compare it through the store. Compiled code compares nothing. A CUDA graph compares
+    only during capture.
 
     Args:
-        name: of the layer, for messages.
-        lead: the leading dimensions of this rank's rows.
-        group: whose collective follows.
+        name: layer, for messages.
+        lead: leading dimensions of this rank's rows.
+        group: group of the collective that follows.
 
     Raises:
-        RuntimeError: naming what each rank has, or the ranks whose rows did not change within the time-out of the
-            process group.
+        RuntimeError: naming the rows of each rank, or the ranks whose rows did not change within the process group's
+            time-out.
     """
     if torch.compiler.is_compiling():
         return
@@ -161,14 +160,14 @@ def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) 
     waits = f"rank {who.numbers[who.ranks.rank]} has {_counted(lead)}{before} and waits for "
     found = who.post(topic, text, min(PATIENCE_S, limit))
     if who.missing(found) and limit > PATIENCE_S:
-        log.warning("%s: %s%s, which may be late, or have other rows", name, waits, who.missing(found))
+        log.warning("%s: %s%s; it may be late, or have another number of rows", name, waits, who.missing(found))
         found = who.post(topic, text, limit - PATIENCE_S)
     if who.missing(found):
         raise RuntimeError(
-            f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s, or have as many rows as "
-            "before; expected equally many on all ranks"
+            f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s or kept its number of rows; "
+            "expected equally many rows on all ranks"
         )
-    state.comparisons += 1  # of rows that differ too, or the next call would read what was said here
+    state.comparisons += 1  # also if rows differ: the next call must not read these posts
     counts = {who.numbers[rank]: tuple(json.loads(each)) for rank, each in found.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"rank {number} has {_counted(each)}" for number, each in sorted(counts.items()))

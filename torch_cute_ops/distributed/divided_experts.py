@@ -1,4 +1,4 @@
-"""The style of experts that ranks divide, each rank with the tokens of all."""
+"""Parallel style for experts that are divided among ranks while every rank sees all tokens."""
 
 from typing import Any, Final, Literal, get_args
 
@@ -8,7 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_cute_ops.distributed.collectives import all_reduce
 from torch_cute_ops.distributed.compare import agree_on_rows
-from torch_cute_ops.distributed.parallel import Cut, Divided, Style, fit_bias_, keep_parts_, refuse_gradient, shard_
+from torch_cute_ops.distributed.parallel import (
+    Divided,
+    Style,
+    WeightShard,
+    fit_bias_,
+    keep_parts_,
+    refuse_gradient,
+    shard_,
+)
 from torch_cute_ops.nn import QuantExperts
 from torch_cute_ops.nn.experts import MOST_FEW, reason_unsupported
 
@@ -17,10 +25,11 @@ WAYS: Final = get_args(By)
 
 
 class _Experts(Divided):
-    """Experts of which each rank has some, or a part of each: it computes a part of every token's sum.
+    """Experts on several ranks: each rank has some experts, or a shard of each, and computes partial sums of every
+    token.
 
     Attributes:
-        first: the number of this rank's first expert.
+        first: index of this rank's first expert.
     """
 
     style: "DividedExperts"
@@ -35,34 +44,33 @@ class _Experts(Divided):
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """As of whole experts, for which all ranks take the same way."""
-        parts = self.world if self.style.by == "expert" else 1
-        return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // parts), topk))
+        """Return the same as undivided experts would, so that all ranks take one path."""
+        world = self.world if self.style.by == "expert" else 1
+        return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 
     def forward_dense(self, *_: Any, **__: Any) -> Tensor:
-        """Refuse: a call is of all ranks, by ids.
+        """Refuse the call: divided experts must be called on all ranks, with ids.
 
         Raises:
-            RuntimeError: in any case.
+            RuntimeError: always.
         """
-        raise RuntimeError("experts that ranks divide take the ids of each token's experts: call the module")
+        raise RuntimeError("experts that are divided among ranks take the ids of each token's experts; call the module")
 
     forward_permuted = forward_dense
 
 
 class DividedExperts(Style):
-    """Experts whose results all ranks add up: every rank has all tokens, as between tensor-parallel layers.
+    """Divide experts among ranks that process the same tokens, as between tensor-parallel layers; results are summed.
 
-    For :class:`torch_cute_ops.nn.QuantExperts`. Where each rank has tokens of its own, :class:`ExpertParallel` sends
-    these to their experts instead.
+    For :class:`torch_cute_ops.nn.QuantExperts`. If tokens differ between ranks, use :class:`ExpertParallel`, which
+    sends tokens to their experts.
 
     Args:
-        by: ``"expert"``: each expert is on one rank, which computes it for the tokens that are routed there.
-            ``"tensor"``: each rank has its share of every expert's intermediate size, and works as much as the others
-            whatever the routing is.
-        sums: dtype in which the ranks' parts travel and are added; ``None``: that of the activations, to which each
-            part is rounded, and each sum. With ``torch.float32`` each expert's result is not rounded before its token's
-            sum is.
+        by: ``"expert"``: each expert is on one rank, which computes it for the tokens that are routed to it.
+            ``"tensor"``: every expert's intermediate size is sharded, so that the load is balanced for any routing.
+        sums: dtype in which the ranks' partial sums are sent and added. ``None`` uses the dtype of the activations, to
+            which each partial sum and each sum are rounded. With ``torch.float32``, experts' results are not rounded
+            before they are summed.
 
     Raises:
         ValueError: for another ``by``.
@@ -77,19 +85,19 @@ class DividedExperts(Style):
         self.by, self.sums = by, sums
 
     def own(self, experts: int, width: int, mesh: DeviceMesh, name: str = "DividedExperts") -> tuple[int, int]:
-        """The first, and one past the last, of this rank's experts, or of its elements of the intermediate size.
+        """Return this rank's range (begin, end) of experts, or of elements of the intermediate size.
 
         Raises:
-            ValueError: if the ranks cannot divide them equally.
+            ValueError: if the size cannot be divided equally.
         """
-        what, size = ("experts", experts) if self.by == "expert" else ("elements between the GEMMs", width)
+        unit, size = ("experts", experts) if self.by == "expert" else ("elements of intermediate size", width)
         if size % mesh.size():
-            raise ValueError(f"{name} has {size} {what}, which {mesh.size()} ranks cannot divide equally")
+            raise ValueError(f"{name} has {size} {unit}, which {mesh.size()} ranks cannot divide equally")
         each = size // mesh.size()
         return mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse what are no quantised experts.
+        """Check that the module is :class:`torch_cute_ops.nn.QuantExperts`.
 
         Raises:
             TypeError: naming the class.
@@ -98,17 +106,17 @@ class DividedExperts(Style):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Leave experts this rank's part, and have them compute with the other ranks."""
+        """Replace whole experts by this rank's shard and connect them to the other ranks."""
         assert isinstance(module, QuantExperts)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)
         if self.by == "tensor":
             reason = reason_unsupported(module.scheme, module.experts, module.hidden_size, end - begin)
             if reason is not None:
-                raise ValueError(f"DividedExperts: of {mesh.size()} ranks, {reason}")
+                raise ValueError(f"DividedExperts: for {mesh.size()} ranks, {reason}")
         few, module.side_by_side = module.side_by_side, None
         if self.by == "tensor":
             for dim, layer in enumerate((module.gate_up_proj, module.down_proj)):
-                shard_(layer, Cut(dim, mesh.get_local_rank(), mesh.size()))
+                shard_(layer, WeightShard(dim, mesh.get_local_rank(), mesh.size()))
             module.intermediate_size = end - begin
         else:
             keep_parts_(module.gate_up_proj, 2 * begin, 2 * end)
@@ -127,7 +135,7 @@ class DividedExperts(Style):
             )
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
-        """Have experts of which a rank has its part compute with the other ranks."""
-        # Where each rank has a part of every sum, the first one adds the bias.
+        """Connect experts that are already sharded to the other ranks."""
+        # With partial sums on every rank, only the first rank adds the bias.
         fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)
         self.bind(module, mesh).first = mesh.get_local_rank() * module.experts if self.by == "expert" else 0

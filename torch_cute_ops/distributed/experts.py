@@ -1,4 +1,4 @@
-"""Experts divided among ranks: tokens go to their experts in FP8 or FP4, and results come back."""
+"""Expert parallelism: tokens travel to their experts in FP8 or FP4, and results travel back."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,16 +29,16 @@ Back = Literal["16bit", "fp8"]
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one of the two GEMMs of E experts.
+    """Weights of one of the two GEMMs of E experts.
 
     Attributes:
-        codes: (E, N, K) float8_e4m3fn, or (E, N, K/2) uint8, two e2m1 codes a byte.
-        scale: FP8: (E, ⌈N/128⌉, ⌈K/128⌉) float32. FP4: (E, N, K/block_size), linear, or over the E · N rows in
+        codes: (E, N, K) float8_e4m3fn, or (E, N, K/2) uint8, two e2m1 codes per byte.
+        scale: FP8: (E, ⌈N/128⌉, ⌈K/128⌉) float32. FP4: (E, N, K/block_size), linear, or scales of all E · N rows in
             ``scale_layout``.
-        alpha: float32: one element, (E,) or (E, N), as for ``grouped_mm_fp8``; ``None``: 1.
+        alpha: float32 factor of the result: one element, (E,) or (E, N), as for ``grouped_mm_fp8``; ``None`` means 1.
         bias: (E, N), or ``None``.
-        block_size: 16 for NVFP4, 32 for MXFP4.
-        scale_layout: of FP4 scales: ``"linear"`` or ``"128x4"``.
+        block_size: elements per FP4 scale: 16 for NVFP4, 32 for MXFP4.
+        scale_layout: layout of FP4 scales: ``"linear"`` or ``"128x4"``.
     """
 
     codes: Tensor
@@ -50,11 +50,11 @@ class ExpertWeights(NamedTuple):
 
     @property
     def is_fp4(self) -> bool:
-        """Whether the weights are in FP4, and not in FP8."""
+        """True if the weights are in FP4, False if in FP8."""
         return self.codes.dtype == torch.uint8
 
     def multiply(self, a: Tensor, a_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Each expert's rows of ``a`` (R, K) times its weight: (R, N)."""
+        """Multiply each expert's rows of ``a`` (R, K) by its weight; return (R, N)."""
         if not self.is_fp4:
             return grouped_mm_fp8(
                 a, self.codes, a_scale, self.scale, offsets, None, self.alpha, self.bias, out_dtype=out_dtype
@@ -67,58 +67,63 @@ class ExpertWeights(NamedTuple):
         )
 
     def of_experts(self, begin: int, end: int) -> "ExpertWeights":
-        """The weights of some of the experts.
+        """Return the weights of a range of experts.
 
         Raises:
-            ValueError: for experts that are not there.
+            ValueError: for a range outside the experts.
         """
         experts = self.codes.shape[0]
         if not 0 <= begin < end <= experts:
-            raise ValueError(f"of_experts: from {begin} to {end}; expected some of the {experts} experts")
-        part = slice(begin, end)
-        alpha = self.alpha if self.alpha is None or self.alpha.numel() == 1 else self.alpha[part].contiguous()
-        bias = None if self.bias is None else self.bias[part].contiguous()
-        return self._with(_cut(self.codes, 0, part), _cut(self._linear(), 0, part), alpha, bias)
+            raise ValueError(f"of_experts: from {begin} to {end}; expected a range of the {experts} experts")
+        own = slice(begin, end)
+        alpha = self.alpha if self.alpha is None or self.alpha.numel() == 1 else self.alpha[own].contiguous()
+        bias = None if self.bias is None else self.bias[own].contiguous()
+        return self._with(_copied(self.codes, 0, own), _copied(self._linear(), 0, own), alpha, bias)
 
     def of_rows(self, rank: int, world: int, parts: int = 1) -> "ExpertWeights":
-        """A rank's share of each expert's rows (N): of gate and of up where ``parts`` is 2.
+        """Return a rank's shard of each expert's rows (N).
+
+        Args:
+            rank: index of the rank.
+            world: number of ranks.
+            parts: number of equal parts that are sharded separately: 2 for gate and up.
 
         Raises:
-            ValueError: for rows that the ranks cannot divide, in FP8 by whole blocks of 128.
+            ValueError: for rows that cannot be divided among the ranks, in FP8 by whole blocks of 128.
         """
         n = self.codes.shape[1]
-        own = self._share("N", n // parts, world, 1 if self.is_fp4 else BLOCK, 8)
+        own = self._shard_size("N", n // parts, world, 1 if self.is_fp4 else BLOCK, 8)
         at = [part * (n // parts) + rank * own for part in range(parts)]
         each = 1 if self.is_fp4 else BLOCK
 
         def rows(tensor: Tensor, of: int) -> Tensor:
-            return _joined([_cut(tensor, 1, slice(first // of, (first + own) // of)) for first in at])
+            return _joined([_copied(tensor, 1, slice(first // of, (first + own) // of)) for first in at])
 
         alpha = rows(self.alpha, 1) if self.alpha is not None and self.alpha.dim() == 2 else self.alpha
         bias = None if self.bias is None else rows(self.bias, 1)
         return self._with(rows(self.codes, 1), rows(self._linear(), each), alpha, bias)
 
     def of_columns(self, rank: int, world: int) -> "ExpertWeights":
-        """A rank's share of the columns (K), which is of every sum; the first rank alone has the bias.
+        """Return a rank's shard of the columns (K), for partial sums. Only the first rank keeps the bias.
 
         Raises:
-            ValueError: for columns that the ranks cannot divide by whole blocks of 128.
+            ValueError: for columns that cannot be divided among the ranks by whole blocks of 128.
         """
         packed, each = (2, self.block_size) if self.is_fp4 else (1, BLOCK)
-        own = self._share("K", self.codes.shape[2] * packed, world, BLOCK, BLOCK)
-        codes = _cut(self.codes, 2, slice(rank * own // packed, (rank + 1) * own // packed))
-        scale = _cut(self._linear(), 2, slice(rank * own // each, (rank + 1) * own // each))
+        own = self._shard_size("K", self.codes.shape[2] * packed, world, BLOCK, BLOCK)
+        codes = _copied(self.codes, 2, slice(rank * own // packed, (rank + 1) * own // packed))
+        scale = _copied(self._linear(), 2, slice(rank * own // each, (rank + 1) * own // each))
         return self._with(codes, scale, self.alpha, self.bias if rank == 0 else None)
 
-    def _share(self, name: str, size: int, world: int, block: int, multiple: int) -> int:
+    def _shard_size(self, name: str, size: int, world: int, block: int, multiple: int) -> int:
         own = size // world
         if size % world or own % block or own % multiple:
             expected = world * max(block, multiple)
-            raise ValueError(f"{name} is {size} for an expert; expected a multiple of {expected}, for {world} ranks")
+            raise ValueError(f"{name} is {size} per expert; expected a multiple of {expected} for {world} ranks")
         return own
 
     def _linear(self) -> Tensor:
-        """The scales with a dimension for the experts."""
+        """Return the scales in linear layout, with a dimension for the experts."""
         if not self.is_fp4 or self.scale_layout == "linear":
             return self.scale
         experts, n, half = self.codes.shape
@@ -131,9 +136,9 @@ class ExpertWeights(NamedTuple):
         return self._replace(codes=codes, scale=scale, alpha=alpha, bias=bias)
 
 
-def _cut(tensor: Tensor, dim: int, part: slice) -> Tensor:
-    cut = as_bytes(tensor).narrow(dim, part.start, part.stop - part.start)
-    return cut.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+def _copied(tensor: Tensor, dim: int, own: slice) -> Tensor:
+    view = as_bytes(tensor).narrow(dim, own.start, own.stop - own.start)
+    return view.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -141,32 +146,36 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 class ExpertParallel(nn.Module):
-    """The experts of a layer, each on one rank, or each divided among ranks, or both.
+    """Experts of a layer, divided among ranks by expert, by intermediate size, or both.
 
-    Each rank has its own tokens. A pair of a token and an expert goes to the expert's rank by ``all_to_all_single``, as
-    a row of codes and scales; that rank computes ``down(swiglu(up(row)))``; the result comes back and is weighted and
-    added up in the order of the token's experts. So a token's result is, bit for bit, what one rank with all experts
-    computes, with the same backend and tactic, and ``back="16bit"``, whose rows are those that the second GEMM gives.
+    Each rank has its own tokens. Each (token, expert) pair travels to the expert's rank by ``all_to_all_single``, as a
+    row of codes and scales. That rank computes ``down(swiglu(up(row)))``. The result travels back, and the token's rank
+    sums its experts with their weights, in their order. With ``back="16bit"``, which returns the second GEMM's rows
+    unchanged, a token's result equals the result on one rank with all experts, bit for bit, for the same backend and
+    tactic.
 
-    Without ``max_rows`` only rows that exist travel; their numbers are copied to the host. With it the host waits for
-    nothing, and where the backend's collectives can be captured (NCCL's can), so can the call: each rank sends every
-    expert ``max_rows`` rows, most of them padding, and pairs for which there is no room are dropped.
+    Without ``max_rows``, only routed rows are sent, and their numbers are copied to the host. With ``max_rows``, the
+    host does not wait, so the call can be captured if the backend's collectives can (NCCL's can). Each rank then sends
+    ``max_rows`` rows to every expert, most of them padding, and drops pairs that exceed this number.
 
     Args:
-        up: (E, 2I, H), this rank's experts: rows of the gate, then of up.
-        down: (E, H, I).
-        group: the ranks that divide the experts, in their order; ``None``: this rank has all.
-        tensor_group: the ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2``, and
-            :meth:`ExpertWeights.of_columns`, do; they have the same tokens, and add up their results in float32.
-        wire: what rows travel as: ``"fp8"``, with a scale for 128 elements, as the GEMM takes them, or ``"fp4"``:
-            NVFP4, which is decoded on arrival and quantised to FP8 for the GEMM. FP4 loses precision.
-        back: what results travel as: ``"16bit"``, or ``"fp8"``, with a scale for 128 elements. FP8 loses precision.
-        max_rows: rows that a rank sends an expert at most; the number of its tokens is always enough.
-        swiglu_alpha, swiglu_beta, swiglu_limit: as for ``moe_swiglu_fp8quant``.
+        up: gate and up weights of this rank's experts, (E, 2I, H), gate rows first.
+        down: down weights, (E, H, I).
+        group: ranks that divide the experts, in order; ``None`` if this rank has all experts.
+        tensor_group: ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2`` and
+            :meth:`ExpertWeights.of_columns` do; they have the same tokens and sum their results in float32.
+        wire: format of the rows that are sent: ``"fp8"`` with a scale for 128 elements, as the GEMM takes them, or
+            ``"fp4"``: NVFP4, decoded on arrival and quantised to FP8 for the GEMM. FP4 loses precision.
+        back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with a scale for 128 elements. FP8 loses
+            precision.
+        max_rows: largest number of rows that a rank sends to an expert; the number of its tokens is always enough.
+            ``None`` sends only routed rows.
+        swiglu_alpha, swiglu_beta, swiglu_limit: arguments of ``moe_swiglu_fp8quant``.
 
     Raises:
-        ValueError: for weights that do not fit each other.
-        RuntimeError: for ranks of a group that differ in sizes, dtypes or settings: all make the layer, and compare.
+        ValueError: for weights of inconsistent sizes, or an unknown format.
+        RuntimeError: if ranks of a group differ in sizes, dtypes or settings; all ranks construct the layer and
+            compare.
     """
 
     def __init__(
@@ -197,23 +206,23 @@ class ExpertParallel(nn.Module):
         self.experts, self.group, self.tensor_group = experts, group, tensor_group
         self.world = 1 if group is None else dist.get_world_size(group)
         self.wire, self.back, self.max_rows = wire, back, max_rows
-        self.gate = (swiglu_alpha, swiglu_beta, swiglu_limit)
+        self.swiglu = (swiglu_alpha, swiglu_beta, swiglu_limit)
         self._forms: dict[str, dict[str, Any]] = {}
         for name, weights in (("up", up), ("down", down)):
             self._forms[name] = {"block_size": weights.block_size, "scale_layout": weights.scale_layout}
             for field in ("codes", "scale", "alpha", "bias"):
                 self.register_buffer(f"{name}_{field}", getattr(weights, field))
 
-        facts: dict[str, Any] = {"wire": wire, "back": back, "max_rows": max_rows, "swiglu": self.gate}
+        facts: dict[str, Any] = {"wire": wire, "back": back, "max_rows": max_rows, "swiglu": self.swiglu}
         for name, buffer in self.named_buffers():
-            if not name.endswith("bias"):  # of ranks that divide experts, the first alone has down's
+            if not name.endswith("bias"):  # in a tensor group only the first rank keeps the bias of down
                 facts[name] = f"{tuple(buffer.shape)} {buffer.dtype}"
         for each in (group, tensor_group):
             if each is not None:
                 compare("ExpertParallel", facts, each)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move, and never cast: codes and scales are what the checkpoint has."""
+        """Move without casting: codes and scales stay as in the checkpoint."""
         return super()._apply(partial(moved, fn), recurse)
 
     def _weights(self, name: str) -> ExpertWeights:
@@ -221,13 +230,13 @@ class ExpertParallel(nn.Module):
         return ExpertWeights(**tensors, **self._forms[name])
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """What the experts make of this rank's tokens.
+        """Compute the experts' results for this rank's tokens.
 
         Args:
-            x: (M, H), bfloat16 or float16; H a multiple of 64. M may differ from rank to rank without ``max_rows``.
-            ids: (M, topk) int32, experts of all ranks, as ``moe_route`` gives them; -1: none.
+            x: (M, H), bfloat16 or float16; H a multiple of 64. Without ``max_rows``, M may differ between ranks.
+            ids: (M, topk) int32, indices among the experts of all ranks, as ``moe_route`` returns; -1 for no expert.
             weights: (M, topk) float32.
-            residual: (M, H) like ``x``, added.
+            residual: (M, H) like ``x``, added to the result; or ``None``.
 
         Returns:
             (M, H) in the dtype of ``x``.
@@ -241,7 +250,7 @@ class ExpertParallel(nn.Module):
         expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
         operands = self._rows(x, permuted, expanded, topk)
         received = self._exchange(counts)
-        # Rows that go to each rank and come from it.
+        # Numbers of rows sent to and received from each rank.
         sizes = None if self.max_rows is not None else _host_sizes(counts.view(self.world, -1), received)
         operands = tuple(self._sent(each, sizes) for each in operands)
         y = self._computed(operands, self._ids_of(received, operands[0].shape[0]), x.dtype)
@@ -253,18 +262,18 @@ class ExpertParallel(nn.Module):
         return (sums if residual is None else sums + residual).to(x.dtype)
 
     def _rows(self, x: Tensor, permuted: Tensor, expanded: Tensor, topk: int) -> tuple[Tensor, ...]:
-        """Codes and scales, as bytes, of each pair's row, in the order of the experts."""
+        """Return codes and scales, as bytes, of each pair's row, in the order of the experts."""
         if self.wire == "fp8":
             codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
             return as_bytes(codes), scale.t().contiguous()
-        if not len(x):  # room is sent all the same
+        if not len(x):  # with max_rows a rank without tokens sends padding
             x = x.new_zeros(1, x.shape[1])
         codes, scale = fp4_quantize(x, scale_layout="linear")
         token = permuted.clamp(min=0) // topk
         return codes[token], as_bytes(scale)[token]
 
     def _exchange(self, counts: Tensor) -> Tensor:
-        """(ranks, own experts): how many rows each rank has for each of this rank's experts."""
+        """Return the number of rows that each rank sends to each of this rank's experts, (ranks, own experts)."""
         counts = counts.view(self.world, self.experts)
         if self.group is None:
             return counts
@@ -283,19 +292,19 @@ class ExpertParallel(nn.Module):
         return received
 
     def _ids_of(self, received: Tensor, rows: int) -> Tensor:
-        """(rows, 1): which of this rank's experts each received row is for; -1 for padding."""
+        """Return the index among this rank's experts of each received row, (rows, 1); -1 for padding."""
         experts = torch.arange(self.experts, dtype=torch.int32, device=received.device)
         if self.max_rows is None:
             ends = received.flatten().cumsum(0)
             run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
-            # Rows behind the last run, which only a rank without a group has, are of pairs without an expert.
+            # Rows after the last run belong to pairs without an expert; only a rank without a group receives them.
             ids = torch.where(run < ends.numel(), run % self.experts, -1)
             return ids.to(torch.int32).unsqueeze(1)
         place = torch.arange(self.max_rows, device=received.device)
         return torch.where(place < received.unsqueeze(-1), experts.view(1, -1, 1), -1).reshape(-1, 1)
 
     def _computed(self, operands: tuple[Tensor, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The experts' results for rows in the order in which they came."""
+        """Return the experts' results for rows in the order of arrival."""
         codes, scale = operands
         place, order, offsets, _ = moe_route_ids(ids, self.experts, 1)
         if self.wire == "fp8":
@@ -305,12 +314,12 @@ class ExpertParallel(nn.Module):
             numbers = fp4_dequantize(codes, scale.view(torch.float8_e4m3fn), scale_layout="linear")
             a, a_scale = moe_permute_fp8quant(numbers, order, 1, place)
         h = self._weights("up").multiply(a, a_scale, offsets, dtype)
-        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.gate)
+        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
         y = self._weights("down").multiply(a, a_scale, offsets, dtype if self.tensor_group is None else torch.float32)
         return y[place[:, 0].clamp(min=0)]
 
     def _returned(self, y: Tensor, sizes: tuple[list[int], list[int]] | None, rows: int) -> Tensor:
-        """The results of this rank's own pairs, in the order of the experts."""
+        """Send the results back and return those for this rank's pairs, in the order of the experts."""
         if self.group is None:
             return y
         if self.back == "fp8":
@@ -324,6 +333,6 @@ class ExpertParallel(nn.Module):
 
 
 def _host_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """Rows for each rank and from it, on the host."""
+    """Return the numbers of rows for each rank and from each rank, on the host."""
     both = torch.stack((sent.sum(1), received.sum(1))).tolist()
     return both[0], both[1]

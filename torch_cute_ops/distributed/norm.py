@@ -1,4 +1,4 @@
-"""The norm before a divided layer: this rank's tokens, in the form in which they travel."""
+"""Norm before a divided layer: quantises this rank's tokens before they are gathered."""
 
 from typing import Any
 
@@ -16,23 +16,24 @@ _NORMS = {
     ("fp8", False): rmsnorm_fp8quant,
     ("fp8", True): add_rmsnorm_fp8quant,
 }
-"""By what rows are quantised to, and whether there is a residual."""
+"""Ops by format of the result and presence of a residual."""
 
 
 def normed_rows(
     layer: QuantLinear, x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6
 ) -> QuantizedRows:
-    """RMSNorm of rows, quantised as the layer that follows takes them, in one pass over memory.
+    """Apply RMSNorm to rows and quantise them for the next layer, in one pass over memory.
 
-    The result goes to ``layer``, or to others with the same input scale, in place of a tensor. A
+    Pass the result instead of a tensor to ``layer``, or to other layers with the same input scale. A
     :class:`ColumnParallel` layer with ``sequence=True`` gathers it, so that the norm's codes and scales travel.
 
     Args:
-        layer: with ``activations`` ``"fp4"`` or ``"fp8"``.
+        layer: layer with ``activations`` ``"fp4"`` or ``"fp8"``.
         x: (..., H), bfloat16, float16 or float32.
-        weight: (H,), of the norm, in the dtype of ``x`` or float32.
-        residual: like ``x``: ``x`` is added to it in place, and the sum is normalised; ``None``: there is none.
-        eps: added to the mean square.
+        weight: (H,), weight of the norm, in the dtype of ``x`` or float32.
+        residual: tensor like ``x``; ``x`` is added to it in place, and the sum is normalised. ``None`` normalises
+            ``x``.
+        eps: number added to the mean square.
 
     Raises:
         ValueError, TypeError: as the ops, for a wrong shape, dtype or device; for 16-bit activations.

@@ -1,4 +1,4 @@
-"""Styles for ``parallelize_module``: how linear layers are divided among the ranks of a mesh dimension."""
+"""Parallel styles for ``parallelize_module``, which divide linear layers among the ranks of a mesh dimension."""
 
 import functools
 from collections.abc import Sequence
@@ -19,19 +19,20 @@ from torch_cute_ops.nn._base import _SHARED
 from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 BLOCK: Final = 128
-"""Rows and columns of a weight in FP8 blocks that share a scale; there may be fewer in the last block."""
+"""Rows and columns of an FP8 block; the last block may be smaller."""
 SHARING: Final = (1, 2, 16, 32)
-"""Columns of a weight that share a byte or an FP4 scale."""
+"""Numbers of columns of a weight that can share a byte or an FP4 scale."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A rank's part of the rows (N) or columns (K) of a weight.
+class WeightShard:
+    """A rank's shard of the rows (N) or columns (K) of a weight.
 
     Attributes:
-        dim: 0 cuts rows, 1 columns.
-        rank, world: which part, of how many.
-        unit: rows or columns that stay together, such as those of a head.
+        dim: 0 to shard rows, 1 to shard columns.
+        rank: index of the shard.
+        world: number of shards.
+        unit: rows or columns that stay together, such as the rows of a head.
     """
 
     dim: int
@@ -40,18 +41,22 @@ class Cut:
     unit: int = 1
 
     def bounds(self, size: int, name: str = "weight") -> tuple[int, int]:
-        """The first, and one past the last, of the rows or columns of a weight that has ``size``.
+        """Return this rank's range (begin, end) of the rows or columns of a weight.
 
-        Where there are fewer units than ranks, as key and value heads may be, several ranks have the same one.
+        If there are fewer units than ranks, as for key and value heads, several ranks get the same unit.
+
+        Args:
+            size: rows or columns of the weight.
+            name: name of the weight, for messages.
 
         Raises:
-            ValueError: if ``size`` is not whole units, or these cannot be divided.
+            ValueError: if ``size`` is not a multiple of the unit, or the units cannot be divided.
         """
         units, rest = divmod(size, self.unit)
         if rest or not units or (units % self.world and self.world % units):
-            what = "rows" if self.dim == 0 else "columns"
-            of = f" in units of {self.unit}" if self.unit > 1 else ""
-            raise ValueError(f"{name} has {size} {what}{of}, which {self.world} ranks cannot divide equally")
+            kind = "rows" if self.dim == 0 else "columns"
+            units_of = f" in units of {self.unit}" if self.unit > 1 else ""
+            raise ValueError(f"{name} has {size} {kind}{units_of}, which {self.world} ranks cannot divide equally")
         if units < self.world:
             first = self.rank * units // self.world
             return first * self.unit, (first + 1) * self.unit
@@ -59,10 +64,13 @@ class Cut:
         return self.rank * own, (self.rank + 1) * own
 
     def within(self, extent: int, size: int, name: str) -> tuple[int, int]:
-        """The same of a tensor that holds ``extent`` elements, packed or of blocks, for the ``size`` of the weight.
+        """Return this rank's range (begin, end) of a tensor with ``extent`` elements for the ``size`` rows or columns
+        of the weight.
+
+        The elements are packed codes or block scales.
 
         Raises:
-            ValueError: if the weight is cut within a byte or block.
+            ValueError: if a shard would begin or end inside a byte or block.
         """
         begin, end = self.bounds(size, name)
         each = next((each for each in SHARING if extent * each == size), BLOCK)
@@ -73,83 +81,85 @@ class Cut:
         return begin // each, -(-end // each)
 
 
-def cut_of(
-    cut: Cut, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
+def shard_range(
+    shard: WeightShard, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
 ) -> tuple[int, int, int] | None:
-    """Dimension, first, and one past the last, of a rank's part of a layer's tensor; ``None``: it has all of it.
+    """Return (dimension, begin, end) of a rank's shard of a layer's tensor, or None if the rank has the whole tensor.
 
     Args:
-        cut: of the weight.
-        suffix: the last part of the tensor's name.
-        shape: of the tensor.
+        shard: shard of the weight.
+        suffix: last component of the tensor's name.
+        shape: shape of the tensor.
         weight: N and K of the layer.
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
 
     Raises:
-        ValueError: if it cannot be cut there.
+        ValueError: if the tensor cannot be sharded there.
     """
     if not shape or ("weight" not in suffix and suffix != "bias") or (len(shape) == 1 and shape[0] == 1 != weight[0]):
         return None
     has_no_columns = len(shape) == 1 or (shape[1] == 1 and shape[0] == weight[0])
-    if cut.dim == 1 and has_no_columns:
+    if shard.dim == 1 and has_no_columns:
         return None
-    return (cut.dim, *cut.within(shape[cut.dim], weight[cut.dim], name))
+    return (shard.dim, *shard.within(shape[shard.dim], weight[shard.dim], name))
 
 
-def shard_(layer: QuantLinear | nn.Linear, cut: Cut) -> None:
-    """Leave a layer only a rank's part of its weight, in place.
+def shard_(layer: QuantLinear | nn.Linear, shard: WeightShard) -> None:
+    """Replace a layer's weight by a rank's shard, in place.
 
-    Rows are cut in each of the parts of a merged layer.
+    In a merged layer, the rows of each part are sharded separately.
 
     Raises:
-        ValueError: for sizes that cannot be cut so.
+        ValueError: for sizes that cannot be sharded.
     """
     if isinstance(layer, QuantLinear):
-        _adopt(layer, _sharded(layer, cut))
+        _adopt(layer, _sharded(layer, shard))
         return
-    begin, end = cut.bounds(layer.weight.shape[cut.dim])
-    weight = layer.weight.detach().narrow(cut.dim, begin, end - begin)
+    begin, end = shard.bounds(layer.weight.shape[shard.dim])
+    weight = layer.weight.detach().narrow(shard.dim, begin, end - begin)
     layer.weight = nn.Parameter(weight.clone(), requires_grad=layer.weight.requires_grad)
     if layer.bias is not None:
         bias = layer.bias.detach()
-        bias = bias[begin:end].clone() if cut.dim == 0 else bias
+        bias = bias[begin:end].clone() if shard.dim == 0 else bias
         layer.bias = nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
     layer.out_features, layer.in_features = weight.shape
 
 
-def _sharded(layer: QuantLinear, cut: Cut) -> QuantLinear:
-    """The part of a layer, as a layer."""
+def _sharded(layer: QuantLinear, shard: WeightShard) -> QuantLinear:
+    """Return the shard of a layer as a layer."""
     layers = []
     for each in layer.split():
         size, tensors = (each.out_features, each.in_features), {}
         for name, tensor in each.tensors().items():
-            where = None if name == _SHARED else cut_of(cut, name, tensor.shape, size, f"{type(layer).__name__}.{name}")
+            described = f"{type(layer).__name__}.{name}"
+            found = None if name == _SHARED else shard_range(shard, name, tensor.shape, size, described)
             raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-            part = raw if where is None else raw.narrow(where[0], where[1], where[2] - where[1])
-            tensors[name] = part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            own = raw if found is None else raw.narrow(found[0], found[1], found[2] - found[1])
+            tensors[name] = own.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
         bias = None
         if each.bias is not None:
             bias = each.bias.detach()
-            begin, end = cut.bounds(size[0]) if cut.dim == 0 else (0, size[0])
+            begin, end = shard.bounds(size[0]) if shard.dim == 0 else (0, size[0])
             bias = bias[begin:end].clone()
-        begin, end = cut.bounds(size[1]) if cut.dim == 1 else (0, size[1])
+        begin, end = shard.bounds(size[1]) if shard.dim == 1 else (0, size[1])
         layers.append(_made(layer, end - begin, tensors, bias))
     return layers[0] if len(layers) == 1 else merge(layers)
 
 
 def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
-    """Leave a merged layer some of its parts, in place."""
+    """Keep only some parts of a merged layer, in place."""
     layers = layer.split()[begin:end]
-    _adopt(layer, merge(layers) if len(layers) > 1 else _sharded(layers[0], Cut(0, 0, 1)))
+    _adopt(layer, merge(layers) if len(layers) > 1 else _sharded(layers[0], WeightShard(0, 0, 1)))
 
 
 def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_added: bool) -> None:
-    """Give a layer whose results ranks add up a bias in a dtype that its GEMM takes beside results in ``sums``.
+    """Convert the bias of a layer with partial sums to a dtype that its GEMM accepts with a result in ``sums``, in
+    place.
 
     Args:
-        layer: with a bias or none; in place.
-        sums: ``None``: the dtype of the activations, beside which the bias stays as it is.
-        is_added: whether this rank adds it; else it becomes zero.
+        layer: layer with or without a bias.
+        sums: dtype of the partial sums; ``None`` for the dtype of the activations, which needs no conversion.
+        is_added: True if this rank adds the bias; otherwise the bias becomes zero.
     """
     if layer.bias is None:
         return
@@ -165,21 +175,21 @@ def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias
 
 
 def _adopt(layer: QuantLinear, other: QuantLinear) -> None:
-    """Make ``layer`` what ``other`` is, but for its hooks."""
+    """Copy everything except the hooks from ``other`` to ``layer``."""
     for name in ("in_features", "out_features", "parts", "_buffers", "_parameters", "_non_persistent_buffers_set"):
         setattr(layer, name, getattr(other, name))
 
 
-# What the layers compute
+# Layers that compute with other ranks
 
 
 class Divided:
-    """What modules share whose ranks each have a part.
+    """Base class of modules that are divided among ranks.
 
     Attributes:
-        style: how they are divided.
-        group: the ranks.
-        base: the class of the whole module.
+        style: parallel style of the module.
+        group: ranks.
+        base: class of the undivided module.
     """
 
     style: "Style"
@@ -188,38 +198,38 @@ class Divided:
 
     @property
     def divided(self) -> str:
-        """How, in words: the same on all ranks."""
+        """Description of the division; equal on all ranks."""
         return f"{self.style!r} among {dist.get_world_size(self.group)}"
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         return f"{self.base.extra_repr(self)}, {self.style!r}, rank {dist.get_rank(self.group)} of {self.world}"
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return dist.get_world_size(self.group)
 
     @classmethod
     def _build(cls, *_: Any) -> Any:
-        raise ValueError(f"{cls.__name__}: a layer is made and merged first, and then divided")
+        raise ValueError(f"{cls.__name__}: build and merge a layer before you divide it among ranks")
 
     def split(self) -> Any:
-        """What the undivided class gives for this rank's part: layers that know nothing of ranks."""
-        part = object.__new__(self.base)
-        part.__dict__ = {name: each for name, each in self.__dict__.items() if name not in OWN}
-        return part.split()
+        """Split this rank's shard as the undivided class would, into plain layers."""
+        plain = object.__new__(self.base)
+        plain.__dict__ = {name: each for name, each in self.__dict__.items() if name not in OWN}
+        return plain.split()
 
 
 OWN: Final = ("style", "group", "whole_parts", "first")
-"""Attributes that divided modules alone have."""
+"""Attributes that only divided modules use."""
 
 
 class _Column(Divided):
-    """A layer whose rows of the weight are divided: each rank computes columns of the result.
+    """A layer whose weight is sharded by rows: each rank computes columns of the result.
 
     Attributes:
-        whole_parts: rows of each part of the whole layer, whose columns ``gather_output`` gives.
+        whole_parts: rows of each part of the undivided layer; ``gather_output`` returns these columns.
     """
 
     style: "ColumnParallel"
@@ -239,13 +249,13 @@ class _Column(Divided):
         return self._gathered(y) if self.style.gather_output else y
 
     def _gathered(self, y: Tensor) -> Tensor:
-        """All columns, in the order of the whole layer: of each part one rank's behind the other's."""
+        """Return all columns in the order of the undivided layer: for each part, the ranks' columns in order."""
         columns = all_gather(y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0), self.group, dim=1)
         of_ranks = columns.unflatten(1, (self.world, -1))
-        cut = Cut(0, 0, self.world, self.style.unit)
-        own = [end - begin for begin, end in (cut.bounds(rows) for rows in self.whole_parts)]
+        shard = WeightShard(0, 0, self.world, self.style.unit)
+        own = [end - begin for begin, end in (shard.bounds(rows) for rows in self.whole_parts)]
         parts = [
-            # Of heads that several ranks have, the first one's.
+            # Use only the first copy of heads that several ranks share.
             part[:, :: rows * self.world // whole].flatten(1)
             for part, rows, whole in zip(of_ranks.split(own, 2), own, self.whole_parts, strict=True)
         ]
@@ -256,7 +266,7 @@ class _Column(Divided):
 
 
 class _Row(Divided):
-    """A layer whose columns of the weight are divided: each rank computes a part of every sum."""
+    """A layer whose weight is sharded by columns: each rank computes partial sums."""
 
     style: "RowParallel"
 
@@ -292,24 +302,23 @@ def _lead(x: Any) -> tuple[int, ...]:
 
 
 def refuse_gradient(module: nn.Module, x: Tensor) -> None:
-    """Refuse what the collectives would lose.
+    """Refuse inputs that require grad, because the collectives would lose the gradient.
 
     Raises:
-        ValueError: for an input or a parameter that requires grad while gradients are on.
+        ValueError: for an input or a parameter that requires grad while gradients are enabled.
     """
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in module.parameters())):
         raise ValueError(
-            "layers that ranks divide have no gradient, and the input or a parameter requires grad; call them under "
-            "torch.no_grad() or torch.inference_mode()"
+            "layers that are divided among ranks have no gradient, but the input or a parameter requires grad; call "
+            "them under torch.no_grad() or torch.inference_mode()"
         )
 
 
 def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
-    """Refuse what the collectives would take and get wrong.
+    """Refuse inputs for which the collectives would give wrong results.
 
     Raises:
-        ValueError: for a gradient, which they do not have; for an input of one row without a dimension for it, under
-            ``sequence``.
+        ValueError: for an input that requires grad; with ``sequence``, for an input without a dimension for rows.
     """
     if isinstance(x, QuantizedRows):
         return
@@ -319,9 +328,9 @@ def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
 
 
 def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
-    """A rank's columns of rows in FP8, each row under the one scale that it has over the columns of all ranks.
+    """Quantise a rank's columns to FP8, with one scale per row over the columns of all ranks.
 
-    As ``fp8_quantize`` with granularity ``"token"`` of the whole rows.
+    Equals ``fp8_quantize`` with granularity ``"token"`` of the whole rows.
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
@@ -335,7 +344,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
 
 @functools.cache
 def divided_class(kind: Any, name: str, base: Any) -> Any:
-    """A subclass of ``base`` with the ``forward`` of ``kind``, which is called ``name``."""
+    """Return a subclass of ``base`` with the ``forward`` of ``kind``, under the given name."""
     return type(name, (kind, base), {"__module__": __name__, "__doc__": base.__doc__, "base": base})
 
 
@@ -343,10 +352,10 @@ def divided_class(kind: Any, name: str, base: Any) -> Any:
 
 
 class Style(ParallelStyle):
-    """What the styles of this package share.
+    """Base class of the parallel styles of this package.
 
     Args:
-        options: theirs, by name, which ranks compare.
+        options: arguments of the style by name, which ranks compare.
     """
 
     _kind: ClassVar[type[Divided]]
@@ -359,7 +368,7 @@ class Style(ParallelStyle):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse what the style does not divide.
+        """Check that the style supports the module.
 
         Raises:
             TypeError: for a module of another kind.
@@ -367,15 +376,15 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Leave a whole module this rank's part, and have it compute with the other ranks.
+        """Replace a whole module by this rank's shard and connect it to the other ranks.
 
         Raises:
-            ValueError: for sizes that the ranks cannot divide.
+            ValueError: for sizes that cannot be divided among the ranks.
         """
         raise NotImplementedError
 
     def bind(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        """Have a module that has its part compute with the other ranks, in place; the module."""
+        """Connect a sharded module to the other ranks, in place; return the module."""
         base: Any = type(module)
         kind: Any = self._kind
         module.__class__ = divided_class(kind, f"{type(self).__name__}{base.__name__}", base)
@@ -385,7 +394,7 @@ class Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, Divided):
-            raise ValueError(f"{type(self).__name__}: the module is parallel already")
+            raise ValueError(f"{type(self).__name__}: the module is already parallel")
         self.check_module(module)
         check_mesh(type(self).__name__, device_mesh)
         self.divide(module, device_mesh)
@@ -393,26 +402,26 @@ class Style(ParallelStyle):
 
 
 def check_mesh(name: str, mesh: DeviceMesh) -> None:
-    """Refuse a mesh of several dimensions.
+    """Check that a mesh is one-dimensional.
 
     Raises:
-        ValueError: saying how to take one.
+        ValueError: naming a way to select one dimension.
     """
     if mesh.ndim != 1:
         raise ValueError(f"{name}: the mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
 
 
 class LinearStyle(Style):
-    """What the styles of linear layers share."""
+    """Base class of the styles of linear layers."""
 
     dim: ClassVar[int]
 
-    def cut(self, mesh: DeviceMesh) -> Cut:
-        """This rank's part of a weight."""
-        return Cut(self.dim, mesh.get_local_rank(), mesh.size(), getattr(self, "unit", 1))
+    def weight_shard(self, mesh: DeviceMesh) -> WeightShard:
+        """Return this rank's shard of a weight."""
+        return WeightShard(self.dim, mesh.get_local_rank(), mesh.size(), getattr(self, "unit", 1))
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse what is no linear layer.
+        """Check that the module is a linear layer.
 
         Raises:
             TypeError: naming the class.
@@ -421,30 +430,37 @@ class LinearStyle(Style):
             raise TypeError(f"{type(self).__name__} is for linear layers; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Leave a whole layer this rank's part, and have it compute with the other ranks."""
+        """Replace a whole layer by this rank's shard and connect it to the other ranks."""
         layer: Any = module
         whole = layer.parts if isinstance(layer, QuantLinear) else (layer.out_features,)
-        shard_(layer, self.cut(mesh))
+        shard_(layer, self.weight_shard(mesh))
         self.bind_layer(layer, mesh, whole)
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        """Connect a sharded layer to the other ranks.
+
+        Args:
+            layer: layer with this rank's shard.
+            mesh: one-dimensional mesh of the ranks.
+            whole: rows of each part of the undivided layer.
+        """
         self.bind(layer, mesh)
 
 
 class ColumnParallel(LinearStyle):
-    """Each rank has some of the rows of the weight (N), and computes these columns of the result.
+    """Shard the rows of the weight (N), so that each rank computes some columns of the result.
 
-    For q, k and v, gate and up, merged or not: of a merged layer each rank has its share of every part. The result
-    equals the unsharded layer's columns bit for bit, with the same backend and tactic.
+    For q, k and v, gate and up, merged or not; in a merged layer, each part is sharded. The result equals the undivided
+    layer's columns bit for bit, for the same backend and tactic.
 
     Args:
-        unit: rows that stay together: ``head_dim`` for q, k and v. A part with fewer units than there are ranks, as key
-            and value heads of grouped attention may be, is repeated.
-        sequence: whether each rank has its share of the tokens as input: it quantises them as the layer's GEMM takes
-            them, and codes and scales are gathered along the first dimension. 16-bit activations travel as they are.
-        gather_output: whether each rank gets the columns of all, in the order of the whole layer, whose parts are the
-            layer's ``whole_parts``.
+        unit: rows that stay together: ``head_dim`` for q, k and v. A part with fewer units than ranks, such as the key
+            and value heads of grouped attention, is repeated.
+        sequence: True if the input is each rank's share of the tokens. The rank quantises them as the layer's GEMM
+            takes them; codes and scales are gathered along the first dimension. 16-bit activations are gathered
+            unchanged.
+        gather_output: True to return the columns of all ranks, in the order of the undivided layer. ``whole_parts`` of
+            the layer gives the rows of its parts.
     """
 
     dim = 0
@@ -455,23 +471,24 @@ class ColumnParallel(LinearStyle):
         self.unit, self.sequence, self.gather_output = unit, sequence, gather_output
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        """Connect a sharded layer to the other ranks; see :meth:`LinearStyle.bind_layer`."""
         self.bind(layer, mesh).whole_parts = tuple(whole)
 
 
 class RowParallel(LinearStyle):
-    """Each rank has some of the columns of the weight (K), takes these columns of the input, and computes a part of
-    every sum; the parts are added up.
+    """Shard the columns of the weight (K), so that each rank takes some columns of the input; partial sums are added
+    up.
 
-    For what follows a :class:`ColumnParallel` layer: o, down. The bias is added once. Codes and scales of the input are
-    those of the unsharded layer; sums are, but for the order of float32 additions, with ``sums=torch.float32``.
+    For layers after a :class:`ColumnParallel` layer: o, down. The bias is added once. Codes and scales of the input
+    equal those in the undivided layer. With ``sums=torch.float32`` results differ only by the order of float32
+    additions.
 
     Args:
-        sequence: whether each rank gets the sums of its share of the tokens, the first dimension, in place of all.
-        sums: dtype in which the parts travel and are added; ``None``: that of the activations, which is what other
-            tensor-parallel layers do. In it each part is rounded, and each sum. ``torch.float32`` rounds once, for
-            twice the bytes; in FP8 with a scale of the tensor or of rows, whose GEMM has no such result on a GPU, it
-            decodes the weight in each call.
+        sequence: True to return each rank's share of the tokens, the first dimension, instead of all tokens.
+        sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as other
+            tensor-parallel layers do; each partial sum and each sum are rounded to it. ``torch.float32`` rounds once
+            but sends twice the bytes. In FP8 with tensor or channel scales, whose GEMM cannot return float32 on a GPU,
+            it decodes the weight in each call.
     """
 
     dim = 1
@@ -482,6 +499,6 @@ class RowParallel(LinearStyle):
         self.sequence, self.sums = sequence, sums
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        """Connect a sharded layer to the other ranks; see :meth:`LinearStyle.bind_layer`."""
         fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added once
         self.bind(layer, mesh)

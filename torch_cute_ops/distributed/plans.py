@@ -1,4 +1,4 @@
-"""Plans for ``parallelize_module`` and ``load_``: styles by the names of layers."""
+"""Plans for ``parallelize_module`` and ``load_``: parallel styles by layer name."""
 
 from typing import Literal
 
@@ -17,19 +17,19 @@ def decoder_plan(
     sums: torch.dtype | None = None,
     prefix: str = "model.layers.*",
 ) -> dict[str, ColumnParallel | RowParallel | DividedExperts]:
-    """The plan of a decoder with the layers of Llama's, Mistral's and Qwen's.
+    """Return the plan of a decoder with the layer names of Llama, Mistral and Qwen.
 
     Args:
         head_dim: rows of a head.
-        merged: whether q, k and v are one layer, ``qkv_proj``, and gate and up another, ``gate_up_proj``.
-        experts: how ``mlp.experts`` is divided: as ``by`` of :class:`DividedExperts`; ``None``: there are none. Shared
-            experts and routers are not in the plan.
-        sequence: as of the styles of linear layers: the model gives each rank its share of the tokens between them.
-        sums: as of :class:`RowParallel`.
-        prefix: of the decoder layers.
+        merged: True if q, k and v are one layer, ``qkv_proj``, and gate and up are one layer, ``gate_up_proj``.
+        experts: division of ``mlp.experts``, as ``by`` of :class:`DividedExperts`; ``None`` for a model without
+            experts. The plan does not include shared experts and routers.
+        sequence: argument of the linear styles: between the layers, the model gives each rank its share of the tokens.
+        sums: argument of :class:`RowParallel`.
+        prefix: name pattern of the decoder layers.
 
     Raises:
-        ValueError: for experts together with ``sequence``: :class:`ExpertParallel` takes tokens that ranks divide.
+        ValueError: for experts with ``sequence``; use :class:`ExpertParallel` for tokens that are divided among ranks.
     """
     if experts is not None and sequence:
         raise ValueError("decoder_plan: experts take the tokens of all ranks; with sequence=True use ExpertParallel")

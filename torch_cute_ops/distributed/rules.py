@@ -1,7 +1,7 @@
-"""How each op may be sharded over one dimension of a device mesh: pure functions of a call's shapes and arguments.
+"""Sharding rules of each op for one dimension of a device mesh, as pure functions of a call's shapes and arguments.
 
-A rule says which dimension of each tensor is cut, or where a result is a sum over the ranks. What DTensor is told of it
-is in :mod:`torch_cute_ops.distributed.sharding`.
+A rule says along which dimension each tensor is sharded, or that a result is a partial sum.
+:mod:`torch_cute_ops.distributed.sharding` passes the rules to DTensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,38 +26,44 @@ WITHOUT: Final[dict[str, str]] = {
     "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
     "themselves, as ExpertParallel does",
 }
-"""Ops that take replicated tensors alone, and why."""
+"""Reason by op, for ops that support only replicated tensors."""
 OUT_REASON: Final = (
-    "an overload .out writes into the tensors it is given, which DTensor may replace by redistributed copies; call the "
+    "an overload .out writes into its arguments, which DTensor may replace by redistributed copies; call the "
     "functional op"
 )
 
 
 @dataclass(frozen=True)
 class Multiple:
-    """A size that shards divide: each has the same part of it, a multiple of ``of``."""
+    """Condition on a size: every shard must get an equal multiple of ``divisor``.
 
-    what: str
+    Attributes:
+        name: name of the size, for messages.
+        size: size before sharding.
+        divisor: required divisor of a shard's size.
+    """
+
+    name: str
     size: int
-    of: int
+    divisor: int
 
     def reason_unfit(self, shards: int) -> str | None:
-        """Why ``shards`` of them cannot be; ``None``: they can."""
-        if self.size % (shards * self.of) == 0:
+        """Return the reason that the size cannot be divided into this many shards, or None."""
+        if self.size % (shards * self.divisor) == 0:
             return None
-        expected = f"a multiple of {shards * self.of}, {self.of} for each of {shards} shards"
-        return f"{self.what} is {self.size}; expected {expected}"
+        expected = f"a multiple of {shards * self.divisor}, {self.divisor} for each of {shards} shards"
+        return f"{self.name} is {self.size}; expected {expected}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way to shard a call over one mesh dimension.
+    """One way to shard a call over one mesh dimension.
 
     Attributes:
-        over: what is cut: ``"rows"``, ``"columns"``, ``"k"``, ``"experts"``, or ``""`` for nothing.
-        inputs, outputs: placements by name; what is not named is replicated.
-        multiples: what shards have to be.
-        refusal: why these placements are wrong, although they look right; ``None``: they are not.
+        over: sharded dimension of the problem: ``"rows"``, ``"columns"``, ``"k"``, ``"experts"``, or ``""`` for none.
+        inputs, outputs: placements by name; other tensors are replicated.
+        multiples: conditions on the sizes of the shards.
+        refusal: reason that these placements are wrong although the sizes fit; or ``None``.
     """
 
     over: str
@@ -68,14 +74,14 @@ class Rule:
 
 
 Call = Mapping[str, Any]
-"""The arguments of a call by name, defaults filled in; of a tensor something with ``shape`` and ``dtype``."""
+"""Arguments of a call by name, with defaults; an object with ``shape`` and ``dtype`` stands for each tensor."""
 
 Path = BackendPath[Any]
 REPLICATED: Final = Rule("", {}, {})
 
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
-    """The ways to shard a call; the first replicates everything."""
+    """Return the rules for a call; the first replicates everything."""
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
     elif isinstance(spec.path, BackendPath):
@@ -86,27 +92,27 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 
 def has_rules(spec: OpSpec) -> bool:
-    """Whether calls of an op can be sharded at all."""
+    """Return True if calls of the op can be sharded at all."""
     if isinstance(spec.path, BackendPath):
         return spec.path.over in _GEMMS
     return isinstance(spec.path, RowQuant) or spec.name in _OTHERS
 
 
 def reason_without(op: str) -> str:
-    """Why calls of an op that has no rules are not sharded."""
-    return WITHOUT.get(op, "there is no rule for it")
+    """Return the reason that an op without rules cannot be sharded."""
+    return WITHOUT.get(op, "this op has no sharding rule")
 
 
 def _nothing(call: Call) -> Iterator[Rule]:
     return iter(())
 
 
-def _tiles(what: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
-    return [] if layout.is_linear else [Multiple(f"{layout.name} scales: {what}", rows, layout.tile_rows)]
+def _tiles(name: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
+    return [] if layout.is_linear else [Multiple(f"{layout.name} scales: {name}", rows, layout.tile_rows)]
 
 
 def _rows_before(shape: Sequence[int], dim: int) -> int:
-    """Product of the dimensions from ``dim`` to the last but one."""
+    """Return the product of the dimensions from ``dim`` to the last but one."""
     rows = 1
     for extent in shape[dim:-1]:
         rows *= extent
@@ -149,10 +155,12 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
                 multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
         yield Rule("rows", inputs, outputs, multiples, refusal)
     if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
-        return  # a row's elements, or its halves, belong together
+        return  # each row, or its gate and up halves, must stay on one rank
     refusal = None
     if is_fp4 and not layout.is_linear:
-        refusal = f"{layout.name} scales are tiles in memory, which a cut over K would break; use scale_layout='linear'"
+        refusal = (
+            f"{layout.name} scales are tiles in memory, which sharding over K would break; use scale_layout='linear'"
+        )
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(0 if layout == COLUMN else last)
     multiples = [Multiple("the last dimension of input", shape[last], block or 1)]
     yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples, refusal)
@@ -181,13 +189,13 @@ def _dequantize(call: Call) -> Iterator[Rule]:
 
 def _tiled_k(layout: ScaleLayout) -> str:
     return (
-        f"{layout.name} scales are tiles in memory, which a cut over K would break; use scale_layout='linear', or tile "
-        "each rank's linear scales by convert_scales"
+        f"{layout.name} scales are tiles in memory, which sharding over K would break; use scale_layout='linear', or "
+        "tile each rank's linear scales with convert_scales"
     )
 
 
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
-    """Layouts of the scales of FP4 activations and of an FP4 weight, and what K is a multiple of."""
+    """Return the scale layouts of FP4 activations and of an FP4 weight, and the required divisor of K."""
     if path.b == "fp8":
         return None, None, BLOCK
     layout = SCALE_LAYOUTS[call["scale_layout"]]
@@ -196,7 +204,7 @@ def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | 
 
 
 def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
-    """Of the tensors that the call has."""
+    """Return the placements of tensors that the call passes."""
     return {name: placement for name, placement in placements.items() if call.get(name) is not None}
 
 
@@ -220,7 +228,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
         multiples.append(Multiple("N", n, 8))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
     if path.gates_input:
-        return  # the halves of a row belong together
+        return  # the gate and up halves of a row must stay on one rank
     sums = _given(call, a=Shard(1), a_scale=Shard(0 if is_column else 1), b=Shard(0), b_scale=Shard(1))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
 
@@ -268,7 +276,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
 
 
 def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
-    """``moe_fc2_``: experts one after the other along K."""
+    """Yield the rules of ``moe_fc2_*``, whose experts lie one after the other along K."""
     (m, _), (n, held), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
     a_layout, w_layout, _ = _layouts(path, call)
     assert w_layout is not None
@@ -283,7 +291,8 @@ def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
 
 
 def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
-    """``moe_fc1_``: experts one after the other along N; an expert's rows of gate and up belong together."""
+    """Yield the rules of ``moe_fc1_*``. Experts lie one after the other along N, and an expert's gate and up must stay
+    on one rank."""
     m, experts = call["routing"].shape
     a_layout, w_layout, _ = _layouts(path, call)
     assert w_layout is not None
@@ -299,7 +308,7 @@ def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
     yield Rule("experts", own, dict.fromkeys(results, Shard(1)), [Multiple("E", experts, 1)], refusal)
 
 
-# The steps of an expert layer
+# Steps of an expert layer
 
 
 def _route_dense(call: Call) -> Iterator[Rule]:
@@ -331,7 +340,7 @@ _GEMMS: Final[dict[str, Callable[[Path, Call], Iterator[Rule]]]] = {
     "k": _expert_sum,
     "n": _gated_experts,
 }
-"""By what experts divide."""
+"""Rules of the GEMM ops, by the dimension along which experts lie."""
 
 _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
     "fp4_dequantize": _dequantize,
@@ -343,5 +352,5 @@ _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
 
 
 def is_byte_float(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of FP8 or FP4, which not every backend of collectives takes."""
+    """Return True for FP8 and FP4 dtypes, which some collective backends refuse."""
     return dtype.is_floating_point and dtype.itemsize == 1

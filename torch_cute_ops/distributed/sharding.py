@@ -1,4 +1,4 @@
-"""DTensor and the ops: what torch is told of each, when :mod:`torch_cute_ops.distributed` is imported."""
+"""Sharding strategies of the ops, registered with DTensor when :mod:`torch_cute_ops.distributed` is imported."""
 
 import functools
 import inspect
@@ -19,40 +19,40 @@ from torch_cute_ops.registry import OPS
 
 
 def reason_unsharded(op: str) -> str | None:
-    """Why calls of an op on sharded tensors are refused; ``None``: there are rules for them.
+    """Return the reason that an op refuses sharded tensors, or None if sharding rules exist.
 
     Args:
-        op: the op's name; ``"fp4_quantize.out"`` is that of its overload.
+        op: name of the op, or ``"fp4_quantize.out"`` for the ``.out`` overload of ``fp4_quantize``.
 
     Raises:
         ValueError: for an unknown op.
     """
     name, _, overload = op.partition(".")
     if name not in OPS or overload not in ("", "out"):
-        raise ValueError(f"{op!r} is no op; the ops are {', '.join(OPS)}")
+        raise ValueError(f"{op!r} is not an op; expected one of {', '.join(OPS)}")
     if overload:
         return OUT_REASON
     return None if has_rules(OPS[name]) else reason_without(name)
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``tensor.redistribute(placements=placements)``, for FP8 tensors too: their bytes travel as uint8.
+    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors travel as uint8.
 
     gloo refuses FP8, and so does NCCL on some GPUs.
 
     Args:
-        tensor: of any dtype; FP8 is not a sum over ranks.
-        placements: one for each dimension of its mesh.
+        tensor: tensor of any dtype; an FP8 tensor cannot be ``Partial``.
+        placements: placement for each dimension of the tensor's mesh.
 
     Raises:
-        ValueError: for FP8 and ``Partial``: a sum of bytes is no sum of numbers.
+        ValueError: for FP8 with ``Partial``, because summing bytes does not sum numbers.
     """
     if not is_byte_float(tensor.dtype):
         return tensor.redistribute(placements=placements)
     if any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
         raise ValueError(
             f"redistribute: placements {tensor.placements} to {tuple(placements)} of {tensor.dtype}; "
-            "expected no Partial: sums are not in FP8"
+            "expected no Partial, because FP8 cannot be summed"
         )
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
     given = DTensor.from_local(
@@ -65,19 +65,19 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """``tensor.full_tensor()``, for FP8 tensors too."""
+    """Call ``tensor.full_tensor()``; FP8 tensors travel as uint8."""
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
 class _Choice:
-    """A rule for each dimension of a mesh, and what it costs to come there from the placements of a call."""
+    """One rule per mesh dimension, with the cost of redistributing a call's tensors to it."""
 
     def __init__(
         self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int], hints: Collection[str]
     ) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
-        # Of a hint each rank takes what it has: no result depends on it.
+        # A hint keeps its placement: no result depends on it.
         self.inputs |= {name: spec.placements for name, spec in given.items() if name in hints}
         self.moved = [
             name
@@ -89,11 +89,11 @@ class _Choice:
         self.cost = (sum(nbytes), len(self.changed))
 
     def outputs(self, names: Sequence[str]) -> list[tuple[Placement, ...]]:
-        """Placements of each output."""
+        """Return the placements of each output."""
         return [tuple(rule.outputs.get(name, Replicate()) for rule in self.rules) for name in names]
 
     def reason_unfit(self, spec: OpSpec, given: dict[str, DTensorSpec]) -> str | None:
-        """Why the call cannot be sharded so; ``None``: it can."""
+        """Return the reason that the call cannot be sharded by these rules, or None."""
         for rule in self.rules:
             if rule.refusal is not None:
                 return rule.refusal
@@ -126,7 +126,7 @@ def _dtype(spec: DTensorSpec) -> torch.dtype:
 
 
 def _is_local(old: Placement, new: Placement) -> bool:
-    """Whether no rank needs anything of another."""
+    """Return True if no rank needs data from another rank."""
     return old == new or (isinstance(old, Replicate) and isinstance(new, Shard))
 
 
@@ -135,7 +135,7 @@ def _shown(placements: Sequence[Placement]) -> str:
 
 
 def _bound(spec: OpSpec, schema: OpSchema) -> dict[str, Any]:
-    """The arguments of a call by name, defaults filled in, with the specs of its tensors."""
+    """Return the arguments of a call by name, with defaults, and with tensors replaced by their specs."""
     parameters = spec.signature.parameters
     call = {each.name: None if each.default is inspect.Parameter.empty else each.default for each in parameters}
     call.update(zip(spec.signature.names, map(_as_spec, schema.args_schema), strict=False))
@@ -148,7 +148,7 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """A tensor of a call as rules see it: the whole, not a shard."""
+    """Tensor of a call as rules see it: the global shape, not a shard."""
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.shape, self.ndim = tuple(spec.shape), spec.ndim
@@ -158,8 +158,8 @@ class _Seen:
 
 
 def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
-    """The one way to shard a call: of all that the rules allow, what moves fewest bytes."""
-    schema: OpSchema = given_by_torch[-1]  # a mesh stands before it in some versions
+    """Return the single sharding strategy of a call: the permitted combination of rules that moves the fewest bytes."""
+    schema: OpSchema = given_by_torch[-1]  # some torch versions pass a mesh before it
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}
     mesh = next(iter(given.values())).mesh
@@ -181,7 +181,7 @@ def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     inputs = [
         DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta) for name, placements in chosen.inputs.items()
     ]
-    # torch compares costs where there are several ways; here there is one.
+    # torch compares costs of several strategies; a single strategy needs none.
     costs = [[0.0] for _ in inputs]
     return OpStrategy([Strategy(outputs if len(outputs) > 1 else outputs[0], inputs, costs)])
 
@@ -191,17 +191,18 @@ def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
 
 
 def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
-    """What torch keeps a decision under: the tensors, and every argument from the first that is none on."""
+    """Return the cache key of torch's decision: the tensors, and every argument from the first that is not a tensor."""
     first = next((i for i, each in enumerate(spec.signature.parameters) if not each.is_tensor), 100)
     return RuntimeSchemaInfo(first, needs_pytree=True)
 
 
 @functools.cache
 def register() -> None:
-    """Tell DTensor of every op; once a process.
+    """Register a strategy for every op with DTensor, once per process.
 
-    By what ``register_sharding`` of ``torch.distributed.tensor.experimental`` is made of: that one lets torch choose
-    among rules, and torch would redistribute what an op updates in place, and gather what a rule refuses to cut.
+    Uses the functions below ``register_sharding`` of ``torch.distributed.tensor.experimental``. ``register_sharding``
+    would let torch select among rules: torch would redistribute tensors that an op updates in place, and gather tensors
+    that a rule refuses to shard.
     """
     propagator: Final = DTensor._op_dispatcher.sharding_propagator
     for spec in OPS.values():

@@ -1,4 +1,4 @@
-"""Ranks that fit together, and ranks that are gone: errors that name them, in place of a hang."""
+"""Errors that name mismatching or dead ranks instead of a hang."""
 
 import contextlib
 import json
@@ -22,9 +22,9 @@ from torch_cute_ops.runtime.provenance import source_digest
 log = logging.getLogger("torch_cute_ops")
 
 LONGEST_WAIT: Final = 5.0
-"""Seconds that the end of a block waits for a call to a store that may be gone."""
+"""Seconds that the end of a block waits for a call to a store that may be dead."""
 _blocks = 0
-"""How often ranks were watched: all in the same order, so that the numbers name what they post."""
+"""Number of ``watched_ranks`` blocks. All ranks count in the same order, so that the numbers identify posts."""
 
 
 def check_ranks(
@@ -32,26 +32,26 @@ def check_ranks(
 ) -> None:
     """Compare the ranks of a process group before their first collective.
 
-    Every rank calls it. Versions of torch, Python, CUDA and this package, digests of its sources, names, classes,
-    shapes and dtypes of a model's tensors, and how its layers are divided have to be the same on all; a collective of
-    ranks that differ would hang, or give wrong numbers. Without a process group, or alone in it, a rank has nothing to
-    compare.
+    Every rank must call it. It compares the versions of torch, Python, CUDA and this package, digests of the package's
+    sources, names, classes, shapes and dtypes of the model's tensors, and the division of its layers. With different
+    ranks, a collective would hang or return wrong numbers. Without a process group, or with a single rank, it does
+    nothing.
 
     Args:
-        model: that all ranks hold with the same shapes: parts of layers that are divided are equal.
-        group: whose ranks are compared; ``None``: all of the default group.
-        timeout_s: how long the others are waited for, seconds.
-        facts: whatever else has to be the same, as ``batch=64``; what ``json`` can hold.
+        model: model with equal shapes on all ranks; shards of divided layers have equal shapes.
+        group: process group; ``None`` for the default group.
+        timeout_s: seconds to wait for other ranks.
+        facts: further JSON-serialisable facts that must be equal, such as ``batch=64``.
 
     Raises:
-        RuntimeError: on every rank: naming a rank that differs, and in what, or a rank that did not come in time.
+        RuntimeError: on every rank, naming a rank that differs and the differences, or a rank that was late.
     """
     facts = {**versions(), **facts, **({} if model is None else facts_of(model))}
     compare("check_ranks", facts, group, timeout_s)
 
 
 def versions() -> dict[str, Any]:
-    """What ranks have in common whatever they hold."""
+    """Return the facts that are equal on all ranks for any model."""
     return {
         "torch_cute_ops": __version__,
         "sources": source_digest(),
@@ -62,8 +62,8 @@ def versions() -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """What ranks that hold parts of one model have in common: of each tensor class, shape and dtype, by name; and how
-    modules are divided."""
+    """Return the facts that are equal on all ranks of a divided model: class, shape and dtype of each tensor by name,
+    and the division of each module."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         divided = getattr(module, "divided", None)
@@ -75,23 +75,24 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-# Ranks that are gone
+# Dead ranks
 
 
 @contextlib.contextmanager
 def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
-    """A block in which a rank that dies is named by the others.
+    """Watch for dead ranks during a block, so that the other ranks name them.
 
-    Every rank enters it. Each leaves a sign of life in the store of the default process group. Where a rank gives none
-    for ``timeout_s``, or ends with an error, the others log it, with host and process. An error that a collective
-    raises for it (gloo: at once; NCCL: its watchdog ends the process after the group's own time-out) is raised again
-    as one that names the rank. So ``timeout_s`` is shorter than the time-out of the process group.
+    Every rank must enter the block. Each rank writes a sign of life to the store of the default process group. If a
+    rank gives no sign for ``timeout_s``, or ends with an error, the other ranks log it with its host and process. A
+    collective then raises an error: with gloo at once, while NCCL's watchdog ends the process after the group's
+    time-out. The block raises that error again with the name of the rank. ``timeout_s`` must be shorter than the
+    time-out of the process group.
 
     Args:
-        timeout_s: seconds without a sign after which a rank is gone.
+        timeout_s: seconds without a sign after which a rank counts as dead.
 
     Raises:
-        RuntimeError: from an error in the block, where other ranks are gone.
+        RuntimeError: from an error in the block, if other ranks are dead.
     """
     everyone = ranks()
     if everyone is None:
@@ -107,18 +108,18 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
         gone = watch.gone_after(error) if isinstance(error, RuntimeError) else ""
         watch.stop(f"ended with {type(error).__name__}: {error}" if not gone else f"ended, because {gone}")
         if gone:
-            raise RuntimeError(f"rank {everyone.rank}: {gone}; what this rank saw of it: {error}") from error
+            raise RuntimeError(f"rank {everyone.rank}: {gone}; the error on this rank: {error}") from error
         raise
     watch.stop("done")
 
 
 class _Watch:
-    """The thread of a ``watched_ranks`` block."""
+    """Thread of a ``watched_ranks`` block."""
 
     def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
         self.prefix = prefix
         self.store = everyone.store
-        # A connection of its own, where the store has such: a thread that waits may lock the group's.
+        # Use a separate connection if the store supports it: a waiting thread can lock the group's.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             self.store = everyone.store.clone()
         self.rank, self.world, self.timeout_s = everyone.rank, everyone.world, timeout_s
@@ -141,14 +142,14 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Which ranks are gone, by signs that no longer change; an empty string: none is."""
+        """Describe the dead ranks, whose signs no longer change; return an empty string if all ranks are alive."""
         try:
             before = self._states()
             time.sleep(max(4 * self.pause, 1.0))
             after = self._states()
         except RuntimeError as lost:
             return (
-                "the store of the process group is gone, and with it the process that holds it: rank 0, or under "
+                "the store of the process group is gone, so the process that hosts it is dead: rank 0, or under "
                 f"torchrun its agent ({lost})"
             )
         texts = []
@@ -184,11 +185,11 @@ class _Watch:
             is_silent = state.startswith("beat") and now - self.seen[rank][1] > self.timeout_s
             if (is_silent or state.startswith("ended with")) and rank not in self.reported:
                 self.reported.add(rank)
-                what = f"has given no sign for {self.timeout_s:g} s" if is_silent else state
-                log.error("rank %d (%s) %s; collectives with it will not end", rank, who, what)
+                found = f"gave no sign for {self.timeout_s:g} s" if is_silent else state
+                log.error("rank %d (%s) %s; collectives with it will not end", rank, who, found)
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """State and place of each rank that has given a sign."""
+        """Return state and place of each rank that gave a sign."""
         found = {}
         for rank in range(self.world):
             if self.store.check([self._key(rank)]):

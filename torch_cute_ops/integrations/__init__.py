@@ -1,1 +1,1 @@
-"""Models of other libraries on the ops. Each module needs its library and imports it itself."""
+"""Support for other libraries. Each module needs its library and is imported separately."""

@@ -1,4 +1,5 @@
-"""Graphs of ATen ops as the pass for Inductor sees them: what nodes are, what reads them, and new calls of our ops."""
+"""Helpers for graphs of ATen ops, for the Inductor pass: inspect nodes and their readers, and insert calls of our
+ops."""
 
 import operator
 from collections.abc import Iterator
@@ -12,23 +13,23 @@ import torch_cute_ops  # noqa: F401  registers the ops
 aten: Final = torch.ops.aten
 cute: Final = torch.ops.cute
 Node: TypeAlias = Any
-"""``torch.fx.Node``, whose arguments have types that no pattern can use."""
+"""``torch.fx.Node``. Typed as Any, because the types of its arguments are too wide for pattern matching."""
 
 _RESHAPE: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def is_call(node: Any, *targets: Any) -> bool:
-    """Whether it is a node that calls one of the targets."""
+    """Return True for a node that calls one of the targets."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor that a node stands for."""
+    """Return the fake tensor of a node."""
     return node.meta["val"]
 
 
 def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
-    """What a node was before its rows were put under other leading dimensions, and the sizes it has now."""
+    """Return the source of a node before reshapes of its leading dimensions, and the node's current sizes, or None."""
     sizes: tuple[Any, ...] | None = None
     while is_call(node, *_RESHAPE) and value_of(node).shape[-1:] == value_of(node.args[0]).shape[-1:]:
         sizes = tuple(node.args[1]) if sizes is None else sizes
@@ -37,7 +38,7 @@ def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
 
 
 def readers_of(node: Node) -> Iterator[Node]:
-    """The users of a node, and those of its reshapings, none of which is a user."""
+    """Yield the users of a node and of its reshapes, without the reshapes."""
     for user in node.users:
         if is_call(user, *_RESHAPE) and value_of(user).shape[-1:] == value_of(node).shape[-1:]:
             yield from readers_of(user)
@@ -46,7 +47,7 @@ def readers_of(node: Node) -> Iterator[Node]:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether the memory of a node may be that of its first argument."""
+    """Return True if a node can share memory with its first argument."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -55,14 +56,14 @@ def _is_view(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> Node:
-    """The node that made the memory which a node is in."""
+    """Return the node that allocated a node's memory."""
     while node.op == "call_function" and _is_view(node):
         node = node.args[0]
     return node
 
 
 def ends_at(node: Node, last: Node) -> bool:
-    """Whether nothing reads the memory of ``node`` behind ``last``, and it is the graph's own."""
+    """Return True if the graph allocated the memory of ``node`` and nothing reads it after ``last``."""
     base = storage_of(node)
     if base.op != "call_function":
         return False
@@ -78,23 +79,23 @@ def ends_at(node: Node, last: Node) -> bool:
 
 
 def are_before(anchor: Node, values: Any) -> bool:
-    """Whether the nodes among the values come before ``anchor``."""
+    """Return True if all nodes among the values come before ``anchor``."""
     return all(value < anchor for value in values if isinstance(value, fx.Node))
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
+    """Return a call's arguments by name, including defaults."""
     given = dict(zip((each.name for each in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     return all_named(node.target, given)
 
 
 def all_named(op: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an op by name, defaults in place of those that are not given."""
+    """Return all arguments of an op by name; defaults replace missing ones."""
     return {each.name: given.get(each.name, each.default_value) for each in op._schema.arguments}
 
 
 def call_op(graph: fx.Graph, name: str, **named: Any) -> Node:
-    """A new call of our op of that name."""
+    """Insert a call of our op with this name and return its node."""
     op = getattr(cute, name).default
     every = all_named(op, named)
     node = graph.call_function(op, tuple(every.values()))
@@ -103,16 +104,18 @@ def call_op(graph: fx.Graph, name: str, **named: Any) -> Node:
 
 
 def fake_results(op: Any, named: dict[str, Any]) -> Any:
-    """What a call returns: a fake tensor, or several."""
+    """Return the results of a call: one fake tensor or several."""
     values: dict[str, Any] = {key: value_of(each) if isinstance(each, fx.Node) else each for key, each in named.items()}
     with next(iter(values.values())).fake_mode:
         if "residual" in values:
-            values["residual"] = torch.empty_like(values["residual"])  # no write to the fake of another node
+            values["residual"] = torch.empty_like(
+                values["residual"]
+            )  # the op must not write the fake tensor of another node
         return op(**values)
 
 
 def result_of(node: Node, index: int) -> Node:
-    """A new node for one of the results of a call, behind it."""
+    """Insert a node for one result of a call, right after the call."""
     with node.graph.inserting_after(node):
         item = node.graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]

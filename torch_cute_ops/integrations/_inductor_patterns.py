@@ -1,4 +1,4 @@
-"""What norms and gates look like in graphs of ATen ops, in the forms in which models are written."""
+"""Patterns of norms and gates in graphs of ATen ops, in the forms in which models write them."""
 
 import operator
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Norm(NamedTuple):
-    """An RMSNorm of the last dimension."""
+    """RMSNorm of the last dimension."""
 
     input: Node
     weight: Node
@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
 
 def match_rms_norm(node: Node) -> Norm | None:
-    """``x · rsqrt(mean(x²) + eps) · weight``, with conversions anywhere between."""
+    """Match ``x · rsqrt(mean(x²) + eps) · weight``, with dtype conversions anywhere in between."""
     for weight, scaled in _factors(_unconverted(node)):
         if not isinstance(weight, fx.Node) or value_of(weight).dim() != 1:
             continue
@@ -47,7 +47,7 @@ def match_rms_norm(node: Node) -> Norm | None:
 
 
 def _eps_of_root(node: Any, x: Node) -> float | None:
-    """That of ``rsqrt(mean(x²) + eps)``; ``None``: the node is something else."""
+    """Return eps of ``rsqrt(mean(x²) + eps)``, or None for another node."""
     if not is_call(node, aten.rsqrt.default) and not (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
         return None
     total = node.args[0]
@@ -68,7 +68,7 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
 
 
 def match_silu_mul(node: Node) -> Node | None:
-    """The tensor of which the first half is the gate, and the second half up, of ``silu(gate) * up``."""
+    """Return the tensor whose halves are gate and up of ``silu(gate) * up``, or None for another node."""
     for activated, up in _factors(_unconverted(node)):
         if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
             continue
@@ -82,7 +82,7 @@ def match_silu_mul(node: Node) -> Node | None:
 
 
 def _input_of_silu(node: Node) -> Node | None:
-    """x of ``silu(x)``, of ``x / (1 + exp(-x))``, and of ``x * sigmoid(x)``."""
+    """Return x of ``silu(x)``, ``x / (1 + exp(-x))`` or ``x * sigmoid(x)``, or None for another node."""
     if is_call(node, aten.silu.default):
         return _as_node(node.args[0])
     if is_call(node, aten.div.Tensor):
@@ -103,12 +103,12 @@ def _input_of_silu(node: Node) -> Node | None:
 
 
 def _half(node: Node) -> tuple[Node, int] | None:
-    """The tensor that a node is one half of along the last dimension, and which."""
+    """Return (tensor, 0 or 1) if a node is the first or second half of a tensor along the last dimension, or None."""
     if is_call(node, operator.getitem):
-        parts, index = node.args
-        if not is_call(parts, aten.split.Tensor, aten.split_with_sizes.default):
+        split, index = node.args
+        if not is_call(split, aten.split.Tensor, aten.split_with_sizes.default):
             return None
-        whole, sizes, *dim = parts.args
+        whole, sizes, *dim = split.args
         last = value_of(whole).dim() - 1
         width = value_of(whole).shape[-1]
         halves = [sizes] * 2 if isinstance(sizes, int) else [*sizes]
@@ -129,7 +129,7 @@ def _as_node(value: Any) -> Node | None:
 
 
 def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Both orders of a product's factors; nothing if it is no product."""
+    """Yield both orders of a product's factors; nothing for another node."""
     if is_call(node, *_MUL):
         a, b = node.args
         yield a, b
@@ -137,13 +137,13 @@ def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _unconverted(node: Node) -> Any:
-    """What a node was before conversions between floating-point dtypes of 16 and 32 bits."""
+    """Return the source of a node before conversions between 16-bit and 32-bit floating-point dtypes."""
     while is_call(node, *_CONVERT) and {value_of(node).dtype, value_of(node.args[0]).dtype} <= {*_FLOATS}:
         node = node.args[0]
     return node
 
 
 def _unwidened(node: Node) -> Node:
-    """What a node was before it became float32, which loses nothing."""
+    """Return the source of a node before a lossless conversion to float32."""
     is_wider = is_call(node, *_CONVERT) and value_of(node).dtype == torch.float32
     return node.args[0] if is_wider and value_of(node.args[0]).dtype in _FLOATS else node

@@ -1,4 +1,4 @@
-"""The quantizer of ``register``: transformers' own ``from_pretrained`` on the layers of this package."""
+"""Quantizer that ``register`` installs: transformers' own ``from_pretrained`` with the layers of this package."""
 
 import logging
 import re
@@ -25,23 +25,24 @@ from torch_cute_ops.nn._base import Activations
 logger = logging.getLogger(__name__)
 
 METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "torchao")
-"""``quant_method`` of the checkpoints that we read."""
+"""Supported values of ``quant_method`` in checkpoints."""
 
 _replaced: dict[str, tuple[Any, Any]] = {}
-"""What transformers had for each method: its configuration and its quantizer, or ``None``."""
+"""transformers' configuration class and quantizer of each replaced method, or None."""
 
 
 def register(methods: str | Iterable[str] = METHODS, *, activations: Activations = "auto", merge: bool = True) -> None:
-    """Have ``AutoModelForCausalLM.from_pretrained`` of transformers put quantised checkpoints on our layers.
+    """Make ``AutoModelForCausalLM.from_pretrained`` of transformers load quantised checkpoints into our layers.
 
-    It takes the place of what transformers has for these methods; checkpoints of them that we do not read are left to
-    it, with a warning that says why. Transformers loads what is not quantised. The model goes to one device, the CPU if
-    ``device_map`` is not given. ``save_pretrained`` refuses such a model: use :func:`torch_cute_ops.checkpoint.save`.
+    Replaces transformers' quantizers for these methods. A checkpoint that we do not support is passed on to
+    transformers' quantizer, with a warning that gives the reason. Transformers loads the tensors that are not
+    quantised. The model goes to one device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses such a
+    model: use :func:`torch_cute_ops.checkpoint.save`.
 
     Args:
-        methods: ``quant_method`` of the checkpoints: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as
-            DeepSeek-V3's), ``"mxfp4"`` (gpt-oss) and ``"torchao"``, all if nothing is said.
-        activations, merge: as for ``from_pretrained`` of this module, of models that are loaded from now on.
+        methods: values of ``quant_method``: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as in
+            DeepSeek-V3), ``"mxfp4"`` (gpt-oss) and ``"torchao"``; all by default.
+        activations, merge: arguments of this module's ``from_pretrained``, for all models loaded from now on.
 
     Raises:
         ValueError: for an unknown method.
@@ -50,7 +51,7 @@ def register(methods: str | Iterable[str] = METHODS, *, activations: Activations
     unknown = [method for method in chosen if method not in METHODS]
     if unknown:
         expected = ", ".join(map(repr, METHODS))
-        raise ValueError(f"register: methods has {unknown[0]!r}; expected some of {expected}")
+        raise ValueError(f"register: methods contains {unknown[0]!r}; expected some of {expected}")
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
     for method in chosen:
         own = _replaced.setdefault(method, (configs.get(method), quantizers.get(method)))
@@ -59,7 +60,7 @@ def register(methods: str | Iterable[str] = METHODS, *, activations: Activations
 
 
 def unregister() -> None:
-    """Give transformers back what :func:`register` replaced."""
+    """Restore the quantizers that :func:`register` replaced."""
     for method, own in _replaced.items():
         mappings = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
         for mapping, each in zip(mappings, own, strict=True):
@@ -71,7 +72,7 @@ def unregister() -> None:
 
 
 class CuteConfig(QuantizationConfigMixin):
-    """A checkpoint's ``quantization_config``, as it is."""
+    """A checkpoint's ``quantization_config``, unchanged."""
 
     def __init__(self, quant_method: str, **stored: Any) -> None:
         self.quant_method: Any = quant_method
@@ -81,7 +82,7 @@ class CuteConfig(QuantizationConfigMixin):
 
 def _config_class(own: Any) -> type[CuteConfig]:
     class Config(CuteConfig):
-        """What the mapping has, which knows transformers' class for the method."""
+        """Entry of transformers' mapping; falls back to transformers' own class of the method."""
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -108,7 +109,7 @@ def _quantizer_factory(own: Any, activations: Activations, merge: bool) -> Calla
 
 
 class CuteQuantizer(HfQuantizer):
-    """Takes the quantised layers out of a model before transformers loads it, and loads them itself after."""
+    """Removes quantised layers from a model before transformers loads it, and loads them afterwards."""
 
     def __init__(self, quantization_config: Any, *, activations: Activations, merge: bool, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -119,7 +120,7 @@ class CuteQuantizer(HfQuantizer):
         self.unused: tuple[str, ...] = ()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be."""
+        """Check that the checkpoint is quantised."""
         if not self.pre_quantized:
             raise ValueError("CuteQuantizer: the checkpoint is not quantised; use torch_cute_ops.nn.quantize_")
 
@@ -133,7 +134,7 @@ class CuteQuantizer(HfQuantizer):
         ignored = {*self.unused, *(rf"\.{name}$" for name in KV_SCALES)}
         with Files(self.folder) as files:
             loader = self._loader(model, files)
-            # Transformers ties weights after it has loaded them.
+            # Transformers ties weights only after it has loaded them.
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
@@ -158,7 +159,8 @@ class CuteQuantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
-        """The tensors that transformers has not looked at, but for those that the model says it has no use for."""
+        """Yield the tensors of removed layers, which transformers did not check, except those that the model declares
+        unused."""
         modules = {each for name in self.pending for each in (name, loader.stored(name))}
         for name in loader.files.file_of:
             is_unused = any(re.search(pattern, name) for pattern in self.unused)
@@ -169,39 +171,39 @@ class CuteQuantizer(HfQuantizer):
         return Loader(model, files, read_spec(self.folder), LoadOptions(self.activations, self.device, {}))
 
     def is_serializable(self) -> bool:
-        """Not by transformers."""
+        """Return False: transformers cannot save the model."""
         logger.warning("transformers cannot save this model: use torch_cute_ops.checkpoint.save(model, path, style)")
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Modules are for inference."""
+        """False: the modules are for inference only."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """``generate`` compiles the decode step with a static cache."""
+        """True: ``generate`` compiles the decode step with a static cache."""
         return True
 
 
 class _Pending(nn.Module):
-    """In the place of a layer whose tensors transformers shall not load."""
+    """Placeholder for a layer whose tensors transformers must not load."""
 
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["module"] = module  # no submodule, so that its tensors are not looked for
+        self.__dict__["module"] = module  # not a submodule: transformers must not find its tensors
 
 
 def _tied_parameters(model: Any) -> set[str]:
-    """The parameters that transformers will make one with others, and those others."""
+    """Return the names of parameters that transformers will tie."""
     pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {*pairs, *pairs.values()}
 
 
 def _refuse_absent(model: Any, loader: Loader) -> None:
-    """Raise for layers that transformers would give random weights."""
+    """Raise for layers to which transformers would give random weights."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     absent = [
         name
@@ -213,13 +215,13 @@ def _refuse_absent(model: Any, loader: Loader) -> None:
         absent = [name for name in absent if not renamed & {f"{name}.weight", f"{name}.gate_up_proj"}]
     if absent:
         raise ValueError(
-            f"{loader.files.path} has no weight of {listed(absent)}; expected one of each linear layer and of all "
+            f"{loader.files.path} contains no weight of {listed(absent)}; expected weights of all linear layers and "
             f"experts of {type(model).__name__}"
         )
 
 
 def _renamed(model: Any, names: Iterable[str]) -> set[str]:
-    """What transformers makes of the names of tensors."""
+    """Return transformers' names of tensors."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -228,7 +230,7 @@ def _renamed(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """That of a ``device_map``."""
+    """Return the device of a ``device_map``."""
     devices = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
     if len(devices) > 1 or devices & {"disk"}:
         raise ValueError(f"CuteQuantizer: device_map is {device_map}; expected one device")

@@ -1,9 +1,11 @@
-"""A pass for Inductor that fuses norms and gates with the quantisation behind them, has our ops compute norms before
-GEMMs with 16-bit activations, makes gates of one row and FP4 quantisations of few a part of the GEMM, and has GEMMs of
-few rows prefetch, in models that know nothing of it.
+"""Inductor pass that replaces norms, gates and quantisations in models by our fused ops.
 
-:func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
-``torch.compile`` for one model.
+It fuses norms and gates with a following quantisation, computes norms before 16-bit GEMMs with our ops, moves gates of
+one row and FP4 quantisations of few rows into a GEMM's prologue, and makes GEMMs of few rows prefetch the next weight.
+Models need no changes.
+
+:func:`enable` turns it on for the process. ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
+``torch.compile`` turns it on for one model.
 """
 
 import itertools
@@ -47,16 +49,16 @@ __all__ = ["FuseQuantization", "disable", "enable"]
 _OPTION: Final = "post_grad_custom_pre_pass"
 
 _QUANTISE: Final = {cute.fp4_quantize.default: "fp4quant", cute.fp8_quantize.default: "fp8quant"}
-"""What is fused with what comes before, and how the fused ops end."""
+"""Quantisations that are fused with the op before them, and the suffix of the fused ops."""
 _MULTIPLY: Final = (cute.mm_fp4_weight_only.default,)
-"""GEMMs that take 16-bit activations ``a``."""
+"""GEMMs with 16-bit activations ``a``."""
 _MULTIPLY_FP4: Final = (cute.mm_fp4.default,)
-"""Those that take FP4 ones."""
+"""GEMMs with FP4 activations."""
 _IN_ONE_LAUNCH: Final = {
     cute.fp4_quantize.default: "fp4quant_mm_fp4",
     cute.silu_mul_fp4quant.default: "silu_mul_fp4quant_mm_fp4",
 }
-"""What may be a part of a GEMM with FP4 activations, and the op that is both."""
+"""Ops that can move into the prologue of a GEMM with FP4 activations, and the resulting op."""
 _PREFETCH: Final = (
     *_MULTIPLY,
     *_MULTIPLY_FP4,
@@ -64,9 +66,9 @@ _PREFETCH: Final = (
     cute.mm_fp8_fp4.default,
     *(getattr(cute, name).default for name in (*_IN_ONE_LAUNCH.values(), "silu_mul_mm_fp4_weight_only")),
 )
-"""GEMMs that may bring the weight of the next one into L2."""
+"""GEMMs that can load the next GEMM's weight into L2."""
 _GATE: Final = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
-"""The parameters of a gate."""
+"""Parameters of a gate."""
 _PURE: Final = frozenset(
     {
         *_QUANTISE,
@@ -77,33 +79,40 @@ _PURE: Final = frozenset(
         cute.silu_mul_fp8quant.default,
     }
 )
-"""Ops that quantise and change nothing: the second of two with equal arguments is the first."""
+"""Ops without side effects that quantise: a repeated call with equal arguments is redundant."""
 _FILES: Final = (__file__, *(each.__file__ for each in (_inductor_graph, _inductor_patterns, _with_gemm, _row_quant)))
-"""What the pass does follows from these; from the last two, what goes with a GEMM and which gates are plain."""
+"""Source files that are hashed into the pass's cache key. The last two decide which ops fuse into a GEMM and which
+gates are plain."""
 
 
 class FuseQuantization(CustomGraphPass):
-    """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
-    the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
-    or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
-    a part of it, on Hopper; and in NVFP4 ``fp4_quantize`` of up to 8 rows and ``silu_mul_fp4quant`` of one become
-    parts of the ``mm_fp4`` that alone reads them: the same codes and scales, and sums that may be in another order.
-    (Elsewhere a gate before it stays: Inductor's kernel of one is as good.) GEMMs of up to 16 rows, or beside an FP8
-    weight of 64, bring the weight of the next one into L2, on Hopper.
+    """Pass for ``torch._inductor.config.post_grad_custom_pre_pass``.
 
-    A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
+    Rewrites:
 
-    - RMSNorm of the last dimension with a weight (H,), as ``torch.nn.functional.rms_norm`` and the decoders of Hugging
-      Face compute it, whatever they round in between. The fused ops round only once, so that results differ in the
-      last bits of the norm. Where something else reads the norm too, it reads what the op wrote; of those that
-      quantise, FP4 has ops that write it (``…_with_norm``), and with FP8 the norm stays.
-    - Before the norm, a sum of two tensors of one shape and dtype, one of which nothing reads any more: it becomes the
-      sum, in place. An input of the graph is never overwritten.
-    - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` makes it
+    - RMSNorm, or residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``: the
+      fused op. Equal quantisations of one tensor are merged.
+    - RMSNorm before ``mm_fp4_weight_only``: ``rmsnorm`` or ``add_rmsnorm``, which lets the GEMM start early.
+    - On Hopper, SiLU·mul of one row before ``mm_fp4_weight_only``: one op that gates in the prologue. The number of
+      rows must be static in the graph. On other GPUs the gate stays, because Inductor's own kernel is as fast.
+    - On Hopper in NVFP4, ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, whose only reader is an
+      ``mm_fp4``: one op that quantises in the prologue. Codes and scales are the same; the order of the sums can
+      differ.
+    - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
+
+    Recognised patterns:
+
+    - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
+      decoders, with any rounding in between. The fused ops round only once, so results differ in the last bits of the
+      norm. If other nodes read the norm, they read the op's output: FP4 ops can write the norm (``…_with_norm``); for
+      FP8 the norm is not fused.
+    - A sum of two tensors of one shape and dtype before the norm, if nothing reads one of them afterwards: the sum
+      overwrites that tensor. An input of the graph is never overwritten.
+    - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns it
       (:func:`torch_cute_ops.nn.merge_`).
 
     Args:
-        before: passes that run first: one, or several, such as those that the option had.
+        before: pass or passes that run first, such as the previous value of the option.
     """
 
     def __init__(self, before: Any = None) -> None:
@@ -112,7 +121,7 @@ class FuseQuantization(CustomGraphPass):
         )
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change the graph of ATen ops, which has no mutation but of its own inputs at the end."""
+        """Rewrite a functional graph of ATen ops, which mutates only its own inputs, at the end."""
         for each in self.before:
             each(graph)
         merged = _merge_equal(graph)
@@ -125,16 +134,16 @@ class FuseQuantization(CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> Any | None:
-        """What Inductor's cache knows the pass by; ``None``, so that it caches nothing, where one of ``before`` has no
+        """Return the key for Inductor's cache, or None, which disables caching, if a pass in ``before`` lacks a
         uuid."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
         return None if None in others else (get_hash_for_files(_FILES), *others)
 
 
 def enable() -> None:
-    """Have Inductor run :class:`FuseQuantization` in all that is compiled from now on.
+    """Make Inductor run :class:`FuseQuantization` in all later compilations.
 
-    Passes that the option ``post_grad_custom_pre_pass`` has already run first. Calling it again changes nothing.
+    Passes in the option ``post_grad_custom_pre_pass`` run first. A second call changes nothing.
     """
     current = getattr(inductor_config, _OPTION)
     if not isinstance(current, FuseQuantization):
@@ -142,18 +151,16 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`; what is compiled already stays.
+    """Undo :func:`enable`; compiled code stays as it is.
 
     Raises:
-        RuntimeError: if another pass has taken the place of ours since then.
+        RuntimeError: if another pass has replaced ours.
     """
     current = getattr(inductor_config, _OPTION)
     if current is None:
         return
     if not isinstance(current, FuseQuantization):
-        raise RuntimeError(
-            f"torch._inductor.config.{_OPTION} is {current!r}; expected the pass that enable() put there"
-        )
+        raise RuntimeError(f"torch._inductor.config.{_OPTION} is {current!r}; expected the pass that enable() set")
     before = current.before
     setattr(inductor_config, _OPTION, None if not before else before[0] if len(before) == 1 else [*before])
 
@@ -162,7 +169,7 @@ def disable() -> None:
 
 
 def _merge_equal(graph: fx.Graph) -> bool:
-    """Whether there were any."""
+    """Merge equal quantisations; return True if any were found."""
     seen: dict[Any, Node] = {}
     found = False
     for node in [*graph.nodes]:
@@ -191,7 +198,7 @@ def _is_mutating(node: Node) -> bool:
 
 
 def _fuse(node: Node) -> bool:
-    """Fuse a quantisation with what made its input, if that is a norm or gate; whether it was."""
+    """Fuse a quantisation with the norm or gate that computes its input; return True on success."""
     named = named_arguments(node)
     value, _ = without_reshape(named["input"])
     named.pop("input")
@@ -208,7 +215,7 @@ def _fuse(node: Node) -> bool:
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    # Other readers of the norm may come before this one.
+    # Other readers of the norm can come before this node.
     ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
@@ -220,8 +227,7 @@ def _fuse(node: Node) -> bool:
 
 
 def _fuse_input(node: Node) -> bool:
-    """Have one op make the activations of a GEMM, where they are a norm; or that and the GEMM's result, where they are
-    a gate of one row; whether they are."""
+    """Compute a norm before a GEMM with our op, or fuse a gate of one row into the GEMM; return True on success."""
     value, _ = without_reshape(named_arguments(node)["a"])
     gated = match_silu_mul(value)
     if gated is not None:
@@ -237,8 +243,7 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Replace a GEMM of a gate's ``value``, of one row of gate and up in one tensor, if nothing else reads that;
-    whether it was."""
+    """Fuse a gate of one row into the GEMM that alone reads its ``value``; return True on success."""
     named = named_arguments(node)
     rows = value_of(named.pop("a")).shape[0]
     is_alone = all(user is node for user in readers_of(value))
@@ -250,8 +255,7 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
 
 
 def _multiply_quantised(node: Node) -> bool:
-    """Replace a GEMM of few rows in FP4 and the op that quantises them, if nothing else reads the codes; whether they
-    were."""
+    """Fuse a quantisation of few rows into the FP4 GEMM that alone reads the codes; return True on success."""
     named = named_arguments(node)
     (codes, _), scale = without_reshape(named.pop("a")), named.pop("a_scale")
     if not all(is_call(each, operator.getitem) for each in (codes, scale)):
@@ -260,13 +264,13 @@ def _multiply_quantised(node: Node) -> bool:
     if not is_call(made, *_IN_ONE_LAUNCH) or codes.args != (made, 0) or scale.args != (made, 1):
         return False
     readers = [user for item in made.users for user in readers_of(item)]
-    how = named_arguments(made)
-    source, fmt = how["input"], ("block_size", "scale_format", "scale_layout")
+    quantisation = named_arguments(made)
+    source, fmt = quantisation["input"], ("block_size", "scale_format", "scale_layout")
     rows, value = value_of(node).shape[0], value_of(source)
-    gate = [how[name] for name in _GATE if name in how]
+    gate = [quantisation[name] for name in _GATE if name in quantisation]
     if (
         any(user is not node for user in readers)
-        or any(how[name] != named[name] for name in fmt)
+        or any(quantisation[name] != named[name] for name in fmt)
         or (gate and not gates_plainly(*gate))
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
@@ -275,14 +279,16 @@ def _multiply_quantised(node: Node) -> bool:
     ):
         return False
     named["scale_layout"] = weight_layout(SCALE_LAYOUTS[named["scale_layout"]]).name
-    named |= {"global_scale": how["global_scale"], "out_dtype": named["out_dtype"] or torch.bfloat16}
+    named |= {"global_scale": quantisation["global_scale"], "out_dtype": named["out_dtype"] or torch.bfloat16}
     _multiply_made(node, _IN_ONE_LAUNCH[made.target], source, named)
     return True
 
 
 def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -> None:
-    """Replace a GEMM by the op that also makes its activations of ``source``, the rows of which may have more leading
-    dimensions."""
+    """Replace a GEMM by the op ``name``, which computes the activations from ``source``.
+
+    Leading dimensions of ``source`` are flattened.
+    """
     value = value_of(source)
     with node.graph.inserting_before(node):
         if value.dim() != 2:
@@ -295,8 +301,10 @@ def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -
 
 
 def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
-    """The results of an op that normalises: the one that also adds, where it can; else the one called so, before
-    ``anchor``. ``None``: an argument comes later than that."""
+    """Insert the op that normalises and return its results, or None if an argument comes after ``anchor``.
+
+    If possible, the op also adds the residual and replaces the addition; otherwise it is inserted before ``anchor``.
+    """
     named = {**named, "weight": norm.weight, "eps": norm.eps}
     results = _add_norm(norm, f"add_{name}", named, count)
     if results is not None or not are_before(anchor, named.values()):
@@ -307,8 +315,10 @@ def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor
 
 
 def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:
-    """The results of the op that also adds, in place of the addition before the norm; ``None``: there is none, or no
-    operand to overwrite."""
+    """Replace the addition before a norm by the op that also adds; return its results without the sum.
+
+    Return None if the input is not a sum, or neither operand can be overwritten.
+    """
     total = norm.input
     if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
         return None
@@ -320,10 +330,10 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
         for each in operands
     ):
         return None
-    # Broadcast operands have other sizes. Equal symbols are equal expressions.
+    # Broadcast operands differ in size. Equal symbols are equal expressions.
     if any(tuple(value_of(each).shape) != tuple(value_of(total).shape) for each in operands):
         return None
-    # What reads the sum knows its strides, which the operand has to have then.
+    # Readers of the sum rely on its strides, so the overwritten operand needs the same.
     alike = [each for each in operands if value_of(each).stride() == value_of(total).stride()]
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):
@@ -334,7 +344,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     op = getattr(cute, name).default
     every = all_named(op, {"input": other, "residual": spent, **named})
     with total.graph.inserting_before(total):
-        # Inductor's reinplacing makes it a call that overwrites the operand.
+        # Inductor's reinplacing pass turns this into a call that overwrites the operand.
         new = total.graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), every)
     new.meta["val"] = (*as_tuple(fake_results(op, every)), value_of(total))
     results = [result_of(new, i) for i in range(count + 1)]
@@ -344,12 +354,12 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
 
 
 def _take_over(node: Node, results: Sequence[Node]) -> None:
-    """Let the fused op's codes and scales take the place of those of ``node``, whose input may have been reshaped."""
+    """Replace the codes and scales of ``node`` by the fused op's, reshaped if the input of ``node`` was reshaped."""
     _, sizes = without_reshape(node.args[0] if node.args else node.kwargs["input"])
     for user in [*node.users]:
         index = user.args[1]
         old, new = value_of(user), results[index]
-        # Scales in tiles or by columns are of all rows, whatever dimensions these have.
+        # Scales in tiles or columns cover the flattened rows, for any leading dimensions.
         if sizes is not None and (index == 0 or _has_row_scales(node)):
             with node.graph.inserting_before(user):
                 new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], old.shape[-1]]))
@@ -360,17 +370,17 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
 
 
 def _has_row_scales(node: Node) -> bool:
-    """Whether the scales have the leading dimensions of the input."""
+    """Return True if the scales keep the leading dimensions of the input."""
     named = named_arguments(node)
     return named["scale_layout"] in ("linear", "row") and named.get("granularity") != "tensor"
 
 
-# The next weight
+# Prefetch of the next weight
 
 
 def _prefetch(graph: fx.Graph) -> bool:
-    """Have each GEMM of few rows bring the weight of the next one into L2, if that is an input of the graph; whether
-    one does."""
+    """Make each GEMM of few rows load the next GEMM's weight into L2, if it is an input of the graph; return True if
+    any does."""
     gemms = [node for node in graph.nodes if node.target in _PREFETCH]
     found = False
     for node, following in itertools.pairwise(gemms):
@@ -390,7 +400,7 @@ def _prefetch(graph: fx.Graph) -> bool:
 
 
 def _weight_rows(b: Node) -> Node | None:
-    """The input of the graph that a weight is the transposed view of, if it can be prefetched."""
+    """Return the graph input that a weight is a transposed view of, or None if it cannot be prefetched."""
     if not is_call(b, aten.permute.default, aten.t.default, aten.transpose.int):
         return None
     rows = b.args[0]

@@ -1,6 +1,6 @@
-"""Weights that torchao has quantised to FP4, on the layers of this package.
+"""Run weights that torchao has quantised to FP4 on the layers of this package.
 
-Needs torchao 0.18 or later, of which ``NVFP4Tensor`` and ``MXTensor`` are read: the extra ``torchao``.
+Needs torchao 0.18 or later, for ``NVFP4Tensor`` and ``MXTensor``: the extra ``torchao``.
 """
 
 import warnings
@@ -34,28 +34,27 @@ _FP4: Final = getattr(torch, FP4)
 
 @torch.no_grad()
 def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: str | Iterable[str] = ()) -> nn.Module:
-    """Put the layers and experts of a model that torchao has quantised to NVFP4 or MXFP4 on our modules, in place.
+    """Replace the layers and experts that torchao has quantised to NVFP4 or MXFP4 by our modules, in place.
 
-    Codes are taken as they are, and scales rearranged; no weight is decoded. Experts that the model has in two
-    parameters, ``gate_up_proj`` and ``down_proj`` of three dimensions, become :class:`torch_cute_ops.nn.QuantExperts`,
-    whose codes are copied. Layers whose weight is of another type of torchao's, such as MXFP8, stay what they are, with
-    one warning that names them.
+    Codes stay unchanged, scales are rearranged, and no weight is decoded. Experts in two three-dimensional parameters,
+    ``gate_up_proj`` and ``down_proj``, become :class:`torch_cute_ops.nn.QuantExperts`, which copies their codes. Layers
+    with weights of another torchao type, such as MXFP8, stay unchanged; one warning names them.
 
     Args:
-        model: after ``torchao.quantization.quantize_`` with ``NVFP4WeightOnlyConfig``,
-            ``NVFP4DynamicActivationNVFP4WeightConfig`` or ``MXDynamicActivationMXWeightConfig`` in FP4, or with weights
-            that were loaded so.
-        activations: as of the layers: ``"16bit"``, which is ``"auto"``, or ``"fp4"``. NVFP4 activations need the
-            ``act_per_tensor_scale`` that torchao's calibration leaves. Those of experts are FP8.
-        ignore: layers and experts to leave: names, last parts of names, wildcards, or regular expressions behind
-            ``re:``.
+        model: model after ``torchao.quantization.quantize_`` with ``NVFP4WeightOnlyConfig``,
+            ``NVFP4DynamicActivationNVFP4WeightConfig`` or ``MXDynamicActivationMXWeightConfig`` in FP4, or with loaded
+            weights of these types.
+        activations: value for the layers' ``activations``: ``"16bit"`` (``"auto"``) or ``"fp4"``. NVFP4 activations
+            need the ``act_per_tensor_scale`` from torchao's calibration. Activations of experts are always FP8.
+        ignore: layers and experts to leave unchanged: names, last components of names, wildcards, or regular
+            expressions after ``re:``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for a weight that is transposed, is shared with another module, or has a size or scale that the ops
-            do not take; without the scale that ``activations="fp4"`` needs. It names the layer.
+        ValueError: naming the layer, for a weight that is transposed, is shared with another module, or has an
+            unsupported size or scale; for a missing scale that ``activations="fp4"`` needs.
     """
     patterns, others = _names.as_patterns(ignore), []
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
@@ -81,7 +80,7 @@ def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: 
         _names.replace(model, module, new)
     guard_saving(model)
     if others:
-        warnings.warn(f"not of a type that has a layer: {', '.join(others)}", stacklevel=3)
+        warnings.warn(f"layers of unsupported weight types stay unchanged: {', '.join(others)}", stacklevel=3)
     return model
 
 
@@ -92,11 +91,11 @@ def _is_fp4(weight: Tensor) -> bool:
 def _weight_of(module: Any, name: str) -> Weight:
     parameter = getattr(module, name)
     if not _is_fp4(parameter):
-        raise ValueError(f"{name} is no tensor of torchao's in FP4")
-    parts = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
+        raise ValueError(f"{name} is not an FP4 tensor of torchao")
+    names = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
     return weight_of(
         type(parameter).__name__,
-        {part: getattr(parameter, part, None) for part in parts},
+        {each: getattr(parameter, each, None) for each in names},
         block_size=parameter.block_size,
         is_swizzled=parameter.is_swizzled_scales,
         elem_dtype=FP4,
@@ -105,7 +104,7 @@ def _weight_of(module: Any, name: str) -> Weight:
 
 def _layer_of(module: Any, activations: Activations) -> QuantLinear:
     if not isinstance(module, nn.Linear):
-        raise ValueError(f"it is a {type(module).__name__}; expected a linear layer")
+        raise ValueError(f"the module is a {type(module).__name__}; expected a linear layer")
     weight = _weight_of(module, "weight")
     cls: Any = SCHEMES[weight.format]
     layer: QuantLinear = cls.from_tensors(**linear_tensors(weight), bias=module.bias, activations=activations)
@@ -114,7 +113,7 @@ def _layer_of(module: Any, activations: Activations) -> QuantLinear:
 
 def _experts_of(given: FloatExperts, topk: int | None) -> QuantExperts:
     if given.swiglu is None:
-        raise ValueError("its gate is no SwiGLU")
+        raise ValueError("its gate is not SwiGLU")
     gate_up, down = (_weight_of(given.module, name) for name in ("gate_up_proj", "down_proj"))
     layers = expert_stacks(gate_up, down, given)
     return QuantExperts(*layers, given.experts, swiglu=given.swiglu, topk=topk)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, from quantised checkpoints.
+"""Load quantised checkpoints into Hugging Face transformers models.
 
 Needs transformers 5.17 or later: the extra ``transformers``.
 """
@@ -31,11 +31,11 @@ from torch_cute_ops.integrations._transformers_quantizer import register, unregi
 __all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
-"""What is fetched of a checkpoint on the Hub."""
+"""Files of a checkpoint that are downloaded from the Hub."""
 OTHER_FILES = ("*/*", "consolidated*")
-"""What is not: the same weights in another form, as gpt-oss and Mistral's models have them beside."""
+"""Files that are not downloaded: the same weights in another form, as in the repositories of gpt-oss and Mistral."""
 HUB = ("revision", "token", "cache_dir", "local_files_only")
-"""Settings of the Hub."""
+"""Arguments for the Hub."""
 
 
 def from_pretrained(
@@ -49,36 +49,36 @@ def from_pretrained(
     progress: bool = True,
     **config: Any,
 ) -> Any:
-    """A causal language model from a quantised checkpoint, with weights as the checkpoint holds them.
+    """Load a causal language model from a quantised checkpoint, with the weights as the checkpoint stores them.
 
-    Any decoder that ``AutoModelForCausalLM`` builds of ``nn.Linear`` layers, such as Llama, Mistral, Qwen2 and Qwen3,
-    and of experts in two parameters beside them, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3, which become
-    :class:`torch_cute_ops.nn.QuantExperts`. The formats are those of :func:`torch_cute_ops.checkpoint.load_`; no weight
-    is ever decoded, and the peak of memory is the model and twice its largest layer.
+    Supports any decoder that ``AutoModelForCausalLM`` builds from ``nn.Linear`` layers, such as Llama, Mistral, Qwen2
+    and Qwen3, and from experts in two parameters, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3. Experts become
+    :class:`torch_cute_ops.nn.QuantExperts`. The formats are the same as in :func:`torch_cute_ops.checkpoint.load_`. No
+    weight is ever decoded, and peak memory is the model plus twice its largest layer.
 
-    ``generate(cache_implementation="static")`` compiles the decode step, without graph breaks. Call
+    ``generate(cache_implementation="static")`` compiles the decode step without graph breaks. Call
     :func:`torch_cute_ops.nn.warmup` first, with the numbers of rows that will be served.
 
     Args:
-        path: the checkpoint's folder, or, as a string, the name of a repository on the Hugging Face Hub.
+        path: folder of the checkpoint, or, as a string, the name of a repository on the Hugging Face Hub.
         activations: as for :func:`torch_cute_ops.checkpoint.load_`.
-        device: of all tensors; ``None``: the current CUDA device, or the CPU where there is none.
-        dtype: of activations and of what is not quantised; ``None`` or ``"auto"``: what the checkpoint's configuration
-            says.
-        merge: whether q, k and v, and gate and up, are merged: :func:`torch_cute_ops.nn.merge_`.
-        ignore: tensors of the checkpoint that the model need not have, as for ``load_``.
-        progress: whether to show a progress bar.
-        config: settings of the model's configuration in place of the checkpoint's, such as ``attn_implementation``; and
-            for the Hub ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
+        device: device of all tensors; ``None`` for the current CUDA device, or the CPU without CUDA.
+        dtype: dtype of activations and of unquantised tensors; ``None`` or ``"auto"`` for the dtype in the checkpoint's
+            configuration.
+        merge: True to merge q, k and v, and gate and up: :func:`torch_cute_ops.nn.merge_`.
+        ignore: checkpoint tensors that the model may lack, as for ``load_``.
+        progress: True to show a progress bar.
+        config: settings that override the model's configuration, such as ``attn_implementation``; for the Hub
+            ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Returns:
         The model, in evaluation mode, without gradients.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a path that is not there.
-            Also for ``dtype=torch.float32`` beside 16-bit activations.
+        FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a missing path; for
+            ``dtype=torch.float32`` with 16-bit activations.
         NotADirectoryError: for the path of a file.
-        TypeError: for an argument that is neither one of these nor a setting of the configuration.
+        TypeError: for an argument that is neither listed here nor a setting of the configuration.
     """
     folder, hub = Path(path), {key: config.pop(key) for key in HUB if key in config}
     if not folder.is_dir():
@@ -90,7 +90,7 @@ def from_pretrained(
     if unknown:
         hint = "; use device" if "device_map" in unknown else ""
         raise TypeError(f"from_pretrained: {type(settings).__name__} has no {', '.join(unknown)}{hint}")
-    # transformers has quantisers of its own for some of these formats.
+    # transformers would use its own quantisers for some formats.
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     model = _on_meta(settings, None if dtype == "auto" else dtype)
@@ -119,17 +119,16 @@ def from_config(
     ignore: str | Iterable[str] = ("lm_head",),
     seed: int = 0,
 ) -> Any:
-    """A causal language model with random quantised weights: to measure and to try sizes without a checkpoint.
+    """Build a causal language model with random quantised weights, to measure speed and sizes without a checkpoint.
 
-    Codes are drawn at random; no weight ever exists in another format, so that a model needs no more memory than it
-    will be served with.
+    Codes are drawn at random. No weight ever exists in another format, so peak memory equals the memory of the model.
 
     Args:
-        config: a configuration of transformers', such as ``LlamaConfig()``.
-        scheme: of all linear layers but those that ``ignore`` names.
+        config: configuration of transformers, such as ``LlamaConfig()``.
+        scheme: scheme of all linear layers except those that ``ignore`` names.
         activations, device, dtype, merge: as for :func:`from_pretrained`.
         ignore: as for :func:`torch_cute_ops.nn.quantize_`.
-        seed: of the generator.
+        seed: seed of the generator.
 
     Returns:
         The model, in evaluation mode, without gradients.
@@ -147,13 +146,13 @@ def from_config(
         if isinstance(module, QuantLinear):
             continue
         for name, buffer in module._buffers.items():
-            # Such as the bias of DeepSeek-V3's choice of experts.
+            # For example the bias with which DeepSeek-V3 selects experts.
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 new = torch.empty_like(old, device=target)
-                # Factors of norms have one dimension, as biases have.
+                # Weights of norms are one-dimensional, and so are biases.
                 if new.dim() > 1:
                     new.normal_(std=deviation, generator=generator)
                 else:
@@ -165,18 +164,17 @@ def from_config(
 
 
 def _refuse_unless_name(path: str | Path) -> None:
-    """Raise for what is no folder, and cannot be a name on the Hub."""
+    """Raise for a path that is not a folder and cannot be a name on the Hub."""
     if Path(path).exists():
         raise NotADirectoryError(f"from_pretrained: {path} is a file; expected a checkpoint's folder")
     if isinstance(path, Path) or path.startswith((".", "/")):
         raise FileNotFoundError(
-            f"from_pretrained: there is no {path}; expected a checkpoint's folder, or a name on the Hub as a string"
+            f"from_pretrained: {path} does not exist; expected a checkpoint's folder, or a name on the Hub as a string"
         )
 
 
 def _unused(model: Any) -> list[str]:
-    """Tensors that checkpoints of the model may have and it does not, such as those of layers that predict further
-    tokens."""
+    """Return patterns of checkpoint tensors that the model does not use, such as layers that predict further tokens."""
     return [f"re:.*(?:{pattern})" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
 
 
@@ -185,7 +183,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
-    """The model that a configuration describes, on the meta device, its tied weights one parameter."""
+    """Build the model of a configuration on the meta device, with tied weights as one parameter."""
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -196,7 +194,7 @@ def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
 
 @torch.no_grad()
 def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint has, such as the frequencies of rotary embeddings, on the CPU."""
+    """Compute buffers that no checkpoint contains, such as the frequencies of rotary embeddings, on the CPU."""
     for name, module in model.named_modules():
         own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
         if isinstance(module, QuantLinear) or not any(module._buffers[key].is_meta for key in own):
@@ -206,7 +204,7 @@ def _fill_buffers(model: Any) -> None:
         model._init_weights(module)
         undefined = [key for key in own if module._buffers[key].isnan().any()]
         if undefined:
-            raise ValueError(f"{name} of {type(model).__name__} does not say what its {', '.join(undefined)} holds")
+            raise ValueError(f"{type(model).__name__} does not initialise the buffers {', '.join(undefined)} of {name}")
 
 
 def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
@@ -214,7 +212,7 @@ def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Mod
 
 
 def _refuse_dtype(model: Any) -> None:
-    """Raise where the model's dtype is not one that its layers take."""
+    """Raise if the model's layers do not support its dtype."""
     of_experts = {each for module in model.modules() if isinstance(module, QuantExperts) for each in module.modules()}
     refusing = [
         name
@@ -223,7 +221,7 @@ def _refuse_dtype(model: Any) -> None:
     ]
     if model.dtype == torch.float32 and refusing:
         raise ValueError(
-            f"dtype is {model.dtype}, and {refusing[0]} has 16-bit activations; expected dtype=torch.bfloat16 or "
+            f"dtype is {model.dtype}, but {refusing[0]} takes 16-bit activations; expected dtype=torch.bfloat16 or "
             "torch.float16, or other activations"
         )
 

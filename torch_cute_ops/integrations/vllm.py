@@ -1,7 +1,7 @@
-"""A plugin of vLLM: NVFP4 linear layers on ``mm_fp4_weight_only``.
+"""vLLM plugin that runs NVFP4 linear layers on ``mm_fp4_weight_only``.
 
-Written against the interfaces that vLLM 0.33.0 declares and tested with stubs of them; nobody has run it in vLLM
-itself. vLLM finds :func:`register` by the entry point ``torch_cute_ops`` of ``vllm.general_plugins``.
+Written for the interfaces of vLLM 0.33.0 and tested with stubs of them; it has never run in vLLM. vLLM finds
+:func:`register` by the entry point ``torch_cute_ops`` in the group ``vllm.general_plugins``.
 """
 
 import os
@@ -24,22 +24,22 @@ try:
     from vllm.platforms.interface import PlatformEnum
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        f"torch_cute_ops.integrations.vllm needs {missing.name}, as vLLM 0.33 has it", name=missing.name
+        f"torch_cute_ops.integrations.vllm needs {missing.name} as in vLLM 0.33", name=missing.name
     ) from missing
 
 __all__ = ["CuteNvFp4LinearKernel", "register"]
 
 PLUGIN: Final = "torch_cute_ops"
-"""The entry point's name, which ``VLLM_PLUGINS`` can hold."""
+"""Name of the entry point, for the environment variable ``VLLM_PLUGINS``."""
 
 _made_ready: set[object] = set()
 
 
 def register() -> None:
-    """Add ``CuteNvFp4LinearKernel`` to the kernels that vLLM chooses from for NVFP4 linear layers on CUDA.
+    """Add ``CuteNvFp4LinearKernel`` to the kernels from which vLLM selects for NVFP4 linear layers on CUDA.
 
-    It comes before all others where the environment variable ``VLLM_PLUGINS`` names ``torch_cute_ops``, and else after
-    them, where it is chosen only if vLLM's own are disabled by ``VLLM_DISABLED_KERNELS``. Calling it again changes
+    The kernel comes first if the environment variable ``VLLM_PLUGINS`` names ``torch_cute_ops``. Otherwise it comes
+    last, and vLLM selects it only if ``VLLM_DISABLED_KERNELS`` disables vLLM's own kernels. A second call changes
     nothing.
     """
     kernels = linear._POSSIBLE_NVFP4_KERNELS.setdefault(PlatformEnum.CUDA, [])
@@ -51,11 +51,11 @@ def register() -> None:
 
 
 class CuteNvFp4LinearKernel(NvFp4LinearKernel):
-    """Multiplies activations of 16 bits by the NVFP4 weight; scales of activations that a layer has are not used."""
+    """Multiplies 16-bit activations by an NVFP4 weight; a layer's scales of activations are not used."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Whether the GPU has kernels, or why not."""
+        """Return (True, None) if kernels for the GPU exist, otherwise (False, reason)."""
         if not torch.cuda.is_available():
             return False, "torch_cute_ops needs a CUDA device"
         try:
@@ -66,18 +66,18 @@ class CuteNvFp4LinearKernel(NvFp4LinearKernel):
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Every NVFP4 layer, as far as this is known before its size is."""
+        """Return (True, None): every NVFP4 layer, as far as is known before its size."""
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Rearrange the scales to 128x4, and compile what the numbers of rows need that vLLM captures.
+        """Rearrange the scales to 128x4, and compile the kernels for the numbers of rows that vLLM captures.
 
         Args:
-            layer: with ``weight`` (N, K/2) uint8, ``weight_scale`` (N, K/16) float8_e4m3fn, linear, and
-                ``weight_global_scale`` float32, one element, which multiplies.
+            layer: layer with ``weight`` (N, K/2) uint8, ``weight_scale`` (N, K/16) float8_e4m3fn, linear, and
+                ``weight_global_scale``, one float32 factor.
 
         Raises:
-            ValueError: for a size that the op does not take.
+            ValueError: for a size that the op does not support.
         """
         given: Any = layer
         n, k = given.weight.shape[0], 2 * given.weight.shape[1]
@@ -92,14 +92,14 @@ class CuteNvFp4LinearKernel(NvFp4LinearKernel):
         self._make_ready(given, k)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x · Wᵀ + bias``, (..., N) in the dtype of ``x`` (..., K)."""
+        """Compute ``x · Wᵀ + bias``, (..., N) in the dtype of ``x`` (..., K)."""
         given: Any = layer
         rows = x.reshape(-1, x.shape[-1])
         y = mm_fp4_weight_only(rows, given.weight.t(), given.weight_scale, given.weight_global_scale, bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _make_ready(self, layer: Any, k: int) -> None:
-        """Call the layer once for each number of rows that will be captured, since captures cannot compile."""
+        """Call the layer once for each number of rows that vLLM captures, because a capture cannot compile."""
         config = get_current_vllm_config_or_none()
         if config is None or not layer.weight.is_cuda:
             return
