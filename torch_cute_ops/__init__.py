@@ -1,6 +1,6 @@
 """Custom PyTorch ops for serving quantised models: CuTe DSL kernels on a GPU, plain torch on a CPU.
 
-Importing registers the ops as ``torch.ops.cute.*``. It initialises no CUDA and does not import the DSL.
+Importing the package registers the ops as ``torch.ops.cute.*``. It neither initialises CUDA nor imports the DSL.
 """
 
 from torch_cute_ops._version import __version__

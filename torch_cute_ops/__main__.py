@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops``: what is installed and ready, the kernel cache, and compiling ahead of use."""
+"""``python -m torch_cute_ops``: installation report, kernel cache, compiling ahead of time, tuning."""
 
 import signal
 import sys

@@ -1,3 +1,3 @@
-"""The one place that holds the version (read by the build without importing torch)."""
+"""Version of the package, which the build reads without importing torch."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops`` and deployments: what they print, compile and refuse."""
+"""``python -m torch_cute_ops`` and deployments: their output, compiled kernels and errors."""
 
 import errno
 import functools
@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.store import Store, symbol_of
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache on disk, for this process and those that it starts."""
+    """Create an empty cache on disk for this process and its children."""
     folder = tmp_path / "cache"
     monkeypatch.setattr(settings, "CACHE_DIR", folder)
     monkeypatch.setenv("TORCH_CUTE_OPS_CACHE_DIR", str(folder))
@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_info(capsys, cache, monkeypatch):
-    # Asked once: both forms print the same report, and an answer takes the samples of an op on every architecture.
+    # Cached, because both forms print the same report, and each answer plans the op for every architecture.
     monkeypatch.setattr(info, "availability", functools.cache(info.availability))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -66,11 +66,11 @@ def test_info(capsys, cache, monkeypatch):
     [
         ("sm_80a", "kernels support sm_90a, sm_100a, sm_103a, sm_120a, sm_121a"),
         ("sm_90a", "supported"),
-        ("sm_100a", "supported; its kernels have run in an emulator alone"),
-        ("sm_121a", "supported; its kernels have run in an emulator alone"),
+        ("sm_100a", "supported; its kernels were tested in an emulator only"),
+        ("sm_121a", "supported; its kernels were tested in an emulator only"),
     ],
 )
-def test_info_says_where_kernels_have_run(arch, answer, monkeypatch):
+def test_info_names_untested_architectures(arch, answer, monkeypatch):
     for name, value in {"is_available": True, "device_count": 1, "get_device_name": "a GPU"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(info, "arch_name", lambda index: arch)
@@ -80,7 +80,7 @@ def test_info_says_where_kernels_have_run(arch, answer, monkeypatch):
     assert f"  0  a GPU  {arch}  {answer}" in info.text({**info.collect(), "devices": found}).splitlines()
 
 
-def test_info_says_what_is_missing(monkeypatch):
+def test_info_names_missing_packages(monkeypatch):
     real = info.versions()
     monkeypatch.setattr(info, "versions", lambda: {**real, "nvidia-cutlass-dsl": None})
     answers = info.availability(OPS["fp4_quantize"])
@@ -107,7 +107,7 @@ def test_info_asks_the_backends(op, monkeypatch):
 
 
 def test_info_compares_the_record(tmp_path, monkeypatch):
-    """With the sources that are here: the same, others, or no record."""
+    """The record names the same sources, other sources, or is missing."""
     path = tmp_path / "gpu_record.json"
     monkeypatch.setattr(info, "RECORD", path)
     monkeypatch.setattr(info, "availability", lambda spec: {})
@@ -127,7 +127,7 @@ def test_info_compares_the_record(tmp_path, monkeypatch):
     assert info.text(report).endswith("3 passed, 0 failed; INCOMPLETE: 5 did not run")
 
 
-def test_settings_tell_their_source():
+def test_settings_name_their_source():
     code = "from torch_cute_ops.runtime import settings; print(settings.described())"
     read, refused = python_in_each(code, {"TORCH_CUTE_OPS_CACHE_MB": "5"}, {"TORCH_CUTE_OPS_CACHE_MB": "-5"})
     assert "{'variable': 'TORCH_CUTE_OPS_CACHE_MB', 'value': '5', 'source': 'environment'}" in read.stdout
@@ -148,7 +148,7 @@ def test_as_a_module():
 
 @pytest.mark.slow
 def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
-    """In processes of their own; afterwards this one loads what it would have compiled."""
+    """Workers compile the kernels; afterwards this process loads them."""
     arguments = ["warmup", "fp4_quantize", "--hidden", "64", "96", "--dtype", "bf16", "--arch", "sm_90a"]
     assert main([*arguments, "--workers", "2"]) == 0
     assert "2 kernels are ready, 0 failed" in capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     assert len(re.findall(r"^[0-9a-f]{16}  .*RowQuantKernel", listed, re.M)) == 2 and "2 kernels" in listed
     assert main(["cache", "verify"]) == 0
     assert "0 damaged" in capsys.readouterr().out
-    # An object with its description made to fit is still another kernel's.
+    # Copy another kernel's object and make the description match it: the function's name reveals the exchange.
     first, second = sorted(path.parent for path in cache.rglob("kernel.o"))
     shutil.copy(first / "kernel.o", second / "kernel.o")
     description = json.loads((first / "kernel.json").read_text()) | {"symbol": symbol_of(second.name)}
@@ -179,7 +179,7 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
 
 
 def test_an_object_that_cannot_be_loaded(tmp_path):
-    """Nothing is known of it, and so nothing against it."""
+    """The DSL does not report the cause, so the error is an ``OSError``, not damage."""
     (tmp_path / "kernel.o").write_bytes(b"no object file")
     with pytest.raises(OSError, match=r"\w+Error: "):
         compiler.load_object(tmp_path / "kernel.o", "k0")
@@ -197,7 +197,7 @@ def test_warmup_can_be_stopped(tmp_path, number, status):
     command += ["--workers", "2", "--hidden", *HIDDEN]
     variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    # What a shell started in the background ignores Ctrl-C, and so would what it starts.
+    # Background jobs of a shell ignore SIGINT, and their children inherit that.
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command, env=variables, text=True, start_new_session=True, preexec_fn=hear, **streams
@@ -229,14 +229,14 @@ def test_cache_that_is_off(monkeypatch, capsys):
 
 
 def test_warmup_without_a_cache(monkeypatch, capsys):
-    """Its kernels would be lost."""
+    """It is refused, because its kernels would be lost."""
     monkeypatch.setattr(settings, "CACHE", False)
     assert main([*QUANTIZE, "--arch", "sm_90a"]) == 2
     assert "no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0" in capsys.readouterr().err
 
 
-def test_cache_clear_says_what_it_could_not(cache, monkeypatch, capsys):
-    """As on a read-only file system."""
+def test_cache_clear_reports_failures(cache, monkeypatch, capsys):
+    """Renaming fails as on a read-only file system."""
     store = compiler.store()
     for key in ("1", "2"):
         assert store.save(key, lambda path, symbol: path.write_text(symbol))
@@ -247,12 +247,12 @@ def test_cache_clear_says_what_it_could_not(cache, monkeypatch, capsys):
     monkeypatch.setattr(Path, "rename", rename)
     assert main(["cache", "clear"]) == 1
     shown = capsys.readouterr()
-    assert f"0 kernels deleted, 2 could not be, from {store.root}" in shown.out
+    assert f"0 kernels deleted, 2 could not be deleted, in {store.root}" in shown.out
     assert all(f"Read-only file system: '{folder}'" in shown.err for _, folder in store.entries())
 
 
 def test_cache_that_cannot_be_read(cache, monkeypatch, capsys):
-    """Is not said to be empty."""
+    """The commands fail instead of reporting an empty cache."""
 
     def iterdir(path):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -264,7 +264,7 @@ def test_cache_that_cannot_be_read(cache, monkeypatch, capsys):
 
 
 def test_warmup_reports_failures(cache, capsys, monkeypatch):
-    """With what was wrong, and goes on with the others."""
+    """Each failure is printed with its reason, and the other jobs go on."""
     outcomes = (
         deployment.Outcome(deployment.Job("fp4_quantize", (("hidden", hidden),)), "sm_90a", error)
         for hidden, error in {64: "", 96: "ValueError: of width"}.items()
@@ -278,24 +278,24 @@ def test_warmup_reports_failures(cache, capsys, monkeypatch):
 
 
 def test_tune_reports_failures(capsys, monkeypatch):
-    """With what was wrong, and goes on with the others."""
+    """Each failure is printed with its reason, and the other jobs go on."""
 
     def warmup(op, *, tune, n, k, m):
         if m == 2:
-            raise ArithmeticError("of a test")  # the DSL's errors are of no common kind
+            raise ArithmeticError("of a test")  # the DSL's errors have no common base
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_cute_ops.registry, "warmup", warmup)
     assert main(["tune", "mm_fp4", "--n", "64", "--k", "128", "--m", "1", "2", "3"]) == 1
     shown = capsys.readouterr()
     assert "mm_fp4 n=64 k=128 m=2: ArithmeticError: of a test" in shown.err
-    assert "2 calls are done, 1 failed" in shown.out
+    assert "2 calls tuned, 1 failed" in shown.out
 
 
 QUANTIZE = ["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "bf16"]
 WRONG = {
-    "no op": (["warmup"], "name an op and its properties, or a file"),
-    "both": (["warmup", "fp4_quantize", "--config", "x.toml"], "name an op and its properties, or a file"),
+    "neither op nor file": (["warmup"], "name an op and its properties, or a file"),
+    "op and file": (["warmup", "fp4_quantize", "--config", "x.toml"], "name an op and its properties, or a file"),
     "unknown op": (["warmup", "fp4_quantise", "--hidden", "64"], '"fp4_quantise" is no op; the ops are'),
     "unknown dtype": (
         ["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "int8"],
@@ -322,7 +322,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, capsys):
-    """Status 2, and what is wrong; nothing is compiled."""
+    """The exit status is 2, an error names the cause, and nothing is compiled."""
     arguments, text = WRONG[name]
     assert main(arguments) == 2
     shown = capsys.readouterr()
@@ -333,7 +333,7 @@ def test_wrong_arguments(name, capsys):
 def test_wrong_number_of_workers(count, capsys):
     with pytest.raises(SystemExit) as raised:
         main([*QUANTIZE, "--workers", count])
-    text = f"argument --workers: '{count}': expected a whole number, 1 or more"
+    text = f"argument --workers: '{count}': expected a positive integer"
     assert raised.value.code == 2 and text in capsys.readouterr().err
 
 
@@ -344,8 +344,8 @@ def test_wrong_number_of_processes():
             next(deployment.compile_jobs([job], ["sm_90a"], workers))
 
 
-def test_building_what_an_architecture_lacks(tmp_path, capsys):
-    """The call is named, and no bundle made."""
+def test_building_an_unsupported_call(tmp_path, capsys):
+    """The error names the call, and no bundle is made."""
     path = tmp_path / "deployment.toml"
     path.write_text('[[kernel]]\nop = "mm_fp4"\nn = 64\nk = 100\n')
     assert main(["build", "--config", str(path), "--arch", "sm_90a", "-o", str(tmp_path / "kernels")]) == 2
@@ -353,7 +353,7 @@ def test_building_what_an_architecture_lacks(tmp_path, capsys):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
-    """Work that cannot be done is no success, and no traceback either."""
+    """The exit status is 1, and the error names the package, without a traceback."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert main([*QUANTIZE, "--arch", "sm_90a"]) == 1
     assert "needs a package that is not installed" in (text := capsys.readouterr().err) and "tqdm" in text
@@ -401,8 +401,10 @@ for hidden in (64, 96):
 
 @pytest.mark.slow
 def test_a_bare_image(tmp_path):
-    """Without packages that only some commands need, a home folder and a passwd entry: ``info``, choices and kernels
-    work, one warning says what to set, and no folder is made."""
+    """``info``, tuned choices and kernels work without optional packages, a home folder and a passwd entry.
+
+    One warning names the variable to set, and no folder is created.
+    """
     variables = variables_of()
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=variables, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -415,10 +417,10 @@ def test_a_bare_image(tmp_path):
 def test_warmup_without_a_device(monkeypatch, capsys):
     monkeypatch.setattr(info, "archs_here", lambda: [])
     assert main(["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "bf16"]) == 2
-    assert "say --arch" in capsys.readouterr().err
+    assert "pass --arch" in capsys.readouterr().err
 
 
-STEPS = {
+OPTIONS = {
     "moe_route": "--experts 16 --dtype fp32 --topk 2 --scoring sigmoid --num-groups 4 --topk-groups 2 --bias --masked "
     "--no-renormalize",
     "moe_permute_fp8quant": "--hidden 256 --dtype bf16 --topk 4",
@@ -429,13 +431,13 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("op", STEPS)
-def test_every_fact_can_be_said(op, monkeypatch, capsys):
-    """What is said arrives as properties of a call."""
-    said, words = [], STEPS[op].split()
-    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: said.extend(jobs) or (outcome for outcome in ()))
+@pytest.mark.parametrize("op", OPTIONS)
+def test_options_become_properties(op, monkeypatch, capsys):
+    """Each option of the command line becomes a property of the job."""
+    given, words = [], OPTIONS[op].split()
+    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: given.extend(jobs) or (outcome for outcome in ()))
     assert main(["warmup", op, *words, "--arch", "sm_90a"]) == 0
-    (job,) = said
+    (job,) = given
     properties = dict(job.properties)
     assert len(properties) == sum(word.startswith("--") for word in words)
     assert all(properties[word[5:]] is False for word in words if word.startswith("--no-"))
@@ -447,8 +449,8 @@ def test_every_fact_can_be_said(op, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("op", op_cases())
-def test_properties_are_those_of_the_example(op):
-    """Each that a call may state, and one that the op requires is required."""
+def test_properties_of_each_op(op):
+    """``properties_of`` lists every property of a sample, and marks required ones."""
     stated, known = properties_for(op), torch_cute_ops.properties_of(op.name)
     assert stated.keys() <= known.keys() and "device" not in known
     assert all(stated[name] for name, each in known.items() if each.is_required)
@@ -457,7 +459,7 @@ def test_properties_are_those_of_the_example(op):
 
 
 def test_a_property_is_of_one_kind():
-    """Whatever the op: an option of the command line takes values or is a switch. ``bias`` may be either."""
+    """A property has the same kind in all ops, because an option of the command line takes values or is a switch."""
     kinds = {(name, each.kind) for op in OPS for name, each in torch_cute_ops.properties_of(op).items()}
     assert len(kinds) == len(dict(kinds))
 
@@ -479,11 +481,11 @@ def example_of_a_new_op(
 
 
 def new_op(canvas: torch.Tensor, width: torch.Tensor, frame: Literal["oak", "ash"] = "oak"):
-    """A property is typed as the parameter of the same name, but for tensors."""
+    """Parameters give the types of the properties with the same names, except for tensors."""
 
 
 def test_a_new_op_needs_no_edit(monkeypatch, capsys):
-    """The command line takes its properties, checks them, and shows them."""
+    """The command line takes, checks and shows the properties of an op that it does not know."""
     path = SimpleNamespace(example=example_of_a_new_op, has_property=lambda name: name != "lid")
     spec = SimpleNamespace(name="new_op", path=path, function=new_op, kernels=lambda arch: (), has_backends=False)
     monkeypatch.setitem(OPS, "new_op", spec)
@@ -494,12 +496,12 @@ def test_a_new_op_needs_no_edit(monkeypatch, capsys):
         "ink": Property(torch.dtype, torch.float16, False),
         "frame": Property(str, "oak", False, ("oak", "ash")),
     }
-    said = []
-    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: said.extend(jobs) or (outcome for outcome in ()))
+    given = []
+    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: given.extend(jobs) or (outcome for outcome in ()))
     arguments = ["warmup", "new_op", "--width", "7", "8", "--shade", "red", "--no-glossy", "--ink", "bf16"]
     assert main([*arguments, "--frame", "oak", "--arch", "sm_90a"]) == 0
     rest = {"shade": "red", "glossy": False, "ink": torch.bfloat16, "frame": "oak"}
-    assert [dict(job.properties) for job in said] == [{"width": width, **rest} for width in (7, 8)]
+    assert [dict(job.properties) for job in given] == [{"width": width, **rest} for width in (7, 8)]
     assert main([*arguments[:4], "--shade", "blue", "--arch", "sm_90a"]) == 2
     assert 'new_op: shade = "blue": expected one of "red", "green"' in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -520,7 +522,7 @@ def test_wrong_properties_name_the_op(op):
 
 
 def test_device_0_is_a_device(monkeypatch):
-    """And not the current one, or a CPU."""
+    """``device=0`` means CUDA device 0, not the current device or a CPU."""
     asked = []
     monkeypatch.setattr(
         torch_cute_ops.registry, "cuda_device", lambda device: asked.append(device) or torch.device("cpu")
@@ -616,7 +618,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("content", BAD_FILES, ids=lambda content: BAD_FILES[content][:60])
 def test_bad_files(content, tmp_path):
-    """The message names file, table, op and key, and says what was expected."""
+    """The message names the file, table, op and key, and the expected value."""
     path = tmp_path / "deployment.toml"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {BAD_FILES[content]}')}") as raised:
@@ -625,7 +627,7 @@ def test_bad_files(content, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
-def test_what_is_no_file(kind, tmp_path):
+def test_other_kinds_of_files_are_refused(kind, tmp_path):
     path = tmp_path / "deployment.toml"
     {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
     with pytest.raises(ValueError, match=f"{path} is not a regular file"):
@@ -642,7 +644,7 @@ def test_prepare_needs_a_device(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_prepare(tmp_path, monkeypatch, cache):
-    """After it, the calls that the file lists compile nothing and can be captured."""
+    """After ``prepare``, the listed calls compile nothing and can be captured."""
     path = tmp_path / "deployment.toml"
     path.write_text('[[kernel]]\nop = "rmsnorm_fp4quant"\nhidden = [1008, 1040]\ndtype = "bf16"\n')
     deployment.prepare(path)

@@ -240,7 +240,7 @@ def test_warmup_tunes(op, made_up, monkeypatch, file, capsys):
     properties = [word for name, value in properties_of(op).items() for word in (f"--{name}", str(value))]
     assert main(["tune", op.name, *properties, "--m", "9", "17", "33"]) == 0
     shown = capsys.readouterr()
-    assert f"3 calls are done, 0 failed; choices are kept in {file}" in shown.out and "3/3" in shown.err
+    assert f"3 calls tuned, 0 failed; choices are kept in {file}" in shown.out and "3/3" in shown.err
     assert [key.bucket for key in TuningFile(file).read()] == [8, 16, 24, 40]
     assert main(["tune", op.name, *properties, "--bias-dtype", "int8"]) == 2
     assert 'bias_dtype = "int8": expected a dtype' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops cache``."""
+"""``python -m torch_cute_ops cache``: list, verify or clear the kernels on disk."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ def run(action: str) -> int:
     """List, verify or clear the kernels on disk.
 
     Returns:
-        The exit status: 1 if a kernel could not be deleted, or ``verify`` found one that is damaged or unreadable.
+        Exit status: 1 if a kernel could not be deleted, or ``verify`` found a damaged or unreadable kernel, else 0.
 
     Raises:
         OSError: if the cache cannot be read.
@@ -27,8 +27,8 @@ def _clear(kernels: Store) -> int:
     deleted, errors = kernels.clear()
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
-    left = f", {len(errors)} could not be" if errors else ""
-    print(f"{deleted} kernels deleted{left}, from {kernels.root}")
+    failed = f", {len(errors)} could not be deleted" if errors else ""
+    print(f"{deleted} kernels deleted{failed}, in {kernels.root}")
     return 1 if errors else 0
 
 

@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops info``: what is here, what is ready, and why not."""
+"""``python -m torch_cute_ops info``: versions, devices, ops, cache and settings."""
 
 import ctypes
 import platform
@@ -20,7 +20,7 @@ RECORD_BYTES = 2**20
 
 
 def collect() -> dict[str, Any]:
-    """Everything, as JSON can hold it."""
+    """Return the whole report, as values that JSON can represent."""
     return {
         "versions": versions(),
         "devices": devices(),
@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the package, Python, torch, CUDA, the driver, and what compiles kernels; ``None``: not installed."""
+    """Return the versions of the package, Python, torch, CUDA, the driver and the compiler, None if not installed."""
     found: dict[str, str | None] = {
         "torch_cute_ops": torch_cute_ops.__version__,
         "python": platform.python_version(),
@@ -54,7 +54,7 @@ def _driver() -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Name and architecture of each CUDA device, why no kernel runs on it, if so, and whether kernels ever have."""
+    """Return each CUDA device's name, architecture, reason that it is unsupported, and ``Arch.has_run``."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         arch = arch_name(index)
@@ -66,12 +66,12 @@ def devices() -> list[dict[str, Any]]:
 
 
 def archs_here() -> list[str]:
-    """Architectures of the devices that kernels run on."""
+    """Return the architectures of the supported devices."""
     return list(dict.fromkeys(device["arch"] for device in devices() if device["unsupported"] is None))
 
 
 def availability(spec: OpSpec) -> dict[str, str]:
-    """By architecture, whether a kernel of the op can be compiled here, or why not; and what runs on a CPU."""
+    """Return, by architecture, if kernels of the op can be compiled here, or the reason that they cannot."""
     found = versions()
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     if missing:
@@ -92,14 +92,14 @@ def archs_with_kernels(spec: OpSpec) -> list[str]:
         try:
             args, kwargs = spec.path.example(**given, **blocks, device="meta")
             return bool(spec.kernels(arch, *args, **kwargs))
-        except ValueError:  # no backend can
+        except ValueError:  # no backend supports the call
             return False
 
     return [name for name, arch in ARCHS.items() if has_kernels(arch, 16) or has_kernels(arch, 32)]
 
 
 def cache() -> dict[str, Any]:
-    """Where compiled kernels are kept, how many, how large."""
+    """Return the folder, number and size of the compiled kernels on disk."""
     kernels = store()
     if kernels is None:
         return {"folder": None, "why": reason_no_store()}
@@ -108,7 +108,7 @@ def cache() -> dict[str, Any]:
 
 
 def bundle_state() -> dict[str, Any]:
-    """Which bundle is in use, and whether it fits."""
+    """Return the folder and kernels of the bundle in use, or the reason that it does not fit."""
     try:
         found = bundle()
     except ValueError as error:
@@ -120,7 +120,7 @@ def bundle_state() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """Whether the sources are those that ran on a GPU, by the record in a source tree, and how many tests it lacks."""
+    """Compare the source tree's record of its last GPU run with the sources, and count the tests that did not run."""
     try:
         content = files.parse_json(files.read(RECORD, RECORD_BYTES))
     except (OSError, ValueError):
@@ -133,15 +133,15 @@ def record() -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The same for people."""
+    """Format a report as text."""
     lines = ["Versions"]
     lines += [f"  {name:<32}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines.append("Devices")
     for device in report["devices"]:
-        supported = "supported" if device["has_run"] else "supported; its kernels have run in an emulator alone"
+        supported = "supported" if device["has_run"] else "supported; its kernels were tested in an emulator only"
         lines.append(f"  {device['index']}  {device['name']}  {device['arch']}  {device['unsupported'] or supported}")
     if not report["devices"]:
-        lines.append("  no CUDA device: ops run their reference, on the CPU")
+        lines.append("  no CUDA device: ops run their reference on the CPU")
     lines.append("Ops")
     width = max(map(len, report["ops"])) + 1
     for name, where in report["ops"].items():
@@ -167,9 +167,9 @@ def text(report: dict[str, Any]) -> str:
     found = report["gpu_record"]
     lines.append("GPU record")
     if not found["found"]:
-        lines.append("  none beside this package")
+        lines.append("  none; the record is part of the source tree")
     else:
-        same = "these sources" if found["matches"] else "OTHER sources than these"
+        same = "same sources" if found["matches"] else "OTHER sources"
         counts = f"{found['passed']} passed, {found['failed']} failed"
         if found["not_run"]:
             counts += f"; INCOMPLETE: {found['not_run']} did not run"

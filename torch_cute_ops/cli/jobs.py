@@ -1,4 +1,4 @@
-"""How a command line names calls: an op and its static properties, or a file that lists them."""
+"""Arguments that name calls: an op with its static properties, or a file that lists calls."""
 
 import argparse
 from pathlib import Path
@@ -14,9 +14,9 @@ class UsageError(ValueError):
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """What ``read_jobs`` reads."""
-    parser.add_argument("op", nargs="?", help="the op's name; or --config")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and properties")
+    """Add the arguments that ``read_jobs`` reads."""
+    parser.add_argument("op", nargs="?", help="name of the op, unless --config is given")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="file with tables [[kernel]]")
     group = parser.add_argument_group("static properties of the calls, as torch_cute_ops.warmup takes them")
     for name, ops in _properties().items():
         properties = [registry.properties_of(op)[name] for op in ops]
@@ -31,10 +31,10 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """The jobs that the arguments state.
+    """Return the jobs that the arguments describe.
 
     Raises:
-        UsageError: if they are wrong, or the file is.
+        UsageError: if the arguments or the file are wrong.
     """
     named = vars(options)
     properties = {name: named[name] for name in _properties() if named.get(name) is not None}
@@ -48,21 +48,21 @@ def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """Those of the jobs whose ops have backends; a file may list others, too.
+    """Return the jobs whose ops have several backends; a file may list other jobs too.
 
     Raises:
-        UsageError: if there are none, the arguments are wrong, or the file is.
+        UsageError: if no job is left, or the arguments or the file are wrong.
     """
     gemms = [name for name, op in registry.OPS.items() if op.has_backends]
     is_other = options.op in registry.OPS and options.op not in gemms
     jobs = [] if is_other else [job for job in read_jobs(options) if job.op in gemms]
     if not jobs:
-        raise UsageError(f"nothing to time: the ops with backends are {', '.join(gemms)}")
+        raise UsageError(f"no GEMM to tune; the ops with several backends are {', '.join(gemms)}")
     return jobs
 
 
 def _properties() -> dict[str, list[str]]:
-    """The properties of all ops, each with the ops that have it."""
+    """Return the properties of all ops, each with the names of the ops that take it."""
     found: dict[str, list[str]] = {}
     for op in registry.OPS:
         for name in registry.properties_of(op):
@@ -75,7 +75,7 @@ def _ops_in_words(ops: list[str]) -> str:
 
 
 def _parsed(op: str, properties: dict[str, Any]) -> dict[str, Any]:
-    """The properties of a command line with numbers in place of digits."""
+    """Convert digits in a command line's properties to numbers."""
     known = registry.properties_of(op) if op in registry.OPS else {}
     numbers = {name for name, each in known.items() if each.kind is int}
     return {

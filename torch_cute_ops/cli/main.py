@@ -1,4 +1,4 @@
-"""Arguments of the command line, and what each command runs."""
+"""Commands and their arguments."""
 
 import argparse
 import contextlib
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0; 1 where some of the work failed; 2 for wrong arguments or a wrong file; 130 or 143 after
-        SIGINT or SIGTERM.
+        Exit status: 0 on success, 1 if some of the work failed, 2 for wrong arguments or a wrong file, 130 after
+        SIGINT.
     """
     parser = argparse.ArgumentParser(prog="python -m torch_cute_ops", description="Custom ops for quantised serving.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -77,15 +77,15 @@ def _add_build(commands: Any) -> None:
         help="make a bundle of kernels that runs without the compiler",
         description=_build.__doc__,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", required=True, help="tables [[kernel]]")
-    parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"of {', '.join(ARCHS)}")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="where the bundle is put")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", required=True, help="file with tables [[kernel]]")
+    parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"one of {', '.join(ARCHS)}")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder of the bundle")
     parser.set_defaults(run=_build)
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Compile the kernels of a deployment for one or more architectures into a folder, which a process uses that has
-    TORCH_CUTE_OPS_BUNDLE set to it. Needs a C compiler to link with, and no GPU."""
+    """Compile the kernels of a deployment for one or more architectures into a folder. Processes load them from the
+    folder that TORCH_CUTE_OPS_BUNDLE names. Needs a C compiler to link with, and no GPU."""
     from tqdm import tqdm
 
     from torch_cute_ops.runtime.bundle_build import build
@@ -109,14 +109,14 @@ def _add_warmup(commands: Any) -> None:
         description=_warmup.__doc__,
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
-    parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each processor)")
+    parser.add_argument("--workers", type=_count, metavar="N", help="number of processes (default: one per processor)")
     add_jobs(parser)
     parser.set_defaults(run=_warmup)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
     return number
 
 
@@ -124,32 +124,32 @@ def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="choose among the backends of a GEMM by timing them",
-        description="Time the backends of a GEMM, or of all those of the deployment that a file lists, on the current "
-        "GPU, and keep the fastest for each size in the file that TORCH_CUTE_OPS_TUNING names. Options that take "
-        "several values stand for every combination. What is tuned already is not timed again.",
+        description="Time the backends of a GEMM, or of all GEMMs in a deployment's file, on the current GPU. Keep the "
+        "fastest backend for each size in the file that TORCH_CUTE_OPS_TUNING names. Options with several values stand "
+        "for every combination. Sizes that are already tuned are not timed again.",
     )
     add_jobs(parser)
     parser.set_defaults(run=_tune)
 
 
 def _archs(options: argparse.Namespace) -> list[str]:
-    """The architectures that are named, or those of the devices here.
+    """Return the architectures in the arguments, or else the local devices' architectures.
 
     Raises:
-        UsageError: for an unknown one, or if there is none.
+        UsageError: if an architecture is unknown, or none is given and no device is present.
     """
     try:
         archs = [arch_named(arch).name for arch in options.arch or info.archs_here()]
     except ValueError as error:
         raise UsageError(error) from None
     if not archs:
-        raise UsageError("there is no CUDA device here: say --arch")
+        raise UsageError("no CUDA device found; pass --arch")
     return list(dict.fromkeys(archs))
 
 
 def _tell_flavour() -> None:
-    """Say which build compiled: the DSL chooses by the driver, and without one takes the newest that is installed."""
-    print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
+    """Print the build that compiled: the DSL selects it by the driver, or without a driver takes the newest build."""
+    print(f"compiled by the {compiler_flavour()} build of the DSL; another build cannot load the kernels")
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -157,7 +157,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     jobs = read_gemm_jobs(options)
     if not torch.cuda.is_available():
-        raise UsageError("tuning needs a CUDA device: it times kernels")
+        raise UsageError("tuning needs a CUDA device, because it times kernels")
     failed = 0
     with tqdm(jobs, unit="call") as bar:
         for job in bar:
@@ -167,13 +167,13 @@ def _tune(options: argparse.Namespace) -> int:
             except Exception as error:  # the DSL's errors have no common base
                 failed += 1
                 bar.write(f"{job}: {type(error).__name__}: {error}", file=sys.stderr)
-    print(f"{len(jobs) - failed} calls are done, {failed} failed; choices are kept in {tuner.path() or 'no file'}")
+    print(f"{len(jobs) - failed} calls tuned, {failed} failed; choices are kept in {tuner.path() or 'no file'}")
     return 1 if failed else 0
 
 
 def _warmup(options: argparse.Namespace) -> int:
-    """Compile the kernels of an op, or of the deployment that a file lists, into the cache on disk. Options that take
-    several values stand for every combination. No GPU is needed if --arch is given."""
+    """Compile the kernels of an op, or of a deployment's file, into the cache on disk. Options with several values
+    stand for every combination. With --arch, no GPU is needed."""
     from tqdm import tqdm
 
     jobs, archs = read_jobs(options), _archs(options)
