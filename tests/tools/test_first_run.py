@@ -1,4 +1,4 @@
-"""``tools/first_run.py``: every step runs though others fail, and the archive holds what they said."""
+"""``tools/first_run.py``: every step runs even if others fail, and the archive contains their output."""
 
 import json
 import sys
@@ -6,7 +6,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-
 from support.programs import TOOLS, program_of
 
 SAY = [sys.executable, "-c"]
@@ -45,13 +44,8 @@ def test_all_steps(program, monkeypatch, tmp_path, capsys):
     assert "no-such-program" in steps["absent"]["status"]
 
 
-def test_one_step(program, monkeypatch, tmp_path):
-    assert call(program, monkeypatch, "right", "--output", str(tmp_path / "x")) == 0
-    assert {path.name for path in (tmp_path / "x").iterdir()} == {"right.log", "result.txt", "steps.json"}
-
-
 def test_commands_exist():
-    """The real steps: scripts that are there, and options that their programs know."""
+    """Check that the scripts of the real steps exist and know their options."""
     steps = program_of("first_run").steps(Path("x"))
     root = TOOLS.parent
     assert (root / steps["sanitizer"][1]).is_file() and "--logs" in (root / steps["sanitizer"][1]).read_text()

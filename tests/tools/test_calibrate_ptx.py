@@ -1,4 +1,4 @@
-"""``tools/calibrate_ptx.py`` with our own kernels, which it takes where there is no checkout of CUTLASS."""
+"""``tools/calibrate_ptx.py`` with our own kernels, which it runs without a checkout of CUTLASS."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from support.programs import TOOLS
+
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -28,7 +28,7 @@ def run(tool: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_one_case(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the emulator, against the reference; and a result that differs is reported."""
+    """Compare the emulator with the reference, and check that a wrong result is reported."""
     run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
     (row, last) = capsys.readouterr().out.splitlines()
     assert row.split()[0] == "sm_90a" and row.endswith("s  exact") and last == "1 problems, all right"
@@ -40,7 +40,7 @@ def test_one_case(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_cases_are_tactics(tool: Any) -> None:
-    """Every family of kernels by warpgroup MMA is there, with a tactic that its backend may take."""
+    """Check that the cases cover every family of wgmma kernels, with tactics that their backends offer."""
     for case in tool.OWN_CASES:
         (backend,) = (one for one in BACKENDS if one.name == case.backend and one.handles(case.problem))
         target = Target(torch.device("cuda"), ARCHS[tool.ARCH], 132)
