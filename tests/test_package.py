@@ -1,4 +1,4 @@
-"""The package around the ops: what an import costs, the registry, settings, provenance, architectures."""
+"""Package: cost of the import, registry, settings, digests of sources, architectures."""
 
 import importlib
 import inspect
@@ -27,17 +27,17 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.mark.timing
 def test_import_is_quick():
-    """Less than 0.22 % for each op of what importing torch takes (2.6 ms where that takes 1.2 s), in the best of some
-    runs: half of the time is the compilation of what each op's signature generates.
+    """The import takes less processor time than 0.22 % of torch's import for each op, in the best of six runs.
 
-    Of the processor, and not in milliseconds: other tests keep it busy, and machines differ by a factor of two.
+    That is 2.6 ms per op if torch takes 1.2 s. The limit is relative because machines differ by a factor of two. Half
+    of the time compiles the functions that are generated from each op's signature.
     """
     code = (
         "import time; start = time.process_time()\n"
         "import torch; middle = time.process_time()\n"
         "import torch_cute_ops; print((time.process_time() - middle) / (middle - start))"
     )
-    # Installed packages have bytecode; here the first import writes it. And torch starts the threads that users have.
+    # The first import writes bytecode, which installed packages contain. Torch starts as many threads as for users.
     written = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": str(os.cpu_count())}
     python(code, **written)
     best, limit = 1.0, 0.0022 * len(OPS)
@@ -49,7 +49,7 @@ def test_import_is_quick():
 
 
 def test_import_is_light():
-    """No DSL, no TVM-FFI, no Triton, no DTensor, no kernels, no samples; CUDA is not touched."""
+    """The import loads no DSL, TVM-FFI, Triton, DTensor, kernels or samples, and does not initialise CUDA."""
     done = python(
         "import sys, torch; before = set(sys.modules); import torch_cute_ops\n"
         "heavy = 'cutlass', 'tvm_ffi', 'cuda', 'numpy', 'triton', 'torch_cute_ops.kernels', 'torch_cute_ops.testing'\n"
@@ -60,7 +60,7 @@ def test_import_is_light():
 
 
 def test_ops_on_a_cpu_need_no_dsl():
-    """The reference runs where the DSL cannot even be imported."""
+    """References run without the DSL."""
     done = python(
         "import sys\n"
         "sys.modules['cutlass'] = sys.modules['tvm_ffi'] = None\n"
@@ -87,7 +87,7 @@ from torch.autograd import forward_ad
 
 def lose(place, name):
     module = importlib.import_module(place)
-    # torch's own code goes on under another name
+    # torch's own code uses another name
     if name == "_increment_version":
         torch.autograd.graph.increment_version = getattr(module, name)
     if module is forward_ad:
@@ -142,8 +142,8 @@ for path in sys.argv[1:]:
 """
 
 
-def test_private_names_of_torch_may_go():
-    """Without any one of those that calls use, the ops are as right on a CPU, and refuse what requires grad."""
+def test_private_names_of_torch_are_optional():
+    """If any private name is missing, ops on a CPU still give correct results and refuse inputs that require grad."""
     done = python(WITHOUT_A_NAME, arguments=PRIVATE_NAMES)
     assert done.stdout.splitlines() == [f"fine without {name}" for name in PRIVATE_NAMES], done.stderr
 
@@ -183,7 +183,7 @@ def test_every_layer_has_every_op(package):
 
 @by_op
 def test_registration(op):
-    """CPU, CUDA and fake implementations of both overloads."""
+    """Both overloads have CPU, CUDA and fake implementations."""
     for overload in (op.qualified_name, f"{op.qualified_name}.out"):
         for key in ("CPU", "CUDA", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload, key), (overload, key)
@@ -225,7 +225,7 @@ def test_pdl_setting():
 
 
 def test_source_digest(tmp_path, monkeypatch):
-    """A byte, a name, a file more or less: each changes it; where the package lies does not."""
+    """The digest depends on contents, names and the set of files, but not on the package's folder."""
     before = provenance.source_digest()
     assert re.fullmatch(r"[0-9a-f]{64}", before)
     copy = tmp_path / "elsewhere" / "torch_cute_ops"
@@ -252,13 +252,13 @@ def test_source_digest(tmp_path, monkeypatch):
 # The source distribution
 
 
-def test_the_source_distribution_is_whole(tmp_path):
-    """It has every file of the checkout, and nothing that only lies about in it."""
+def test_the_source_distribution_is_complete(tmp_path):
+    """The source distribution contains every tracked file and no untracked file."""
     root = PACKAGE.parent
     (version,) = re.findall(r'requires = \["setuptools>=([\d.]+)"\]', (root / "pyproject.toml").read_text())
     pytest.importorskip("setuptools", minversion=version)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
-    # Without git, as in an unpacked source distribution: what is there.
+    # An unpacked source distribution has no git; use the files that are present.
     names = listed.stdout.split("\0")[:-1] if listed.returncode == 0 else tuple(walked(root))
     tree = tmp_path / "tree"
     for name in names:
@@ -280,7 +280,7 @@ def test_the_source_distribution_is_whole(tmp_path):
 
 
 def test_actions_are_pinned():
-    """Each by the full SHA of a commit, since a tag can be moved; the version is in a comment."""
+    """Each action is pinned by a full commit SHA, since a tag can be moved; a comment names the version."""
     uses = re.findall(r"uses: (.*)", "".join(path.read_text() for path in (PACKAGE.parent / ".github").rglob("*.yml")))
     assert uses
     for action in uses:
@@ -288,7 +288,7 @@ def test_actions_are_pinned():
 
 
 def walked(root):
-    """The files under a folder, without what tools leave there."""
+    """Return the files under a folder, without caches of tools."""
     left = ("__pycache__", "build", "dist", "PKG-INFO", "setup.cfg")
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts

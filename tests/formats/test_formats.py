@@ -65,7 +65,7 @@ def test_decode_e2m1():
 
 
 def test_packing():
-    """Element 0 in the low nibble; every pair of codes."""
+    """Element 0 is in the low nibble, for every pair of codes."""
     pairs = list(itertools.product(range(16), range(16)))
     codes = torch.tensor(pairs, dtype=torch.uint8)
     packed = formats.pack_e2m1(codes)
@@ -149,7 +149,7 @@ def test_fp8_formats():
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 127, 128, 129, 300])
 @pytest.mark.parametrize("blocks", [1, 3, 4, 5, 12])
 def test_offsets(layout, rows, blocks):
-    """Every offset, one by one, from the formula; all distinct, and inside the matrix."""
+    """Every offset follows the formula, is inside the matrix, and occurs once."""
     ours = SCALE_LAYOUTS[layout]
     offsets = set()
     for m, k in itertools.product(range(rows), range(blocks)):
@@ -163,7 +163,7 @@ def test_offsets(layout, rows, blocks):
 
 
 def test_offset_of_known_places():
-    """The 128x4 order as the PTX ISA draws it: 32 rows down, 4 bytes each; the next 32 rows beside them."""
+    """The 128x4 order of the PTX ISA: 32 rows of 4 bytes each form a column, and the next 32 rows the next column."""
     layout = SCALE_LAYOUTS["128x4"]
     known = {
         (0, 0): 0,
@@ -210,18 +210,18 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     linear = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8, generator=generator)
     source, want = (torch.from_numpy(spec.arrange(linear.numpy(), layout)) for layout in layouts)
-    # What padding holds does not matter.
+    # The content of padding does not matter.
     occupied = torch.from_numpy(spec.arrange(np.ones_like(linear.numpy()), layouts[0]))
     source = torch.where(occupied == 1, source, 0xAA).to(torch.uint8)
     k = blocks * (16 if dtype == torch.float8_e4m3fn else 32)
     got = convert_scales(source.view(dtype), rows, k, *layouts)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want)
-    # Of a stack of matrices, as checkpoints hold the weights of experts; and flat, as cuBLAS takes tiled ones.
+    # Stacked matrices, as checkpoints store experts' weights; and flat scales, as cuBLAS takes tiled scales.
     again = convert_scales(got.view(torch.uint8).view(1, -1).view(dtype), rows, k, *reversed(layouts))
     assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))
 
 
-def test_layouts_that_a_type_checker_knows():
+def test_literal_type_names_all_layouts():
     hints = get_type_hints(convert_scales)
     assert [get_args(hints[name]) for name in ("source", "target")] == 2 * [tuple(SCALE_LAYOUTS)]
 
@@ -247,7 +247,7 @@ def test_layouts_that_a_type_checker_knows():
         (torch.zeros(4, 2, dtype=torch.uint8), 4, 64.0, ("linear", "128x4"), TypeError, "k is 64.0, a float; expected"),
     ],
 )
-def test_scales_that_are_not_converted(given_scale, rows, k, names, error, text):
+def test_convert_scales_refuses(given_scale, rows, k, names, error, text):
     with pytest.raises(error, match=text):
         convert_scales(given_scale, rows, k, *names)
 
@@ -255,7 +255,7 @@ def test_scales_that_are_not_converted(given_scale, rows, k, names, error, text)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_global_scale(dtype, shape):
-    """Of the largest magnitude, which becomes the largest product of a code and a scale; one where there is none."""
+    """The scale maps the largest magnitude to the largest product of code and scale; without one it is 1."""
     for amax in (6.0, 0.37, 2.0**40, 2.0**-100):
         given_amax = torch.full(shape, amax, dtype=dtype)
         got = nvfp4_global_scale(given_amax)
@@ -274,7 +274,7 @@ def test_global_scale(dtype, shape):
         (torch.ones(0), ValueError, r"amax has shape \(0,\); expected one element"),
     ],
 )
-def test_what_has_no_global_scale(amax, error, text):
+def test_global_scale_refuses(amax, error, text):
     with pytest.raises(error, match=text):
         nvfp4_global_scale(amax)
 
@@ -315,7 +315,7 @@ def test_shapes(lead, blocks, fmt, layout):
     choices=st.sampled_from([("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]),
 )
 def test_fp8_shapes(lead, blocks, choices):
-    """The last block of a row may have half as many elements."""
+    """The last block of a row may be half as long."""
     for width in (blocks * 128 - 64, blocks * 128):
         check_fp8_shapes(lead, width, blocks, choices)
 
@@ -370,7 +370,7 @@ def test_spec_ties_go_to_even_codes():
 
 @given(st.floats(-500, 500))
 def test_spec_boundaries(value):
-    """Near one, a relative step across it changes the code; elsewhere it does not."""
+    """Near a boundary, a relative step across it changes the code; elsewhere it does not."""
     step = 2.0**-18
     crosses = spec.e4m3_exact(value * (1 + step)) != spec.e4m3_exact(value * (1 - step))
     assert spec.near_e4m3_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
@@ -393,7 +393,7 @@ def test_spec_round_to(dtype, value):
 
 @given(st.integers(0, 2**16 - 1), st.sampled_from([-1, 0, 1]))
 def test_spec_round_to_bfloat16(bits, direction):
-    """A bfloat16 number is itself; halfway to the next it goes to the even one, and beside that to the nearer."""
+    """A bfloat16 number stays. The midpoint of two numbers rounds to even, its neighbours to the nearer number."""
     low, high = torch.tensor([bits, bits + 1]).to(torch.int32).bitwise_left_shift(16).view(torch.float32).tolist()
     if not (math.isfinite(low) and math.isfinite(high)) or bits == 0x7FFF:
         return

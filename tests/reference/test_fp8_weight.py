@@ -1,4 +1,4 @@
-"""How ``fp8_weight`` re-encodes an FP4 weight, against exact arithmetic; and what the rounding of NVFP4 costs."""
+"""``fp8_weight`` against exact arithmetic, and the rounding error that it adds to NVFP4."""
 
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ FORMATS = {"e4m3": NVFP4, "ue8m0": MXFP4}
 
 
 def exponent(scales):
-    """The least t with 6 · (largest |scale|) · 2^-t <= 448; 0 where there is none but zeros and NaN."""
+    """Return the least t with 6 · (largest |scale|) · 2^-t <= 448, or 0 if all scales are zero or NaN."""
     largest = max((Fraction(abs(float(s))) for s in scales if not np.isnan(s)), default=Fraction(0))
     if not largest:
         return 0
@@ -27,7 +27,7 @@ def exponent(scales):
 
 
 def assert_reencoded(codes, scale_bytes, scale_format):
-    """Against exact arithmetic: codes (N, K), and bytes of scales (N, K / block size)."""
+    """Compare ``fp8_weight`` with exact arithmetic, for codes (N, K) and bytes of scales (N, K / block size)."""
     fmt = FORMATS[scale_format]
     packed = torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))
     given = torch.from_numpy(scale_bytes).view(fmt.scale_dtype)
@@ -48,7 +48,7 @@ def assert_reencoded(codes, scale_bytes, scale_format):
 @pytest.mark.parametrize("k", [64, 128, 320])
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_any_codes_and_scales(scale_format, k):
-    """Scales of every byte: negative ones, zeros and NaN too; the last 128 elements of k may be 64."""
+    """Scales may be any byte: negative, zero or NaN. The last block of k may be 64 elements long."""
     blocks = k // FORMATS[scale_format].block_size
     codes = torch.randint(0, 16, (64, k), dtype=torch.uint8).numpy()
     scales = torch.randint(0, 256, (64, blocks), dtype=torch.uint8).numpy()
@@ -59,17 +59,17 @@ def test_any_codes_and_scales(scale_format, k):
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_every_scale_with_every_code(scale_format):
-    """A row of each byte, its scale throughout."""
+    """Each byte is the scale of one row."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, 4))
     blocks = 64 // FORMATS[scale_format].block_size
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], blocks, 1)
     assert_reencoded(codes, scales, scale_format)
 
 
-def test_what_nvfp4_loses():
-    """Gaussian weights: 9.69 % rms in all, where NVFP4 alone is 9.51 % off."""
+def test_rounding_error_of_nvfp4():
+    """For Gaussian weights the rms error is 9.69 %; NVFP4's own error is 9.51 %."""
     weight = torch.randn(1024, 2048)
-    # The loss depends on where scales lie between powers of two (9.68 to 9.75 %); a weight's amax is random.
+    # The error depends on the scales' position between powers of two (9.68 to 9.75 %), so draw the amax at random.
     factor = nvfp4_global_scale(torch.tensor(5.0))
     codes, scale = fp4_quantize(weight, factor, scale_layout="linear")
     decoded = fp4_dequantize(codes, scale, factor, scale_layout="linear", out_dtype=torch.float32).double()
@@ -78,6 +78,6 @@ def test_what_nvfp4_loses():
     lost = [((one - weight).square().mean() / weight.double().square().mean()).sqrt() for one in (decoded, reencoded)]
     assert [one.item() for one in lost] == pytest.approx([0.0951, 0.0969], abs=4e-4)
     off = (reencoded - decoded).abs()
-    # Below e4m3's normal range the step is absolute.
+    # Below e4m3's normal range, the step is constant.
     least = powers.double().repeat_interleave(128, 1) / factor.double() * 2.0**-10
     assert (off <= torch.maximum(decoded.abs() * 0.0477, least) * (1 + 1e-6)).all()

@@ -25,7 +25,7 @@ quantized, dequantized = OPS["fp4_quantize"].reference, OPS["fp4_dequantize"].re
 
 @st.composite
 def rows(draw, kinds=KINDS, parts=1):
-    """A tensor (..., K), or (..., 2K) in two ``parts``, its format's arguments, and a generator for more."""
+    """Draw a tensor (..., K), or (..., 2K) with two ``parts``, its format's arguments, and a random generator."""
     fmt = draw(st.sampled_from([NVFP4, MXFP4]))
     shape = [*draw(leads()), draw(st.integers(1, 9)) * fmt.block_size * parts]
     dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
@@ -44,7 +44,7 @@ def rows(draw, kinds=KINDS, parts=1):
 
 @st.composite
 def fp8_rows(draw, parts=1):
-    """The same for FP8."""
+    """Draw a tensor, the arguments of an FP8 format, and a random generator."""
     choices = [("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]
     granularity, layout = draw(st.sampled_from(choices))
     width = draw(st.integers(1, 6)) * 64 if granularity == "block128" else draw(st.integers(1, 300))
@@ -58,14 +58,14 @@ def fp8_rows(draw, parts=1):
 
 
 def rounded_to_bfloat16(a):
-    """The numbers of float16 ``a`` with 8 significant bits, to nearest, ties to even; in float32."""
+    """Round float16 ``a`` to 8 significant bits, to nearest, ties to even; return float32."""
     bits = a.float().numpy().view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return torch.from_numpy(kept.astype(np.uint32).view(np.float32))
 
 
-def test_float16_beside_mxfp4_is_rounded_to_bfloat16():
-    """Identity weights give the activations back: rounded beside MXFP4, as they are beside NVFP4."""
+def test_float16_with_mxfp4_is_rounded_to_bfloat16():
+    """Identity weights return the activations: rounded with MXFP4, unchanged with NVFP4."""
     k = 64
     a = (torch.randn(40, k) * 2.0 ** torch.randint(-24, 14, (40, k))).half()
     a[0] = torch.arange(k) + 2**9  # every second one is a tie
@@ -99,7 +99,7 @@ def test_quantize_fp8(drawn):
 @settings(deadline=None, max_examples=200)
 @given(rows(), st.sampled_from(DTYPES))
 def test_dequantize(drawn, out_dtype):
-    """Any codes with any scale bytes, NaN scales and padding included."""
+    """Codes and scale bytes are arbitrary; NaN scales and padding are included."""
     value, arguments, generator = drawn
     y, scale = quantized(value, **arguments)
     y = torch.randint(0, 256, y.shape, generator=generator, dtype=torch.uint8)
@@ -112,10 +112,10 @@ EPS = st.sampled_from([0.0, 1e-6, 1e-5, 1.0])
 
 
 def norm_call(drawn, eps, weight_in_fp32):
-    """Arguments of a norm."""
+    """Draw the arguments of a norm."""
     value, arguments, generator = drawn
     if eps == 0.0:
-        # Without eps, squares that are lost below fp32's range decide the result: a value of the sum's order again.
+        # Without eps, squares that underflow fp32 would decide the result.
         value = torch.where(value.abs() < 1e-12, 1.0, value.double()).to(value.dtype)
     weight = torch.randn(value.shape[-1], generator=generator).to(torch.float32 if weight_in_fp32 else value.dtype)
     return {"input": value, "weight": weight, **arguments, "eps": eps}
@@ -162,7 +162,7 @@ def test_silu_mul(drawn, gate):
 
 
 def test_swiglu_by_hand():
-    """Clamped values, the gate from above alone; NaN passes; the reference, and what all gates are compared with."""
+    """The gate is clamped from above only, and NaN passes, in the reference and in the NumPy specification."""
     cases = [  # gate, up, alpha, beta, limit, result
         (2.0, 3.0, 0.0, 1.0, None, 4.0),
         (9.0, 9.0, 0.0, 1.0, 7.0, 28.0),
@@ -188,7 +188,7 @@ def test_swiglu_by_hand():
 
 
 def test_the_usual_gate_is_silu():
-    """Bit for bit, signs of zero included."""
+    """The default gate equals silu bit for bit, including signs of zero."""
     values = torch.cat([torch.randn(1000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])])
     pairs = torch.cartesian_prod(values[-200:], values[-200:]).t().reshape(-1)
     gate, up = pairs.chunk(2)
@@ -199,7 +199,7 @@ def test_the_usual_gate_is_silu():
 @settings(deadline=None, max_examples=300)
 @given(leads(), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.sampled_from(KINDS), generators())
 def test_add_rows(lead, dtype, kind, other, generator):
-    """Bit for bit, in place."""
+    """The sum is exact to the bit and written in place."""
     call = {
         "input": values(kind, [*lead, 33], dtype, generator),
         "residual": values(other, [*lead, 33], dtype, generator),
@@ -212,7 +212,7 @@ def test_add_rows(lead, dtype, kind, other, generator):
 
 @st.composite
 def routes(draw):
-    """Ids of experts (M, topk), some of which there are not and some twice in a token, and how rows are laid out."""
+    """Draw ids of experts (M, topk), some unknown and some twice in a token, and the arguments of the layout."""
     experts, tokens, topk = draw(st.integers(1, 20)), draw(st.integers(0, 30)), draw(st.integers(1, 16))
     beyond = draw(st.sampled_from([0, 1, 5]))
     ids = torch.randint(-beyond, experts + beyond, (tokens, topk), generator=draw(generators()), dtype=torch.int32)
@@ -229,7 +229,7 @@ def test_route_ids(call):
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.booleans(), generators())
 def test_route_dense(tokens, dtype, sigmoid, renormalize, has_factor, generator):
-    """Also bit for bit what the weights and experts of ``moe_route`` say."""
+    """The result matches the specification, and bit for bit the weights and experts of ``moe_route``."""
     experts, topk = 24, 5
     call = {
         "logits": torch.randn(tokens, experts, generator=generator).to(dtype),
@@ -252,7 +252,7 @@ def test_route_dense(tokens, dtype, sigmoid, renormalize, has_factor, generator)
 
 
 def test_routes_by_hand():
-    """An expert twice in a token, and none; in the order of experts and tokens, as many as there is room for."""
+    """Rows are ordered by expert, then token, up to the buffer's size. A token may name an expert twice, or none."""
     ids = torch.tensor([[1, -1], [0, 1], [1, 1], [3, 0]], dtype=torch.int32)
     want = {
         "alignment": ([[2, -1], [0, 3], [4, 5], [-1, 1]], [2, 7, 0, 3, 4, 5, -1, -1, -1, -1], [0, 2, 6, 6], [2, 4, 0]),
@@ -264,7 +264,7 @@ def test_routes_by_hand():
 
 
 def check(name, call):
-    """The reference's results are the expected ones."""
+    """Check that the reference's results are the expected results."""
     expected = importlib.import_module(f"expected.{name}")
     want = expected.results(call)
     updated = [call["residual"]] if "residual" in call else []
@@ -275,15 +275,17 @@ def check(name, call):
 
 
 def half_step(code_space: np.ndarray) -> np.ndarray:
-    """Half the distance of e2m1 values at a magnitude, in units of the scale."""
+    """Return half the spacing of e2m1 values at a magnitude, in units of the scale."""
     return np.select([code_space <= 2, code_space <= 4], [0.25, 0.5], 1.0)
 
 
 @settings(deadline=None, max_examples=300)
 @given(rows(kinds=("normal", "grid", "sparse", "tiny")))
 def test_round_trip(drawn):
-    """Quantised and back: no element is further off than half a step of its scale, or than saturation takes it; and the
-    scale is as near to amax/6 as its format allows."""
+    """After quantising and dequantising, the error is at most half a step, or due to saturation.
+
+    The scale is as near to amax/6 as its format allows.
+    """
     value, arguments, _ = drawn
     g = 1.0 if arguments["global_scale"] is None else float(arguments["global_scale"])
     y, scale = quantized(value, **arguments)
@@ -311,8 +313,8 @@ def test_round_trip(drawn):
         assert (off <= np.maximum(wanted * 2.0**-4, 2.0**-10 / g) * (1 + 2.0**-20)).all()
 
 
-def test_what_fp4_can_say_comes_back():
-    """Values that are codes times a scale survive exactly."""
+def test_representable_values_survive():
+    """Values that are a code times a scale are quantised and dequantised exactly."""
     codes = torch.randint(0, 16, (50, 64), dtype=torch.uint8)
     codes[:, ::16] = 7
     for block, scales in ((16, 2.0 ** torch.randint(-6, 8, (50, 4))), (32, 2.0 ** torch.randint(-100, 100, (50, 2)))):
@@ -324,7 +326,7 @@ def test_what_fp4_can_say_comes_back():
 
 @pytest.mark.parametrize("power", [-60, -30, 30, 60])
 def test_global_scale_shifts_by_powers_of_two(power):
-    """A global scale of 2^p on values 2^-p times as large gives the same codes and scales, and comes back."""
+    """Scaling the values by 2^-p and the global scale by 2^p changes neither codes nor scales."""
     value = torch.randn(20, 64)
     plain = quantized(value)
     g = torch.tensor([2.0**power])
@@ -343,8 +345,8 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 
 def test_every_reference_takes_its_ops_arguments():
-    """By name; those that it does not name are taken together. Defaults are the op's alone: what a reference has one
-    for (scales of activations) another op lacks."""
+    """References take the op's arguments by name, and other arguments as ``**named``. Only ops define defaults: a
+    default in a reference (scales of activations) is for an argument that another op lacks."""
     for name, op in OPS.items():
         reference = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
         theirs = inspect.signature(reference).parameters.values()
@@ -355,8 +357,8 @@ def test_every_reference_takes_its_ops_arguments():
         assert reference.__doc__
 
 
-def test_silu_does_not_depend_on_the_place():
-    """An element gives the same bits wherever it is in a row, in the middle of a vector or at the end."""
+def test_silu_does_not_depend_on_the_position():
+    """An element gives the same bits anywhere in a row, in the middle of a SIMD vector or at its end."""
     gate, up = torch.randn(2, 1000)
     whole = silu_mul_rows(torch.cat([gate, up]))
     for begin, end in ((0, 999), (1, 1000), (3, 40), (500, 501), (7, 70)):

@@ -1,8 +1,4 @@
-"""The tests' own tools: what they let pass and what they refuse."""
-
-import importlib
-import sys
-from types import SimpleNamespace
+"""``torch_cute_ops.testing``: differences that the comparisons accept and refuse; and helpers of the tests."""
 
 import pytest
 import torch
@@ -21,13 +17,13 @@ TILED = SCALE_LAYOUTS["128x4"]
 
 
 def blocks(fmt, rows=100, width=320, layout="128x4"):
-    """``(y, scale)`` of random rows, with mutable copies."""
+    """Return ``(y, scale)`` of random rows."""
     y, scale = OPS["fp4_quantize"].reference(torch.randn(rows, width), block_size=fmt.block_size, scale_layout=layout)
     return y.clone(), scale.clone()
 
 
 def with_codes(y, count, change):
-    """A copy in which ``change`` is applied to the low nibble of ``count`` bytes, each in a block of its own."""
+    """Return a copy with ``change`` applied to the low nibble of ``count`` bytes, each in a different block."""
     y = y.clone()
     at = torch.arange(count) * 16
     flat = y.view(-1)
@@ -44,7 +40,7 @@ def step_down(code):
 def test_allowed_differences(fmt):
     y, scale = blocks(fmt)
     assert_fp4_close((y, scale), (y, scale), fmt, TILED)
-    # 32,000 elements: 32 may differ by a step.
+    # Of 32,000 elements, 32 may differ by a step.
     assert_fp4_close((with_codes(y, 32, step_down), scale), (y, scale), fmt, TILED)
     moved = scale.clone().view(torch.uint8)
     moved[0, 0] += 1
@@ -52,7 +48,7 @@ def test_allowed_differences(fmt):
 
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-def test_differences_that_are_not(fmt):
+def test_refused_differences(fmt):
     y, scale = blocks(fmt)
     nan = {NVFP4: 0x7F, MXFP4: 0xFF}[fmt]
 
@@ -83,14 +79,14 @@ def test_differences_that_are_not(fmt):
 
 
 def fp8_rows(granularity="token"):
-    """``(y, scale)`` of random rows."""
+    """Return ``(y, scale)`` of random rows."""
     fmt, layout = resolve_fp8_format(granularity, "row")
     y, scale = quantize_fp8_rows(torch.randn(100, 384), fmt, None, layout)
     return y.clone(), scale.clone()
 
 
 def with_bytes(y, count, change):
-    """A copy in which ``change`` is applied to ``count`` elements, of different rows."""
+    """Return a copy with ``change`` applied to ``count`` elements in different rows."""
     raw = y.clone().view(torch.uint8)
     raw[:count, 7] = change(raw[:count, 7])
     return raw.view(y.dtype)
@@ -101,7 +97,7 @@ def test_allowed_differences_of_fp8(granularity):
     y, scale = fp8_rows(granularity)
     fmt, _ = resolve_fp8_format(granularity, "row")
     assert_fp8_close((y, scale), (y, scale), fmt)
-    # 38,400 elements: 39 may differ by a step.
+    # Of 38,400 elements, 39 may differ by a step.
     down = with_bytes(y, 39, fp8_step)
     assert_fp8_close((down, scale), (y, scale), fmt)
     assert_fp8_close((y, scale * (1 + 2.0**-21)), (y, scale), fmt)
@@ -109,7 +105,7 @@ def test_allowed_differences_of_fp8(granularity):
     excused = torch.zeros(100, 384, dtype=torch.bool)
     excused[:30, 7] = True
     assert_fp8_close((more, scale), (y, scale), fmt, lambda: excused)
-    # Rows that are alike count once.
+    # Equal rows count once.
     same = y[:1].expand(100, 384), scale[:1].expand(scale.shape)
     assert_fp8_close((with_bytes(same[0].contiguous(), 100, fp8_step), same[1]), same, fmt)
 
@@ -118,7 +114,7 @@ def fp8_step(byte):
     return torch.where(byte & 0x7F > 0, byte - 1, byte + 1)
 
 
-def test_differences_of_fp8_that_are_not():
+def test_refused_differences_of_fp8():
     y, scale = fp8_rows()
     fmt, _ = resolve_fp8_format("token", "row")
 
@@ -175,7 +171,7 @@ def test_same():
 
 @pytest.mark.parametrize("op", op_cases())
 def test_poison_is_no_result(op, device):
-    """No sample's right answer is the poison that its outputs are filled with."""
+    """Outputs are filled with a poison value before a call; no sample's correct result equals it."""
     for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         like = torch.empty(3, 4, dtype=dtype, device=device)
         (poison,) = poisoned([like])
@@ -188,7 +184,7 @@ def test_poison_is_no_result(op, device):
 
 
 def test_raw_call(launches):  # noqa: F811
-    """It launches the op's own kernel, once a call, and nothing else."""
+    """Each call launches the op's kernel once, and nothing else."""
     x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     y = torch.zeros(3, 32, dtype=torch.uint8)
     scale = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -202,23 +198,9 @@ def test_raw_call(launches):  # noqa: F811
     assert_same((y, scale), want)
 
 
-def test_an_op_without_samples_is_noticed(monkeypatch):
-    """The registry loads samples by the op's name."""
-    from torch_cute_ops.registry import OPS
-
-    op = next(iter(OPS.values()))
-    monkeypatch.setitem(sys.modules, f"samples.{op.name}", None)
-    with pytest.raises(ImportError):
-        sample_inputs(op.name, "cpu")
-    monkeypatch.setitem(sys.modules, f"samples.{op.name}", SimpleNamespace(sample_inputs=lambda device: [device]))
-    assert sample_inputs(op.name, "meta") == [torch.device("meta")]
-    with pytest.raises(ImportError):
-        importlib.import_module("samples.no_such_op")
-
-
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values() if "counts" in op.signature.names])
-def test_samples_have_as_many_rows_as_they_say(op):
-    """An expert has no fewer than none, and no more than there is room for: a kernel could not tell."""
+def test_samples_state_valid_row_counts(op):
+    """Each expert's count is at least 0 and fits the buffer: kernels do not check it."""
     for sample in sample_inputs(op.name, "cpu"):
         given = arguments(op, sample)
         rows, offsets, counts = next(iter(given.values())), given["offsets"], given["counts"]
