@@ -1,4 +1,4 @@
-"""Reading checkpoints: each format decodes to what its producer means, and nothing is guessed."""
+"""Reading checkpoints: each format decodes as its producer defines it, and ambiguous files are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def on_meta(**given: Any) -> Model:
 
 
 class Content:
-    """The tensors of a checkpoint for ``Model``, and its quantised weights in float64."""
+    """Tensors of a checkpoint for ``Model``, and its quantised weights in float64."""
 
     def __init__(self, kind: Kind, is_tied: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {
@@ -85,7 +85,7 @@ def assert_weight(layer: nn.Module, want: np.ndarray) -> None:
     assert got.shape == want.shape and np.allclose(got, want, rtol=2.5e-7, atol=0)
 
 
-# Right
+# Valid checkpoints
 
 
 @by_kind
@@ -119,7 +119,7 @@ def test_values(kind, is_merged, where, tmp_path):
 
 @by_kind
 def test_the_file_can_go(kind, tmp_path):
-    """Nothing of the model lies in the file."""
+    """No tensor of the model is mapped from the file."""
     content = Content(kind)
     checkpoints.write(tmp_path, content.tensors, kind.quantization)
     model = checkpoint.load_(on_meta(), tmp_path)
@@ -146,7 +146,7 @@ def test_fp4_activations(name, tmp_path):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_fp8_activations(dynamic, tmp_path):
-    """The configuration says whether there is a scale of them; the tensors have to agree."""
+    """The configuration says whether activations are static; the tensors must agree."""
     kind = KINDS["compressed-tensors FP8 channel" if dynamic else "compressed-tensors FP8 tensor"]
     content = Content(kind)
     checkpoints.write(tmp_path, content.tensors, kind.quantization)
@@ -160,7 +160,7 @@ def test_fp8_activations(dynamic, tmp_path):
 
 
 def test_mixed_precision_with_fp8(tmp_path):
-    """ModelOpt's: NVFP4 and FP8, as its search for the best format of each layer writes them."""
+    """ModelOpt's mix of NVFP4 and FP8, as its search for each layer's best format writes it."""
     content, fp8 = Content(KINDS["modelopt W4A4"]), KINDS["modelopt FP8 tensor"]
     tensors, want = checkpoints.random_layer(fp8, H, H)
     o_proj = {name for name in content.tensors if name.startswith("layers.0.o_proj.")}
@@ -177,7 +177,7 @@ def test_mixed_precision_with_fp8(tmp_path):
 
 
 def test_mixed_precision(tmp_path):
-    """ModelOpt's: algorithms by layer."""
+    """ModelOpt's algorithms by layer."""
     content = Content(KINDS["modelopt W4A16"])
     content.tensors["layers.0.o_proj.input_scale"] = torch.tensor(0.02)
     layers = {f"layers.0.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in PARTS}
@@ -195,7 +195,7 @@ def test_mixed_precision(tmp_path):
 
 
 def test_not_quantised(tmp_path):
-    """A checkpoint, or parts of a merged layer, that are plain numbers."""
+    """A checkpoint, or layers of a merged layer, without quantised tensors."""
     plain = {f"layers.0.{name}.weight": torch.randn(n, H).bfloat16() for name, n in PARTS.items()}
     content = Content(NVFP4)
     kept = {name: tensor for name, tensor in content.tensors.items() if not name.startswith("layers") or "bias" in name}
@@ -207,7 +207,7 @@ def test_not_quantised(tmp_path):
 
 
 def test_quantised_lm_head(tmp_path):
-    """Its tensors count, not the list of what is left."""
+    """The tensors decide, not the list of ignored layers."""
     content = Content(NVFP4)
     del content.tensors["lm_head.weight"]
     own, want = checkpoints.random_layer(NVFP4, 32, H)
@@ -287,7 +287,7 @@ def test_gpt_oss(tmp_path):
 
 
 def test_one_tensor_at_a_time(tmp_path, monkeypatch):
-    """What was read is gone before the next layer is."""
+    """Tensors of one layer are freed before the next layer is read."""
     content = Content(NVFP4)
     checkpoints.write(tmp_path, content.tensors, NVFP4.quantization, shards=2)
     read, alive, original = [], [], Files.read
@@ -303,7 +303,7 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     assert len(read) == len(content.tensors) and max(alive) <= 2
 
 
-# Wrong
+# Invalid checkpoints
 
 
 def refused(folder: Path, tensors: dict[str, torch.Tensor], message: str, kind: Kind = NVFP4, **given: Any) -> None:
@@ -325,7 +325,7 @@ def test_each_tensor_is_needed(kind, tmp_path):
 @by_kind
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 def test_each_tensor_is_checked(kind, change, tmp_path):
-    """By name and file."""
+    """The message names tensor and file."""
     content = Content(kind)
     for name, tensor in content.tensors.items():
         if not name.startswith("layers.0.o_proj."):
@@ -362,7 +362,7 @@ def test_unknown_tensors_of_a_layer(suffix, tmp_path):
 def test_values_of_global_scales(name, suffix, value, tmp_path):
     content, kind = Content(KINDS[name]), KINDS[name]
     content.tensors[f"layers.0.o_proj.{suffix}"].fill_(value)
-    if value == 0 and suffix in ("weight_scale", "weight_scale_2"):  # what ModelOpt writes of a weight that is zero
+    if value == 0 and suffix in ("weight_scale", "weight_scale_2"):  # ModelOpt writes 0 for an all-zero weight
         checkpoints.write(tmp_path, content.tensors, kind.quantization)
         assert not checkpoint.load_(on_meta(), tmp_path).layers[0].o_proj.dequantize().any()
         return
@@ -374,12 +374,12 @@ BYTES = {
     "mxfp4": ("weight_scale", (0xFF,), (0x00, 0x7F, 0x80, 0xFE)),
     "fp8": ("weight", (0x7F, 0xFF), (0x00, 0x7E, 0x80, 0xFE)),
 }
-"""By format: a tensor of bytes, those that are no numbers of it, and the extremes of those that are."""
+"""One-byte tensor of each format, its invalid bytes, and its smallest and largest valid bytes."""
 
 
 @by_kind
 def test_values_of_bytes(kind, tmp_path):
-    """A block scale that is NaN or has a sign, and an element that is NaN, wherever it stands."""
+    """Block scales that are NaN or have the sign bit set, and NaN elements, are found at any position."""
     content = Content(kind)
     suffix, bad, good = BYTES["fp8" if kind.scheme.startswith("fp8") else kind.scheme]
     tensor = content.tensors[f"layers.0.o_proj.{suffix}"]

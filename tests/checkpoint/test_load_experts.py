@@ -1,4 +1,4 @@
-"""Checkpoints with experts: each format decodes to what its producer means, and nothing is guessed."""
+"""Checkpoints with experts: each format decodes as its producer defines it, and ambiguous files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_meta(form=Experts) -> Block:
 
 
 def written(kind, folder, parts=QWEN, prefix="mlp"):
-    """A checkpoint of a block; the tensors, and weights (E, 2I, H) and (E, H, I) in float64."""
+    """Write a checkpoint of a block; return its tensors, and weights (E, 2I, H) and (E, H, I) in float64."""
     tensors = {"o_proj.weight": torch.randn(H, H).bfloat16()}
     decoded = []
     for e in range(E):
@@ -66,7 +66,7 @@ def test_values(name, tmp_path, device):
 
 
 def test_names_of_mixtral(tmp_path):
-    """Layers of experts, and the module that they are in, have names of their own in its checkpoints."""
+    """Mixtral's checkpoints use other names for the experts' layers and for their parent module."""
     _, gate_up, down = written(KINDS["compressed-tensors FP8"], tmp_path / "x", MIXTRAL, "block_sparse_moe")
     experts = checkpoint.load_(on_meta(), tmp_path / "x").mlp.experts
     for got, want in zip(support.decoded(experts), (gate_up, down), strict=True):
@@ -101,7 +101,7 @@ def test_saved_and_read_again(scheme, style, form, tmp_path):
 
 
 def test_gpt_oss(tmp_path):
-    """Rows of gate and up take turns on disk."""
+    """Rows of gate and up are interleaved on disk."""
     tensors = {**checkpoints.gpt_oss_experts(E, H, I), "o_proj.weight": torch.randn(H, H).bfloat16()}
     checkpoints.write(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]})
     experts = checkpoint.load_(on_meta(GptOssExperts), tmp_path).mlp.experts
@@ -128,13 +128,13 @@ def test_gpt_oss(tmp_path):
 
 @torch.no_grad()
 def test_few_tokens_of_gpt_oss(tmp_path):
-    """Experts as wide as its own, whose scales side by side begin with tiles and in the middle of tiles by turns."""
+    """Experts as wide as gpt-oss's: side by side, their scales start alternately at a tile and inside a tile."""
     experts, hidden, width, prefix = 3, 64, 2880, "mlp.experts."
     tensors = checkpoints.gpt_oss_experts(experts, hidden, width)
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]}
     checkpoints.write(tmp_path, {**tensors, "o_proj.weight": torch.randn(H, H).bfloat16()}, quantization)
     layer = checkpoint.load_(on_meta(lambda: GptOssExperts(experts, hidden, width)), tmp_path).mlp.experts
-    layer.route_few_(tokens_of_expert=2)  # with what was measured no tokens are few
+    layer.route_few_(tokens_of_expert=2)  # by default no number of tokens is few
     up, down = (
         np.stack([weights.fp4(codes.flatten(1), scales) for codes, scales in zip(*stacks, strict=True)])
         for stacks in ([tensors[f"{prefix}{name}_{part}"] for part in ("blocks", "scales")] for name in NAMES)
@@ -162,7 +162,7 @@ def test_experts_that_are_not_quantised(tmp_path):
         assert torch.equal(experts.gate_up_proj[e], torch.cat((gate, up))) and torch.equal(experts.down_proj[e], down)
 
 
-# Bad input
+# Invalid input
 
 
 def changed(folder, change):

@@ -1,4 +1,4 @@
-"""The producers' own packages decode what is written here as these modules do, and what they write is read so.
+"""Checkpoints written here decode equally with the producers' own packages, and the other way round.
 
 Needs the extra `producers`.
 """
@@ -45,7 +45,7 @@ def of_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read(folder, tensors: dict[str, torch.Tensor], name: str) -> Model:
-    """The model, with these tensors of ``up``."""
+    """Load the model with these tensors of ``up``."""
     tensors = {f"up.{key}": tensor for key, tensor in tensors.items()}
     checkpoints.write(folder, {**tensors, "lm_head.weight": torch.ones(8, K)}, KINDS[name].quantization)
     return checkpoint.load_(Model(), folder)
@@ -56,13 +56,13 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
 
 
 def assert_codes_of(layer: NVFP4Linear, weight: torch.Tensor) -> None:
-    """Codes are those that ``from_float`` finds, but where the order of roundings decides."""
+    """Check that codes equal those from ``from_float``, except where the order of roundings matters."""
     linear = nn.Linear(K, N, bias=False)
     linear.weight.data = weight
     assert (NVFP4Linear.from_float(linear).weight != layer.weight).float().mean() < 1e-3
 
 
-# compressed-tensors, which decodes in bfloat16: it rounds the scale, or a quotient, and the product
+# compressed-tensors decodes in bfloat16: it rounds the scale, or a quotient, and the product.
 
 BF16 = 2.0**-7
 
@@ -141,7 +141,7 @@ def test_fp8_written_by_compressed_tensors(compressed_tensors, name, tmp_path):
     assert (weight - layer.dequantize()).norm() < 0.05 * weight.norm()
 
 
-# ModelOpt, which decodes in float32
+# ModelOpt decodes in float32.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Experts that ranks divide, with real processes: values, what is read of a checkpoint, and what is refused."""
+"""Experts divided among real processes: values, reads from a checkpoint, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def divided(block: Block, mesh, by: str, sums: torch.dtype | None = None) -> Qua
 
 @torch.no_grad()
 def values(rank: int) -> None:
-    """Those of whole experts in float64, rounded where the ops round; a pair without an expert adds nothing."""
+    """Check results against undivided experts in float64, rounded where the ops round; pairs without an expert add
+    nothing."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for scheme, form in FORMS:
         torch.manual_seed(0)
@@ -59,7 +60,7 @@ def values(rank: int) -> None:
             biases = tuple(each.detach().double().numpy().reshape(E, -1) for each in stacks)
         want = support.computed(x, ids, factors, *support.decoded(whole), biases, whole.swiglu)
         reference = copy.deepcopy(whole)
-        if biases is not None:  # in a dtype that goes with the result's
+        if biases is not None:  # in a dtype that the GEMM accepts with the result's
             reference.down_proj.bias = nn.Parameter(whole.down_proj.bias.float(), requires_grad=False)
         for by in WAYS:
             for sums in (torch.float32, None):
@@ -73,7 +74,8 @@ def values(rank: int) -> None:
                 error = np.linalg.norm(y.double().numpy() - want) / np.linalg.norm(want)
                 assert error < (0.07 if scheme == "nvfp4" else 0.015), (scheme, form, by, sums, error)
                 assert not y[2].any()
-                # The parts together are the whole, but for the order of float32 additions, or a rounding of each part.
+                # The sum of all ranks equals the undivided result, up to the order of float32 additions or one rounding
+                # per rank.
                 exact = reference.summed(x, ids, factors, torch.float32)
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
@@ -89,7 +91,7 @@ def values(rank: int) -> None:
                 line = few_tokens(few.intermediate_size) * E // TOPK
                 assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
                 assert not few.is_few(513, 1)
-            # Activations in FP4, with a global scale for each expert.
+            # FP4 activations, with a global scale for each expert.
             amax = torch.linspace(60, 90, E)
             hidden = torch.cat([nvfp4_global_scale(each) for each in amax])
             scales = {"input_global_scale": nvfp4_global_scale(x.abs().amax()), "hidden_global_scale": hidden}
@@ -111,7 +113,7 @@ def write_gpt_oss(folder: Path) -> None:
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """As the whole experts, divided afterwards; each rank reads its own experts, or its part of each."""
+    """Check that loading equals dividing the whole experts; each rank reads only its experts, or its shard of each."""
     mesh = init_device_mesh("cpu", (WORLD,))
     read: list = []
     note_reads(read)
@@ -144,7 +146,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
                 assert ("mlp.experts.down_proj_blocks", *half) in read
                 assert "mlp.experts.down_proj_blocks" not in read
             elif by == "expert":
-                # Numbered from 0 on each rank, so that half of all are read.
+                # Experts are renumbered from 0 on each rank, so half of all experts are read.
                 assert {name.split(".")[2] for name in names if "experts" in name} == {"0", "1"}
             else:
                 half = WIDTH // 2 // (2 if "fp4" in case else 1)
@@ -163,7 +165,7 @@ def test_divided_experts(tmp_path):
     run_ranks(WORLD, everything, tmp_path)
 
 
-# Errors, of one rank alone
+# Errors, on a single rank
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_errors(mesh, tmp_path):
         "DividedExperts(by='tensor', sums=None)"
     )
 
-    # Of a checkpoint
+    # Errors of loading
     experts = DividedExperts()
     block = quantize_(Block(Experts(experts=8)).bfloat16(), "mxfp4")
     checkpoint.save(block, tmp_path / "eight", "compressed-tensors")

@@ -1,4 +1,4 @@
-"""Experts that ranks divide, with real processes."""
+"""Expert parallelism among real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("fp8", "nvfp4", "mxfp4")
 
 
 def weights_of(fmt: str, n: int, k: int) -> ExpertWeights:
-    """Of experts, with a bias where they are in FP4, scales in 128x4 where in NVFP4."""
+    """Return the weights of experts: with a bias in FP4, and with 128x4 scales in NVFP4."""
     weight = torch.randn(EXPERTS, n, k) / k**0.5
     if fmt == "fp8":
         blocks = weight.view(EXPERTS, n // 128, 128, k // 128, 128)
@@ -36,7 +36,7 @@ def weights_of(fmt: str, n: int, k: int) -> ExpertWeights:
 
 
 def decoded(weights: ExpertWeights) -> np.ndarray:
-    """(E, N, K) in float64."""
+    """Decode to (E, N, K) in float64."""
     experts, n, _ = weights.codes.shape
     codes = weights.codes.view(torch.uint8).numpy()
     if not weights.is_fp4:
@@ -54,7 +54,7 @@ def decoded(weights: ExpertWeights) -> np.ndarray:
 
 
 def layer_in_float64(up: ExpertWeights, down: ExpertWeights, x, ids, factors, residual) -> np.ndarray:
-    """What the layer computes, without any rounding of activations."""
+    """Compute the layer's result without any rounding of activations."""
     w_up, w_down = decoded(up), decoded(down)
     b_up, b_down = (0 if each.bias is None else each.bias.double().numpy() for each in (up, down))
     total = residual.double().numpy().copy()
@@ -90,7 +90,7 @@ def everything(rank: int) -> None:
                 layer = ExpertParallel(own_up, own_down, group, wire=wire, max_rows=max_rows)
                 with count_traffic() as traffic:
                     y = layer(x[mine], ids[mine], factors[mine], residual[mine])
-                # To the bit what one rank with all experts computes.
+                # Equals the result on one rank with all experts, bit for bit.
                 assert torch.equal(y, one[mine]), (fmt, wire, max_rows)
                 pairs = int((ids[mine] >= 0).sum()) if max_rows is None else EXPERTS * TOKENS
                 counts, codes, scales, back = traffic.sent
@@ -117,11 +117,11 @@ def everything(rank: int) -> None:
                 assert y.shape == (count, H)
                 if count:
                     assert torch.equal(y, ExpertParallel(up, down, wire=wire)(x[:count], few, factors[:count]))
-        # Pairs for which there is no room are dropped: of each rank's five tokens, two find room.
+        # Pairs beyond max_rows are dropped: two of each rank's five tokens fit.
         y = ExpertParallel(own_up, own_down, group, max_rows=2)(x[mine], few_of(mine), factors[mine])
         want = ExpertParallel(up, down)(x[mine], few_of(mine), factors[mine])
         assert torch.equal(y[:2], want[:2]) and not y[2:].any()
-        # Each expert divided, in place of the experts.
+        # Each expert is sharded, instead of the set of experts.
         parts = up.of_rows(rank, WORLD, 2), down.of_columns(rank, WORLD)
         y = ExpertParallel(*parts, tensor_group=group)(x, ids, factors, residual)
         whole = [torch.empty_like(y) for _ in range(WORLD)]
@@ -143,7 +143,7 @@ def test_experts_of_ranks():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_parts_of_weights(fmt):
-    """Parts decode to the parts of what the whole decodes to."""
+    """Shards decode to slices of the decoded weights."""
     up, down = weights_of(fmt, 2 * WIDTH, H), weights_of(fmt, H, WIDTH)
     whole = decoded(up)
     np.testing.assert_array_equal(decoded(up.of_experts(1, 3)), whole[1:3])

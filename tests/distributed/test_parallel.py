@@ -1,4 +1,4 @@
-"""Layers that ranks divide, with real processes: values, what travels, what no rank reads."""
+"""Layers divided among real processes: values, traffic, and reads from a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from support.checkpoints import note_reads
 WORLD = 2
 K = 256
 PARTS = (256, 256, 128)
-"""Rows of q, k and v: heads of 128, of which v has one."""
+"""Rows of q, k and v: heads of 128; v has one head."""
 KINDS = [
     (NVFP4Linear, "16bit", False),
     (NVFP4Linear, "fp4", True),
@@ -60,7 +60,7 @@ KINDS = [
     (FP8TensorLinear, "fp8", True),
     (FP8ChannelLinear, "fp8", False),
 ]
-"""Layers, their activations, and whether these have a scale from calibration."""
+"""Layer classes, their activations, and whether the activations have a calibrated scale."""
 
 
 def made(cls: type[QuantLinear], activations: str, is_static: bool, n: int, *, bias: bool = True) -> QuantLinear:
@@ -78,14 +78,14 @@ def own(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def columns_and_rows(rank: int) -> None:
-    """Every kind of layer, divided either way, with tokens on all ranks or divided."""
+    """Check every kind of layer, sharded by columns and by rows, with all tokens on every rank or divided tokens."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for cls, activations, is_static in KINDS:
         torch.manual_seed(0)
         x = torch.randn(4, 2, K).bfloat16()
         layer = merge([made(cls, activations, is_static, n) for n in PARTS])
         want = layer(x).split(PARTS, -1)
-        # Of q and k a head each, of v the one that there is.
+        # Each rank has one head of q and of k; v has only one head.
         mine = torch.cat([own(want[0], rank, -1), own(want[1], rank, -1), want[2]], -1)
         for sequence, gather in ((False, False), (True, False), (True, True)):
             style = ColumnParallel(unit=128, sequence=sequence, gather_output=gather)
@@ -93,7 +93,7 @@ def columns_and_rows(rank: int) -> None:
             assert isinstance(divided, cls) and divided.parts == (128, 128, 128)
             y = divided(own(x, rank) if sequence else x)
             assert torch.equal(y, torch.cat(want, -1) if gather else mine), (cls, sequence, gather)
-            # Gathered columns lie as the whole layer's, though both ranks have v's head.
+            # Gathered columns are in the undivided layer's order, though both ranks have v's head.
             assert divided.whole_parts == PARTS and type(divided).__name__ == f"ColumnParallel{cls.__name__}"
             assert [type(part) for part in divided.split()] == [cls] * 3
             assert f"ColumnParallel(unit=128, sequence={sequence}" in repr(divided)
@@ -106,7 +106,7 @@ def columns_and_rows(rank: int) -> None:
                 y = all_gather(y, mesh.get_group())
             assert y.dtype == x.dtype
             assert_product(y, down, x)
-        # Sums in bfloat16: each part is rounded, and the sum.
+        # Sums in bfloat16: each rank's partial sum is rounded, and so is the total.
         y = parallelize_module(copied(down), mesh, RowParallel(sums=torch.bfloat16))(own(x, rank, -1))
         assert ((y - down(x)).abs() <= 2.0**-6 * down(x).abs().max()).all()
     down, halves = made(NVFP4Linear, "16bit", False, 136), torch.randn(2, 4, 2, K).bfloat16()
@@ -131,12 +131,12 @@ def columns_and_rows(rank: int) -> None:
 
 @torch.no_grad()
 def what_travels(rank: int) -> None:
-    """The norm's codes and scales, and their bytes; the bits of all rows together."""
+    """Check that the norm's codes and scales travel, their bytes, and that they equal one norm of all rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = mesh.get_group()
     torch.manual_seed(1)
     weight = torch.rand(K).bfloat16()
-    for rows in (256, 10):  # whole tiles of scales on each rank, and not
+    for rows in (256, 10):  # whole and partial scale tiles on each rank
         x, residual = torch.randn(2, rows, K).bfloat16()
         for cls, activations, is_static in KINDS[1:3] if rows == 256 else KINDS[1:]:
             layer = made(cls, activations, is_static, 64)
@@ -158,7 +158,7 @@ def what_travels(rank: int) -> None:
             size = 0.5 if activations == "fp4" else 1.0
             assert traffic.nbytes() == elements * (size + scales), cls
             assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.5)
-    # The layer does it by itself, for a tensor or for what the norm gave.
+    # The layer itself gathers a tensor, or the norm's result.
     layer = made(*KINDS[1], 64)
     y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)
     rows = normed_rows(layer, own(x, rank), weight)
@@ -204,7 +204,7 @@ SCHEMES |= {"fp8_tensor": "compressed-tensors", "fp8_channel": "compressed-tenso
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """As the whole model, divided afterwards; and no rank reads a tensor that is divided whole."""
+    """Check that loading equals dividing the whole model, and that no rank reads a divided tensor whole."""
     mesh = init_device_mesh("cpu", (WORLD,))
     plans = [decoder_plan(128, merged=is_merged) for is_merged in (False, True)]
     read: list[object] = []
@@ -216,7 +216,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
             checkpoint.save(whole, folder / scheme, style)
         dist.barrier()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it has no MLP
+            warnings.simplefilter("ignore")  # the model has no MLP
             parallelize_module(whole, mesh, plans[0])
         attention = whole.model.layers[0].self_attn
         for is_merged in (False, True):
@@ -231,7 +231,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
                 assert_same_layer(actual, getattr(attention, name))
             assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
             assert torch.equal(model.embed.weight, whole.embed.weight)
-            # 128 rows of q and of k, all of v, half of o's columns: bytes of FP4, and FP8.
+            # 128 rows of q and of k, all of v, half of o's columns: bytes in FP4 and FP8.
             half = 64 if "fp4" in scheme else 128
             weight = "weight_packed" if scheme == "mxfp4" else "weight"
             prefix = "model.layers.0.self_attn"
@@ -243,7 +243,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
 
 @torch.no_grad()
 def rows_under_one_scale(rank: int) -> None:
-    """FP8 rows whose columns are divided have the codes and scales of whole rows, special ones included."""
+    """Check that FP8 rows with divided columns get the codes and scales of whole rows, special values included."""
     x = torch.randn(6, 64) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1.0, 1.0]).unsqueeze(1)
     x[4, 3], x[5, 40] = torch.nan, torch.inf
     dist.broadcast(x, 0)
@@ -255,14 +255,14 @@ def rows_under_one_scale(rank: int) -> None:
 
 @torch.no_grad()
 def unequal_rows(rank: int) -> None:
-    """An error before the collective, on every rank, that names what each has; equal ones go on."""
+    """Check that every rank raises before the collective and names each rank's rows; equal rows work afterwards."""
     mesh = init_device_mesh("cpu", (WORLD,))
     layer = parallelize_module(nn.Linear(8, 8), mesh, ColumnParallel(sequence=True))
     for rows in (3, 3, 5):
         assert layer(torch.ones(rows, 8)).shape == (WORLD * rows, 4)
     with pytest.raises(RuntimeError, match="ColumnParallelLinear: rank 0 has 4 rows, rank 1 has 6 rows; expected eq"):
         layer(torch.ones(4 + 2 * rank, 8))
-    time.sleep(0.3 * rank)  # rank 0 does not take what rank 1 said then for what it says now
+    time.sleep(0.3 * rank)  # rank 0 must not mistake rank 1's earlier post for the current one
     assert layer(torch.ones(7, 8)).shape == (WORLD * 7, 4)
     layer = parallelize_module(nn.Linear(8, 8), mesh, RowParallel(sequence=True))
     with pytest.raises(ValueError, match="7 rows; expected a multiple of the 2 ranks"):
@@ -271,7 +271,7 @@ def unequal_rows(rank: int) -> None:
 
 @torch.no_grad()
 def warmed_up(rank: int) -> None:
-    """The ranks call the same collectives; ranks that warm up other rows say so."""
+    """Check that ranks call the same collectives, and that ranks which warm up other rows report it."""
     mesh = init_device_mesh("cpu", (WORLD,))
     layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, ColumnParallel(sequence=True))
     with count_traffic() as traffic:
@@ -284,7 +284,7 @@ def warmed_up(rank: int) -> None:
 
 
 def one_rank_keeps_its_rows(rank: int) -> None:
-    """The rank whose rows change names the one that does not come to compare, after the group's time-out."""
+    """Check that the rank whose rows change names the rank that does not compare, after the group's time-out."""
     group = dist.group.WORLD
     agree_on_rows("layer", (4,), group)
     if rank:
@@ -313,11 +313,11 @@ def test_divided_layers(tmp_path):
     run_ranks(WORLD, everything, tmp_path)
 
 
-# Cuts
+# Bounds of shards
 
 
 def test_bounds():
-    """Of heads, of which there may be fewer than ranks, and of what cannot be divided."""
+    """Bounds of heads, also with fewer heads than ranks, and sizes that cannot be divided."""
     assert [WeightShard(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
     assert [WeightShard(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     assert WeightShard(0, 1, 2, 64).bounds(384) == (192, 384)
@@ -346,7 +346,7 @@ def test_bounds():
     ],
 )
 def test_which_part_of_a_tensor(suffix, shape, rows, columns):
-    """The second of two ranks' of a layer (512, 256)."""
+    """The shard of the second of two ranks, for a layer (512, 256)."""
     assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
     assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 
@@ -360,7 +360,7 @@ def test_blocks_are_not_cut():
         shard_range(WeightShard(1, 0, 4), "weight_scale", (8, 6), (8, 96), "scale")
 
 
-# Errors, of one rank alone
+# Errors, on a single rank
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def mesh():
 
 @torch.no_grad()
 def test_one_graph(mesh):
-    """Layers that gather and scatter compile to one graph. Nobody answers in a fake group, so values are no matter."""
+    """Layers that gather and scatter compile to one graph. A fake group computes no values."""
     columns, rows = made(*KINDS[1], 64), made(*KINDS[1], 64)
     both = nn.Sequential(
         parallelize_module(columns, mesh, ColumnParallel(sequence=True, gather_output=True)),
@@ -388,7 +388,7 @@ def test_one_graph(mesh):
 
 @pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
 def test_what_collectives_would_get_wrong(mesh, style):
-    """A gradient, which would be lost, and a row without a dimension for rows, whose columns would be divided."""
+    """Refused: a gradient, which would be lost, and a row without a row dimension, whose columns would be scattered."""
     linear = parallelize_module(nn.Linear(8, 8), mesh, style(sequence=True))
     for x in (torch.randn(2, linear.in_features), torch.randn(2, linear.in_features, requires_grad=True)):
         with pytest.raises(ValueError, match="no gradient"):
@@ -400,7 +400,7 @@ def test_what_collectives_would_get_wrong(mesh, style):
 
 @torch.no_grad()
 def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
-    """Of all ranks together, where each has a share of the tokens."""
+    """Rows count the tokens of all ranks, if each rank has a share of them."""
     multiplied = []
     real = NVFP4Linear._product
     monkeypatch.setattr(
@@ -415,7 +415,7 @@ def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
 
 @torch.no_grad()
 def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
-    """Layers whose sums ranks add up give them in the dtype that these have."""
+    """Layers with partial sums return them in the dtype ``sums``."""
     dtypes = []
     real = NVFP4Linear._gated_product
     monkeypatch.setattr(
@@ -424,7 +424,7 @@ def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
     up = parallelize_module(made(NVFP4Linear, "16bit", False, 2 * K), mesh, ColumnParallel())
     down = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, RowParallel(sums=torch.float32))
     warmup(nn.ModuleList([up, down]), rows=(1,))
-    assert dtypes == [torch.float32] * 2  # one that prefetches
+    assert dtypes == [torch.float32] * 2  # the second call prefetches
 
 
 def test_errors(mesh, tmp_path):

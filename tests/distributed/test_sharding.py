@@ -1,8 +1,7 @@
-"""The rules that DTensor is told of, over the registry's samples; two ranks that one process stands for.
+"""DTensor sharding rules on the registry's samples, with one process that simulates two ranks.
 
-``test_rules`` calls each op on tensors that are placed as a rule says, and compares what the shards make up with the
-independent results that the whole has. torch's own check of a rule is there too, where it can be imported: it needs
-expecttest.
+``test_rules`` calls each op on tensors placed as a rule says, and compares the assembled shards with the independent
+results of the whole. torch's own check of rules runs too if expecttest is installed.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.fixture
 def mesh():
-    """Of two ranks; tensors of theirs are made and used in a block ``with ranks()``."""
+    """Mesh of two ranks; use its tensors in a block ``with ranks()``."""
     yield from mesh_of(WORLD)
 
 
 @pytest.fixture
 def square():
-    """A mesh of 2 × 2 ranks."""
+    """Mesh of 2 × 2 ranks."""
     yield from mesh_of(2, 2)
 
 
@@ -76,7 +75,7 @@ def ranks(world: int = WORLD) -> Any:
 
 
 def fitting(op: OpSpec, given: dict[str, Any]) -> list[Rule]:
-    """The rules that a call can be sharded by on two ranks."""
+    """Return the rules by which a call can be sharded on two ranks."""
     return [
         rule
         for rule in rules_of(op, given)
@@ -94,7 +93,8 @@ def tensors_of(op: OpSpec, given: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_rule_holds(op: OpSpec, given: dict[str, Any], rule: Rule, mesh: Any) -> None:
-    """A call on tensors that are placed as the rule says moves nothing, and its shards are what the whole gives."""
+    """Check that a call on tensors placed as the rule says moves nothing, and that its shards make up the whole
+    result."""
     given = private_of(op, given)
     expected = expected_of(op).results(given)
     tensors = tensors_of(op, given)
@@ -119,7 +119,7 @@ def private_of(op: OpSpec, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(tensor: DTensor) -> torch.Tensor:
-    """What the shards of all ranks make up."""
+    """Assemble the shards of all ranks."""
     (placement,) = tensor.placements
     parts = [*tensor._local_tensor._local_tensors.values()]
     if isinstance(placement, Partial):
@@ -132,7 +132,7 @@ def joined(tensor: DTensor) -> torch.Tensor:
 
 
 def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTensor:
-    """The tensor, each rank with its part."""
+    """Return the tensor as a DTensor with this placement."""
     if isinstance(placement, Partial):
         locals_ = {rank: tensor.clone() if rank == 0 else torch.zeros_like(tensor) for rank in range(WORLD)}
     elif isinstance(placement, Shard):
@@ -145,17 +145,17 @@ def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTenso
 
 @functools.cache
 def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
-    """Calls out of the samples, and large ones: for all that rules can cut a call to, one that is cut so."""
+    """Return calls from the samples, and large calls for rules that no sample fits."""
     found: dict[str, tuple[dict[str, Any], Rule]] = {}
     samples = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
-    # Sums are compared where they are exact.
+    # Prefer samples whose sums are exact, so that results can be compared.
     samples.sort(key=lambda sample: not sample.name.endswith("exact"))
     calls = [*large_calls(op), *(arguments(op, sample) for sample in samples)]
     for given in calls:
         if any(0 in tensor.shape for tensor in tensors_of(op, given).values()):
             continue
         for rule in fitting(op, given):
-            # Each part of a sum is rounded, which results in float32 do not show.
+            # Each partial sum is rounded; float32 results avoid that.
             is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
             call = given | {"out_dtype": torch.float32} if is_rounded else given
             found.setdefault(f"{rule.over} {rule.inputs} {rule.outputs}", (call, rule))
@@ -170,7 +170,7 @@ LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_
 
 
 def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
-    """Calls with as many rows, columns and scales as two shards need; of experts, with factors and biases too."""
+    """Yield calls with enough rows, columns and scales for two shards; experts also with factors and biases."""
     if op.name in ("grouped_mm_fp8", "grouped_mm_fp8_fp4"):
         inputs: Any = grouped_mm_fp8
         form: tuple[Any, ...] = ()
@@ -191,7 +191,7 @@ def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
 
 
 def large_call(op: OpSpec) -> dict[str, Any]:
-    """A call with scales in 128x4 of as many rows, and columns, as two shards need."""
+    """Return a call with 128x4 scales and enough rows and columns for two shards."""
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU, POWERS["e4m3"])
     given: dict[str, Any] = {
         "input": torch.randn(ROWS, 64),
@@ -217,7 +217,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
 
 @by_op
 def test_rules(op, mesh):
-    """Of a call that no rule is for, all tensors are replicated."""
+    """If no rule fits a call, all its tensors are replicated."""
     cases = cases_of(op)
     ways = {rule.over for _, rule in cases} - {""}
     assert ways == (EXPECTED.get(op.name) or ({"rows"} if isinstance(op.path, RowQuant) else ways))
@@ -248,12 +248,13 @@ EXPECTED = {
     "silu_mul_fp4quant_mm_fp4": {"rows", "columns"},
     "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
-"""What can be cut, where it is not rows alone."""
+"""Sharded dimensions of each op, unless only rows are sharded."""
 
 
 @pytest.mark.parametrize("name", ["fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"])
 def test_a_global_scale_is_the_same_on_all_ranks(name, mesh):
-    """Whatever is cut: also K, where each rank quantises blocks of its own; but not the halves of gate and up."""
+    """The global scale is replicated for every rule, also for K, where each rank quantises its own blocks; gate and up
+    halves are never separated."""
     op = OPS[name]
     samples = importlib.import_module(f"samples.{name}").SAMPLES
     scale = torch.tensor([3.0])
@@ -275,11 +276,11 @@ def test_reasons():
         reason_unsharded("relu")
 
 
-# What is refused, and what moves
+# Refusals and redistribution
 
 
 def test_tiles_are_not_cut(mesh):
-    """Rows and columns of the weight by whole tiles; K not at all."""
+    """Rows and columns of the weight are sharded by whole tiles; K is not sharded."""
     x = torch.randn(192, 128)
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
     with ranks():
@@ -305,7 +306,7 @@ def test_tiles_are_not_cut(mesh):
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_what_is_prefetched_is_not_moved(dtype, placement, mesh):
-    """Each rank takes the part that it has, of FP8 too, and no result depends on it."""
+    """Each rank prefetches its own shard, also in FP8, because no result depends on it."""
     sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 32, 128, NVFP4, "linear", CPU, out_dtype=torch.float32)
     given = arguments(OPS["mm_fp4_weight_only"], sample)
     rows = torch.zeros(32, 64, dtype=torch.uint8).view(dtype)
@@ -331,7 +332,7 @@ def test_a_residual_is_never_redistributed(mesh):
             with pytest.raises(RuntimeError, match="cute::add_rmsnorm_fp8quant: residual is updated in place and is "):
                 torch.ops.cute.add_rmsnorm_fp8quant(given, residual, weights)
             assert torch.equal(joined(residual), before)
-        # The input may move: to where the residual is.
+        # The input can be redistributed to the residual's placement.
         residual = distributed(x, Shard(0), mesh)
         version = residual._version
         y, _ = torch.ops.cute.add_rmsnorm_fp8quant(whole, residual, weights)
@@ -355,7 +356,7 @@ def test_a_bias_is_not_added_twice(mesh):
 
 
 def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
-    """An implicit collective of FP8 is an error that names the call; that call gives what was there."""
+    """An implicit collective of FP8 raises and names ``redistribute``, which preserves the values."""
     codes, scale = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(1, 256)
     with ranks():
         a, a_scale = distributed(codes, Shard(1), mesh), distributed(scale, Replicate(), mesh)
@@ -393,7 +394,7 @@ def test_ops_without_rules_say_why(mesh):
 
 
 def test_arguments_that_are_no_tensors_decide_too(mesh):
-    """torch keeps decisions: what differs in one such argument is another."""
+    """torch caches decisions; a different non-tensor argument needs a new decision."""
     x = torch.randn(4, 256)
     with ranks():
         rows = distributed(x, Shard(0), mesh)
@@ -416,7 +417,7 @@ def test_arguments_that_are_no_tensors_decide_too(mesh):
 
 
 def test_two_dimensions(square):
-    """Rows over one dimension of a mesh and K over the other; a size that both cut has to fit all shards."""
+    """Rows over one mesh dimension and K over the other; a size sharded by both must fit all shards."""
     a = torch.randint(-3, 4, (6, 128)).bfloat16()
     codes, scale = random_matrix(24, 128, NVFP4, "linear", CPU, POWERS["e4m3"])
     (op,) = (op for op in OPS.values() if op.name == "mm_fp4_weight_only")
@@ -451,22 +452,22 @@ def test_two_dimensions(square):
 
 
 def local(parts: list[torch.Tensor], mesh: Any, *placements: Placement, of: torch.Tensor) -> DTensor:
-    """A tensor of which the ranks have these parts."""
+    """Return a DTensor with these local shards."""
     one = local_tensor.LocalTensor({rank: part.clone() for rank, part in enumerate(parts)})
     return DTensor.from_local(one, mesh, placements, run_check=False, shape=of.shape, stride=of.stride())
 
 
 def test_by_torchs_own_check(mesh):
-    """torch runs the op on the shards and compares what they make up with the op on the whole."""
+    """torch runs the op on shards and compares the assembled result with the op on the whole."""
     pytest.importorskip("expecttest", reason="torch's check of sharding rules needs expecttest")
     from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination
 
     for op in OPS.values():
         for given, rule in cases_of(op):
             if Partial() in rule.inputs.values():
-                continue  # it wants sums of parts that are rounded to 16 bits to be equal to 1e-5
+                continue  # torch requires 1e-5, but partial sums are rounded to 16 bits
             tensors = tensors_of(op, given)
-            # It makes shards contiguous, which a weight's transposed view is not: it is given what that is a view of.
+            # torch makes shards contiguous, but a weight is a transposed view, so it gets the underlying tensor.
             place = next((i for i, name in enumerate(given) if name == "b" and given["b"].dim() == 2), None)
 
             def outputs_of(*args: Any, op: OpSpec = op, place: int | None = place) -> tuple[torch.Tensor, ...]:
@@ -488,11 +489,11 @@ def test_by_torchs_own_check(mesh):
 
 
 def transposed(args: tuple[Any, ...], place: int | None) -> tuple[Any, ...]:
-    """A call with the transposed view of one argument."""
+    """Return the call with one argument transposed."""
     return args if place is None else (*args[:place], args[place].t(), *args[place + 1 :])
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes, and numbers in place of NaN."""
+    """View FP8 as bytes, and replace NaN by numbers."""
     tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return tensor.nan_to_num(7.0, 8.0, 9.0) if tensor.is_floating_point() else tensor

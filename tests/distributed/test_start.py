@@ -1,4 +1,4 @@
-"""Ranks that do not fit together, come late, fail or die, with real processes: errors that name them."""
+"""Ranks that mismatch, come late, fail or die, as real processes: errors name them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_cute_ops.distributed import check_ranks, compare, start, watched_rank
 
 WORLD = 3
 LIMIT = 30.0
-"""Seconds: the time-out of the group, for which nobody is to wait."""
+"""Time-out of the group in seconds, for which no test should wait."""
 
 
 def outcomes(function: Any, folder: Path, *, dead: int | None = None) -> dict[int, Any]:
-    """What ``function(rank)`` returns, or the error that it raises, on each rank that is not to die."""
+    """Return the result of ``function(rank)``, or its error, for each rank that is not meant to die."""
     context, port = mp.get_context("fork"), free_port()
     processes = [context.Process(target=_main, args=(rank, port, function, folder)) for rank in range(WORLD)]
     for process in processes:
@@ -55,13 +55,13 @@ def _main(rank: int, port: int, function: Any, folder: Path) -> None:
     text = json.dumps({"answer": answer, "seconds": time.monotonic() - began, "log": lines})
     (folder / f"{rank}.part").write_text(text)
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
-    if rank == 0:  # it holds the store
+    if rank == 0:  # rank 0 hosts the store
         wait_until((folder / "done").exists, LIMIT)
-    os._exit(0)  # without a goodbye to ranks that are gone
+    os._exit(0)  # skip the shutdown handshake with dead ranks
 
 
 def checks(rank: int) -> list[str]:
-    """Of equal ranks, then of ones that differ in a fact, a shape, a dtype, a version, and in being there."""
+    """Compare equal ranks, then ranks with a different fact, shape, dtype or version, and a missing rank."""
     model = nn.Linear(4, 4)
     found = []
 
@@ -132,7 +132,7 @@ def work_with_one_that_fails(rank: int) -> None:
 
 
 def one_is_silent(rank: int) -> str:
-    """Nothing fails; rank 1 gives no sign, as on a host that hangs. What happened in an earlier block is past."""
+    """Rank 1 gives no sign, like a hanging host, and nothing fails. Events of an earlier block do not count."""
     with contextlib.suppress(ValueError), watched_ranks(timeout_s=LIMIT):
         if rank == 1:
             raise ValueError("of an earlier block")

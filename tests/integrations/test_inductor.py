@@ -1,4 +1,4 @@
-"""The pass for Inductor in the whole compiler, and over models of Hugging Face."""
+"""The Inductor pass in the whole compiler, and on Hugging Face models."""
 
 import copy
 
@@ -25,7 +25,7 @@ from torch_cute_ops.integrations import inductor
 
 
 class Marks(CustomGraphPass):
-    """Another's pass: negates what is multiplied by two."""
+    """A third-party pass: negates factors of products with two."""
 
     def __call__(self, graph):
         for node in graph.nodes:
@@ -37,7 +37,7 @@ class Marks(CustomGraphPass):
 
 
 def test_compiled_by_inductor(device):
-    """As the option of one model: the whole compiler, with another's pass before ours."""
+    """The pass as an option of one model, through the whole compiler, after a third-party pass."""
     x, weight = numbers(4, H, device=device), numbers(H, device=device)
 
     def layer(x, weight):
@@ -51,7 +51,7 @@ def test_compiled_by_inductor(device):
 
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
-    """A dimension of one element, to which Inductor has given some stride when the first op updates the residual."""
+    """A dimension of size 1, for which Inductor has already chosen a stride when the first op updates the residual."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):
@@ -73,15 +73,15 @@ def test_a_residual_that_is_read_before(device):
 
 @pytest.mark.gpu
 def test_inductors_kernels_overlap_with_ours():
-    """With ``triton.enable_pdl`` kernels of both start before those before them have ended: the same bits, captured
-    and replayed, as without; weights are static, so that GEMMs read ahead."""
+    """With ``triton.enable_pdl`` kernels start before their predecessors end. Results stay equal bit for bit, also
+    captured and replayed. Weights are static, so GEMMs read them ahead."""
     width, layers, rows = 1024, 12, 3
     weights = [tco.fp4_quantize(numbers(width, width, device="cuda") / width**0.5) for _ in range(layers)]
 
     def chain(x, bias):
         total = x
         for codes, scale in weights:
-            y = F.rms_norm(total * 0.5 + bias, (width,))  # no weight: it stays with Inductor
+            y = F.rms_norm(total * 0.5 + bias, (width,))  # without a weight, Inductor computes it
             y = tco.mm_fp4_weight_only(y, codes.t(), scale, static_weight=True)
             total = total + torch.sin(y.roll(1, -1))
         return total
@@ -150,19 +150,19 @@ def small_llama(dtype):
 
 @pytest.fixture(scope="module")
 def llama():
-    """With FP4 activations; q, k and v, and gate and up, are merged."""
+    """Llama with FP4 activations; q, k and v, and gate and up, are merged."""
     model = small_llama(torch.float32)
     ids = torch.randint(1, 96, (2, 7))
     tco.nn.quantize_(model, "nvfp4", activations="fp4", calibrate=lambda model: model(ids))
     return tco.nn.merge_(model), ids
 
 
-# The first norm has no addition before it, and the input of o_proj no norm; lm_head is not quantised.
+# The first norm follows no addition, the input of o_proj follows no norm, and lm_head is not quantised.
 LLAMA_NODES = {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp4quant": 3, "silu_mul_fp4quant": 2, "fp4_quantize": 2}
 
 
 def assert_one_residual(graph):
-    """All additions overwrite the embedding's result, and nothing copies it."""
+    """Check that all additions overwrite the embedding's result, and that nothing copies it."""
     updated = [node.args[1] for node in graph.graph.nodes if "add_rmsnorm" in str(node.target)]
     assert len(updated) == 3 and len({*updated}) == 1 and "embedding" in str(updated[0].target)
     copying = (torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
@@ -170,14 +170,14 @@ def assert_one_residual(graph):
 
 
 def test_llama_generates_the_same_tokens(llama):
-    """In float32, where the fused ops leave no rounding out that decides about a code."""
+    """In float32 the fused ops skip no rounding that could change a code."""
     from transformers import CompileConfig
 
     model, ids = llama
     given = {"do_sample": False, "max_new_tokens": 6, "cache_implementation": "static"}
     want = model.generate(ids, **given, disable_compile=True)
     compiler = Compiler()
-    # A function, because generate copies its configuration.
+    # A function instead of the model, because generate copies its configuration.
     whole = CompileConfig(fullgraph=True, backend=lambda *given: compiler(*given), mode=None)
     whole._compile_all_devices = True
     with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()):
@@ -188,14 +188,14 @@ def test_llama_generates_the_same_tokens(llama):
 
 
 def test_llama_with_16_bit_activations():
-    """Norms of a model that is quantised for its weights alone."""
+    """Norms of a model with quantised weights only."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
     ids = torch.randint(1, 96, (2, 7))
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
         got, compiler = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
-    # The last norm is lm_head's, which is not quantised.
+    # The last norm precedes lm_head, which is not quantised.
     assert compiler.ours() == {"rmsnorm": 1, "add_rmsnorm": 3, "mm_fp4_weight_only": 8}
     assert_one_residual(compiler.graphs[0])
     assert F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.999
@@ -204,7 +204,7 @@ def test_llama_with_16_bit_activations():
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "activations"), [("nvfp4", "16bit"), ("fp8_block", "auto")])
 def test_llama_decodes_by_inductor(scheme, activations, device):
-    """The whole compiler: one token each of several sequences, so that a dimension of the residual has one element."""
+    """The whole compiler, with one token each of several sequences: one dimension of the residual has size 1."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, scheme, activations=activations))
     model, ids = model.to(device), torch.randint(1, 96, (3, 1), device=device)

@@ -1,4 +1,4 @@
-"""The pass for Inductor: norms and gates that it fuses with quantisations, and those that it leaves."""
+"""Norms and gates that the Inductor pass fuses with quantisations, and others that it leaves unchanged."""
 
 import pytest
 import torch
@@ -42,12 +42,12 @@ QUANTISE = {
 by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
 
 
-# What is fused
+# Fused patterns
 
 
 @by_norm
 def test_norm(norm, device):
-    """Of rows under other leading dimensions, as linear layers flatten them."""
+    """Rows with several leading dimensions, which linear layers flatten."""
     x, weight, g = numbers(2, 3, H, device=device), numbers(H, device=device), torch.full((1,), 3.0, device=device)
     got, compiler = compiled(lambda x, weight, g: tco.fp4_quantize(norm(x, weight).flatten(0, 1), g), x, weight, g)
     assert_equal(got, tco.rmsnorm_fp4quant(x.flatten(0, 1), weight, g, EPS))
@@ -91,7 +91,7 @@ def test_dtypes(dtype):
 
 
 def test_a_norm_that_is_read_elsewhere():
-    """As by a router. FP4 has an op that writes it too."""
+    """Another reader of the norm, such as a router. An FP4 op also writes the norm."""
     x, weight = numbers(4, H), numbers(H)
 
     def layer(x, weight):
@@ -108,7 +108,7 @@ def test_a_norm_that_is_read_elsewhere():
 
 
 def test_scales_of_one_norm_that_differ():
-    """As of q and k that are not merged: each reads the sum that the first has written."""
+    """Different scales, as for q and k that are not merged: each norm reads the sum that the first op wrote."""
     x, weight, g, other = numbers(4, H), numbers(H), torch.full((1,), 0.5), torch.full((1,), 2.0)
 
     def layer(x, weight, g, other):
@@ -124,7 +124,7 @@ def test_scales_of_one_norm_that_differ():
 
 
 def test_equal_quantisations():
-    """Of one tensor, whatever it is reshaped to; those under another scale or layout stay."""
+    """Equal quantisations of one tensor are merged, for any reshape; other scales or layouts stay separate."""
     x, g = numbers(2, 3, H), torch.full((1,), 0.5)
 
     def layers(x, g):
@@ -137,7 +137,7 @@ def test_equal_quantisations():
 
     got, compiler = compiled(layers, x, g)
     assert_equal(got, layers(x, g))
-    # A weight that is sliced twice is two tensors.
+    # Two slices of one weight are two tensors.
     assert compiler.quantising() == {"fp4_quantize": 4, "fp8_quantize": 1, "rmsnorm_fp8quant": 2}
 
 
@@ -157,7 +157,7 @@ def test_symbolic_sizes():
     assert len(compiler.graphs) == 1 and compiler.quantising() == {"add_rmsnorm_fp8quant": 1}
 
 
-# What is left
+# Patterns that are not fused
 
 
 def total_of_inputs(x, weight):
@@ -199,7 +199,7 @@ def test_sums_that_are_not_in_place(layer):
     assert_equal(got[2:], want[2:])
     assert_equal((x, weight), before)
     decoded, expected = (each[0].float() * each[1] for each in (got, want))
-    assert (decoded - expected).norm() < 0.05 * expected.norm()  # a rounding of the norm may change a code
+    assert (decoded - expected).norm() < 0.05 * expected.norm()  # the norm's rounding can change a code
 
 
 def norm_read_by_another(x, weight):
@@ -245,7 +245,7 @@ def norm_of_columns(x, weight):
 
 
 def norm_by_another(x, weight):
-    """Divided by the norm of another tensor."""
+    """Scaled by the norm of another tensor."""
     wide = x.float()
     return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.cos().pow(2).mean(-1, keepdim=True) + EPS))).bfloat16())
 

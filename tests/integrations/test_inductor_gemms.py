@@ -1,4 +1,4 @@
-"""The pass for Inductor and GEMMs: what makes their activations, and the next weight that they bring into L2."""
+"""The Inductor pass and GEMMs: prologues that compute activations, and prefetches of the next weight."""
 
 import pytest
 import torch
@@ -24,17 +24,17 @@ from torch_cute_ops.integrations._inductor_graph import call_op, named_arguments
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
-# What makes the activations
+# Computation of the activations
 
 
 def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
-    """Rows of gate and up, and a weight (24, H)."""
+    """Return rows of gate and up, and a weight (24, H)."""
     return numbers(*lead, 2 * H, dtype=dtype, device=device), *tco.fp4_quantize(numbers(24, H, device=device))
 
 
 @by_norm
 def test_norm_before_a_gemm(norm, device):
-    """Of rows under other leading dimensions, with a router that reads the norm too."""
+    """Rows with several leading dimensions, and a router that also reads the norm."""
     x, weight = numbers(2, 3, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(32, H, device=device))
 
@@ -49,7 +49,7 @@ def test_norm_before_a_gemm(norm, device):
 
 
 def test_norm_in_another_dtype_before_a_gemm():
-    """Of float32 rows: the op would write float32."""
+    """The norm of float32 rows stays: the op would write float32."""
     x, weight, (codes, scale) = numbers(4, H, dtype=torch.float32), numbers(H), tco.fp4_quantize(numbers(32, H))
 
     def layer(x, weight, codes, scale):
@@ -61,7 +61,7 @@ def test_norm_in_another_dtype_before_a_gemm():
 
 
 def test_sum_before_gemms(device):
-    """Three GEMMs of one norm, whose sum is read later; then that of a gate of many rows, which stays."""
+    """Three GEMMs of one norm, whose sum is read later; then a GEMM after a gate of many rows, which stays."""
     x, weight = numbers(9, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
@@ -79,14 +79,14 @@ def test_sum_before_gemms(device):
     want = tco.mm_fp4_weight_only(tco.silu_mul(both), codes.t(), scale)
     assert F.cosine_similarity(got[3].double().flatten(), want.double().flatten(), 0) > 0.9999
     ours = compiler.ours()
-    assert ours.pop("mm_fp4_weight_only") in (2, 4)  # with equal GEMMs merged, or not
+    assert ours.pop("mm_fp4_weight_only") in (2, 4)  # equal GEMMs may be merged
     assert ours == {"add_rmsnorm": 1}
     assert not any("clone" in name or "copy" in name for name in compiler.calls())
 
 
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
 def test_gate_before_a_gemm(lead, dtype, device):
-    """Of one row: gate and GEMM are one op, whatever the GEMM's other arguments."""
+    """For one row, gate and GEMM become one op, for any other arguments of the GEMM."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias = torch.randn(24, device=device)
 
@@ -105,8 +105,7 @@ def test_gate_before_a_gemm(lead, dtype, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """Of many rows or of a number that the graph does not say, on other GPUs, and where more than the GEMM reads the
-    result, it has another dtype, or up comes first."""
+    """Gates that stay: many rows, a symbolic number of rows, other GPUs, another reader, another dtype, or up first."""
     both, codes, scale = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     both = both.repeat_interleave(2, 1)[:, ::2] if left == "strided" else both
     both = both.float() if left == "float32" else both
@@ -131,8 +130,8 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16), ((8,), torch.bfloat16)])
 def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
-    """Of few rows: quantisation and GEMM are one op, and of one the gate too, whatever their other arguments, with the
-    bits of two."""
+    """For few rows, quantisation and GEMM become one op, for one row also the gate, for any other arguments, with the
+    same bits."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias, alpha = torch.randn(24, device=device), torch.rand(24, device=device)
     given = None if global_scale is None else torch.full((1,), global_scale, device=device)
@@ -158,8 +157,8 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
 def test_quantisations_that_stay_before_a_gemm(left):
-    """Of many rows or of a number that the graph does not say, where more than a GEMM reads the codes, in another dtype
-    or format, and behind a gate that is not SiLU's."""
+    """Quantisations that stay: many rows, a symbolic number of rows, another reader of the codes, another dtype or
+    format, or a gate other than SiLU."""
     both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     block_size = 32 if left == "MXFP4" else 16
     codes, scale = tco.fp4_quantize(numbers(24, H), block_size=block_size)
@@ -180,11 +179,11 @@ def test_quantisations_that_stay_before_a_gemm(left):
     assert compiler.ours() == {"silu_mul_fp4quant": 1, "mm_fp4": 2 if left == "two GEMMs" else 1}
 
 
-# The next weight
+# Prefetch of the next weight
 
 
 def prefetched(compiler):
-    """Of each of our GEMMs in order: its op, its weight by rows, and what it brings into L2, nodes both."""
+    """Return for each of our GEMMs, in order, the op, the node of its weight, and the node of the prefetched weight."""
     for node in compiler.graphs[-1].graph.nodes:
         if str(node.target).startswith("cute.") and "mm_fp" in str(node.target):
             named = named_arguments(node)
@@ -192,7 +191,7 @@ def prefetched(compiler):
 
 
 def four_gemms(x, y, first, first_scale, second, second_scale, other):
-    """A projection and one with a gate, twice: the last weight is another tensor."""
+    """Compute a projection and a gated projection twice; the last weight is a separate tensor."""
     for weight, scale in ((second, second_scale), (other, second_scale)):
         x = tco.mm_fp4_weight_only(x, first.t(), first_scale)
         a, a_scale = tco.silu_mul_fp4quant(x)
@@ -208,7 +207,7 @@ def operands_of_four_gemms(rows):
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_gemm_prefetches_the_next_weight(rows):
-    """Each but the last, and nothing else changes."""
+    """Every GEMM except the last prefetches; nothing else changes."""
     operands = operands_of_four_gemms(rows)
     got, compiler = compiled(four_gemms, *operands)
     names = ["mm_fp4_weight_only", "silu_mul_fp4quant_mm_fp4" if rows == 1 else "mm_fp4"] * 2
@@ -220,7 +219,7 @@ def test_a_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65])
 def test_an_fp8_gemm_prefetches_the_next_weight(rows):
-    """Each but the last, of up to 64 rows beside an FP8 weight, and of 16 beside one in FP4."""
+    """Every GEMM except the last prefetches, up to 64 rows with an FP8 weight and up to 16 rows with an FP4 weight."""
     x, (codes, scale) = numbers(rows, 128), tco.fp4_quantize(numbers(128, 128))
     first, second = torch.randn(2, 128, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 1, 1)
@@ -245,8 +244,8 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
 def test_what_is_not_prefetched(left, monkeypatch):
-    """Beside many rows or a number that the graph does not say, on other GPUs; a weight that the graph computes; and
-    nothing in place of what the call names."""
+    """Cases without prefetch: many rows, a symbolic number of rows, other GPUs, a weight that the graph computes. An
+    explicit prefetch is kept."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)
@@ -266,7 +265,7 @@ def test_what_is_not_prefetched(left, monkeypatch):
 
 
 def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
-    """Where a graph has several; here one that has no memory."""
+    """A graph can use several devices; here the second is meta."""
     x, _, first, first_scale, *_ = operands_of_four_gemms(2)
     graph = fx.Graph()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -287,11 +286,11 @@ def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
     assert len(gemms) == 2 and not any(named_arguments(node)["prefetch"] for node in gemms)
 
 
-# On which GPUs
+# Supported GPUs
 
 
 def test_where_gates_go_with_gemms(monkeypatch):
-    """On GPUs whose kernel gates rows, which Hopper's does."""
+    """GPUs with a kernel that gates rows, such as Hopper."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))

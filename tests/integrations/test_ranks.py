@@ -1,4 +1,4 @@
-"""A decoder of transformers that ranks divide: the model of one rank."""
+"""A transformers decoder divided among ranks, compared with the model on one rank."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def divided(rank: int) -> None:
     prompt = torch.arange(12).unsqueeze(0)
     want, tokens = model(prompt).logits, model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it has every layer that the plan names
+        warnings.simplefilter("error")  # the model contains every layer of the plan
         parallelize_module(model, init_device_mesh("cpu", (WORLD,)), decoder_plan(32))
     attention = model.model.layers[0].self_attn
     assert attention.qkv_proj.parts == (64, 32, 32) and attention.o_proj.in_features == 64
     logits = model(prompt).logits
-    # Sums in float32 come in another order, and are rounded once to bfloat16.
+    # float32 sums are added in another order, and rounded once to bfloat16.
     assert (logits - want).abs().max() <= want.abs().max() / 64
     assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0), tokens)
 

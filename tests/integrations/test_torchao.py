@@ -1,4 +1,4 @@
-"""Weights that torchao quantised: ``accelerate_`` and ``load_`` compute with what torchao decodes them to."""
+"""Weights that torchao quantised: ``accelerate_`` and ``load_`` compute with the values that torchao decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import torchao as integration
 from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantExperts, QuantLinear
 
-K, N = 192, 72  # rows and blocks that need padding in tiles
+K, N = 192, 72  # rows and blocks that are padded in tiles
 FP4 = torch.float4_e2m1fn_x2
 
 
@@ -115,7 +115,7 @@ def test_what_stays_and_what_is_refused():
 
 
 def nvfp4_experts(weight: torch.Tensor, **given: Any) -> NVFP4Tensor:
-    """As torchao's configuration for GPUs of compute capability 10.0 makes them."""
+    """Quantise experts as torchao's configuration for compute capability 10.0."""
     return nvfp4(weight, per_tensor_scale=(weight.abs().amax((1, 2)).float() / 2688).view(-1, 1, 1), **given)
 
 
@@ -172,7 +172,7 @@ def test_experts_that_are_refused():
 
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 swizzled", "MXFP4 swizzled"])
 def test_written_by_torchao(name, tmp_path):
-    """In safetensors, and pickled, which torch reads with ``weights_only``: the bits of ``accelerate_``."""
+    """Written to safetensors, and pickled for ``weights_only``; equal to ``accelerate_`` bit for bit."""
     from safetensors.torch import save_file
 
     model = block_of(EXPERTS[name][0])

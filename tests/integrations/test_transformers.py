@@ -1,4 +1,4 @@
-"""``from_pretrained`` and ``from_config``: models of transformers on quantised layers."""
+"""``from_pretrained`` and ``from_config``: transformers models on quantised layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=64),
-    "qwen2": Qwen2Config(**SIZES),  # q, k and v have a bias
+    "qwen2": Qwen2Config(**SIZES),  # biases of q, k and v
     "qwen3": Qwen3Config(**SIZES, head_dim=64),  # norms of q and k
 }
 by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -73,7 +73,7 @@ def bf16_model(config) -> nn.Module:
 
 
 def saved(config, path: Path, scheme: str = "nvfp4", style: str = "modelopt") -> nn.Module:
-    """A quantised checkpoint, and the model with what it decodes to, in bf16."""
+    """Save a quantised checkpoint; return the model with the decoded weights in bf16."""
     model = bf16_model(config)
     quantize_(model, scheme)
     checkpoint.save(model, path, style)
@@ -98,7 +98,7 @@ def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
 
 
 def round_activations(twin: nn.Module) -> None:
-    """From now on the twin multiplies activations that are rounded as its layers would round them."""
+    """Make the twin round activations as its quantised layers would."""
 
     def rounded(linear: nn.Linear, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         (x,) = inputs
@@ -152,13 +152,14 @@ def test_formats(scheme, style, tmp_path, device):
     model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     want = logits(twin)
     lost = 1 - cosine(logits(model), want)
-    # FP8 activations lose something of their own: how much, the formulas tell.
+    # FP8 activations add an error; the reference formulas give its size.
     round_activations(twin)
     assert lost < 1e-4 + 2 * (1 - cosine(logits(twin), want))
 
 
 def whole_graphs() -> tuple[CompileConfig, list[torch.fx.GraphModule]]:
-    """How ``generate`` compiles the decode step to whole graphs, and where these are kept."""
+    """Return a configuration that makes ``generate`` compile the decode step to whole graphs, and the list of these
+    graphs."""
     graphs = []
 
     def keep(graph, inputs):
@@ -176,7 +177,8 @@ def called_in(graph: torch.fx.GraphModule) -> list[str]:
 
 @by_config
 def test_merged_or_apart(config, tmp_path):
-    """Bit for bit by the references. With a static cache the decode step compiles whole, and tokens stay the same."""
+    """Results are equal bit for bit with the references. With a static cache the decode step compiles whole and
+    generates the same tokens."""
     saved(config, tmp_path / "x")
     apart = integration.from_pretrained(tmp_path / "x", device="cpu", merge=False, progress=False)
     merged = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
@@ -188,7 +190,7 @@ def test_merged_or_apart(config, tmp_path):
     whole, graphs = whole_graphs()
     assert torch.equal(tokens(merged, cache_implementation="static", compile_config=whole), want)
     called = called_in(graphs[0])
-    # transformers' cache for a sliding window has a number that Dynamo first takes for a constant.
+    # transformers' sliding-window cache contains a number that Dynamo first takes for a constant.
     assert len(graphs) == (2 if config.model_type == "mistral" else 1)
     assert sum("mm_fp4_weight_only" in name for name in called) == 2 * 4
 
@@ -203,7 +205,7 @@ def test_frequencies_are_those_of_the_plain_model(config, tmp_path):
 
 
 def test_saved_again(tmp_path):
-    """What was merged is written apart, to the same bits, and beside it how the model generates."""
+    """Merged layers are written separately, with equal bits, and so is the generation configuration."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     assert model.config.architectures == ["Qwen2ForCausalLM"]
@@ -219,7 +221,7 @@ def test_saved_again(tmp_path):
 
 
 def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
-    """Nor are those within them, or their copies; one of which no layer is quantised is."""
+    """Nor are submodels and copies; a submodel without quantised layers can be saved."""
     model = bf16_model(CONFIGS["llama"])
     quantize_(model, ignore="*")
     model.save_pretrained(tmp_path / "plain")
@@ -237,7 +239,7 @@ def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
 
 
 def test_settings(tmp_path, capsys):
-    """The checkpoint's way to generate, a dtype and a configuration that are stated, and progress."""
+    """The checkpoint's generation configuration, an explicit dtype and configuration, and progress."""
     saved(CONFIGS["llama"], tmp_path / "x")
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "x")
     model = integration.from_pretrained(
@@ -253,7 +255,7 @@ def test_settings(tmp_path, capsys):
 
 
 def test_ignore(tmp_path):
-    """One pattern, of a model and of a checkpoint."""
+    """A single pattern, for a model and for a checkpoint."""
     model = integration.from_config(CONFIGS["llama"], device="cpu", ignore="up_proj")
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and isinstance(model.lm_head, NVFP4Linear)
     saved(CONFIGS["llama"], tmp_path / "x")
@@ -262,7 +264,7 @@ def test_ignore(tmp_path):
 
 
 def test_float32(tmp_path):
-    """Refused where layers take 16 bits, and computed where they do not, as experts do not."""
+    """Refused with 16-bit layers; supported otherwise, as for experts."""
     saved(CONFIGS["llama"], tmp_path / "x", "mxfp4", "compressed-tensors")
     given = {"device": "cpu", "dtype": torch.float32}
     for load in (
@@ -294,7 +296,7 @@ def test_a_name_is_fetched(tmp_path, monkeypatch):
 
 
 def test_paths_that_are_no_folders(tmp_path, monkeypatch):
-    """Nobody asks the Hub for these."""
+    """The Hub is never asked for these paths."""
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     for path in ("./typo", "../typo", str(tmp_path / "typo"), tmp_path / "typo", Path("typo")):
@@ -321,7 +323,7 @@ def test_bad_checkpoints(tmp_path):
 
 # Experts
 
-# Each token has all experts, in an order of its own, so that no rounding changes which it has.
+# Each token uses all experts, in its own order, so that rounding cannot change the choice.
 ROUTED = {**SIZES, "num_experts_per_tok": 4}
 MOE = {
     "mixtral": MixtralConfig(**{**ROUTED, "intermediate_size": 128}, num_local_experts=4),
@@ -336,7 +338,7 @@ MOE = {
 
 
 def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
-    """A quantised checkpoint, and the model with what it decodes to, in bf16."""
+    """Save a quantised checkpoint; return the model with the decoded weights in bf16."""
     model = bf16_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -366,7 +368,7 @@ def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
 
 
 def as_gpt_oss(path: Path) -> None:
-    """Rewrite a checkpoint with experts in MXFP4 as gpt-oss's own are."""
+    """Rewrite a checkpoint with MXFP4 experts in gpt-oss's form."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
@@ -415,14 +417,14 @@ def test_models_with_experts(name, scheme, style, tmp_path, device):
 
 
 def with_a_layer_for_further_tokens(path: Path) -> None:
-    """As DeepSeek-V3's checkpoints have it, and transformers' model does not."""
+    """Add a layer that predicts further tokens, as in DeepSeek-V3's checkpoints; transformers' model lacks it."""
     more = {"model.layers.61.eh_proj.weight": torch.zeros(128, 256).bfloat16()}
     rewrite(path, lambda tensors: tensors | more)
 
 
 def generates_whole(model: nn.Module, op: str, count: int) -> None:
-    """With a static cache the decode step is one graph, which has so many calls of an op, and the tokens of eager
-    code."""
+    """Check that with a static cache the decode step is one graph with ``count`` calls of an op and generates the
+    tokens of eager code."""
     torch._dynamo.reset()
     given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
     want = model.generate(IDS, disable_compile=True, **given)
@@ -461,14 +463,14 @@ def registered():
     ],
 )
 def test_register(name, scheme, style, tmp_path, device, registered):
-    """The bits of our own ``from_pretrained``."""
+    """Weights equal our own ``from_pretrained`` bit for bit."""
     make, config = (moe_saved, MOE[name]) if name in MOE else (saved, CONFIGS[name])
     make(config, tmp_path / "x", scheme, style)
     if name == "gpt-oss":
         as_gpt_oss(tmp_path / "x")
     want = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     got, info = AutoModelForCausalLM.from_pretrained(tmp_path / "x", output_loading_info=True)
-    got.to(device)  # device_map would need accelerate
+    got.to(device)  # device_map needs accelerate
     assert not any(info.values()), info
     assert got.state_dict().keys() == want.state_dict().keys() and got.device.type == device
     for (key, tensor), other in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
@@ -490,7 +492,7 @@ def test_what_register_refuses(tmp_path, registered, caplog):
     assert "use torch_cute_ops.checkpoint.save" in caplog.text
     checkpoint.save(model, tmp_path / "z", "modelopt")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "z")), logits(model))
-    # What we do not read is left to transformers, if it has something for it.
+    # Unsupported checkpoints are passed on to transformers' quantizer, if it exists.
     theirs = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
     assert type(AutoQuantizationConfig.from_dict(dict(theirs))).__name__ == "FineGrainedFP8Config"
     assert "transformers' own FineGrainedFP8Config is used" in caplog.text
@@ -522,14 +524,14 @@ def test_a_scale_that_is_missing(tmp_path, registered):
 
 
 def quantised_head(path: Path) -> None:
-    """Put the tensors of a quantised ``lm_head`` into a checkpoint."""
+    """Add the tensors of a quantised ``lm_head`` to a checkpoint."""
     head = NVFP4Linear.from_float(nn.Linear(SIZES["hidden_size"], SIZES["vocab_size"], bias=False).bfloat16())
     own = {f"lm_head.{key}": each for key, each in head.state_dict().items()}
     rewrite(path, lambda tensors: tensors | own)
 
 
 def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
-    """Refused, as by our own; read where the model does not tie it."""
+    """Refused, as by our own ``from_pretrained``; loaded if the model does not tie it."""
     for name in ("llama", "llama-tied"):
         saved(CONFIGS[name], tmp_path / name)
         rewrite(tmp_path / name, lambda tensors: {key: tensors[key] for key in tensors if key != "lm_head.weight"})
@@ -558,9 +560,9 @@ def without(prefix: str) -> Callable[[Tensors], Tensors]:
 
 @loaders
 def test_incomplete_checkpoints(load, tmp_path, registered):
-    """No weight is random."""
+    """No weight is left random."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
-    for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # of the last, the bias is left
+    for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # the last leaves the bias
         refused(load, tmp_path / "x", without(lost), rf"contains no .*{re.escape(lost.rpartition('.')[0])}")
     moe_saved(MOE["mixtral"], tmp_path / "y", "nvfp4", "modelopt")
     refused(
@@ -571,7 +573,7 @@ def test_incomplete_checkpoints(load, tmp_path, registered):
 
 @loaders
 def test_surplus_tensors(load, tmp_path, registered):
-    """Of a layer, and of experts that the configuration does not have."""
+    """Tensors of a layer, and of experts, that the configuration does not include."""
     saved(CONFIGS["llama"], tmp_path / "x")
     for name, message in (("pre_quant_scale", "is unknown to modelopt nvfp4"), ("lora.weight", "")):
         more = {f"{Q_PROJ}.{name}": torch.ones(128)}
@@ -596,7 +598,7 @@ def test_scales_of_the_kv_cache(load, tmp_path, registered, caplog):
 
 
 def test_names_that_transformers_changes(tmp_path, registered):
-    """A layer that is not quantised, under another name in the checkpoint."""
+    """An unquantised layer with another name in the checkpoint."""
     saved(CONFIGS["llama"], tmp_path / "x")
     want = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x"))
     rewrite(
@@ -612,7 +614,7 @@ def test_names_that_transformers_changes(tmp_path, registered):
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block"])
 def test_random_weights(name, scheme, device):
-    """Of every linear layer but the last; norms are ones, and what the model answers depends on the seed."""
+    """Every linear layer except the last is random; norms are ones; results depend on the seed."""
     config = CONFIGS[name]
     model = integration.from_config(config, scheme, device=device)
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -638,7 +640,7 @@ def test_random_weights(name, scheme, device):
     ids=["8B", "70B"],
 )
 def test_memory_of_llama_3(layers, limit, sizes):
-    """In NVFP4, merged, with what layers derive from their scales; the layers of a model are alike."""
+    """NVFP4, merged, with derived buffers; all layers of a model are alike."""
 
     def held(count: int) -> int:
         config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, num_hidden_layers=count)
@@ -650,6 +652,6 @@ def test_memory_of_llama_3(layers, limit, sizes):
     first, second = held(1), held(2)
     hidden = sizes["hidden_size"]
     weights = hidden * (2 * hidden + 2 * 8 * 128 + 3 * sizes["intermediate_size"])
-    # 4 bits and a scale of 8 for 16 elements; norms, and a factor for each column of merged layers.
+    # 4 bits per element, an 8-bit scale per 16 elements, norms, and a factor per column of merged layers.
     assert 0 < second - first - weights * 0.5625 < 0.001 * weights
     assert first + (layers - 1) * (second - first) < limit

@@ -1,4 +1,4 @@
-"""FP8 layers with a scale of the tensor or of each row: static activations, and where torch's own GEMM multiplies."""
+"""FP8 layers with tensor or channel scales: static activations, and torch's own scaled GEMM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ N, K = 48, 160
 def layer_of(
     cls: type[QuantLinear], is_static: bool, n: int = N, k: int = K, amax: float = 3.0, dtype=torch.bfloat16
 ) -> QuantLinear:
-    """Random elements and scales, as a checkpoint has them."""
+    """Build a layer from random elements and scales, as in a checkpoint."""
     return cls.from_tensors(
         torch.randn(n, k).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn),
         torch.rand(1 if cls is FP8TensorLinear else n) / 100,
@@ -34,7 +34,7 @@ def layer_of(
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """New tensors hold NaN until something is written."""
+    """Fill new tensors with NaN until something is written."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
     yield
@@ -43,7 +43,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def by_torch_on_cpu(monkeypatch) -> None:
-    """Layers use the CPU's own scaled GEMM."""
+    """Make layers use torch's scaled GEMM on the CPU."""
     monkeypatch.setattr(_scaled_mm, "_reason_no_device", lambda device: None)
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
@@ -54,7 +54,7 @@ def by_torch_on_cpu(monkeypatch) -> None:
 
 
 class Calls:
-    """What torch's scaled GEMM was called with."""
+    """Records the arguments of torch's scaled GEMM."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
         self.forms: list[tuple[int, int]] = []
@@ -74,7 +74,7 @@ class Calls:
 
 @pytest.fixture(params=["scaled_mm", "_scaled_mm"])
 def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
-    """Those of one of the two functions."""
+    """Calls of one of the two functions."""
     is_public = request.param == "scaled_mm"
     if is_public and _scaled_mm._public is None:
         pytest.skip("this torch has no torch.nn.functional.scaled_mm")
@@ -90,7 +90,7 @@ def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
 def test_values(cls, is_static, dtype, device):
     layer = layer_of(cls, is_static, dtype=dtype).to(device)
     x = torch.randn(2, 3, K, dtype=dtype, device=device)
-    x[0, 0, 0] = 50  # saturates under the static scale
+    x[0, 0, 0] = 50  # saturates with the static scale
     assert_computes(layer, x)
 
 
@@ -103,7 +103,7 @@ def test_any_size(cls, n, k, device):
 
 @by_class
 def test_from_float(cls):
-    """An element of the largest magnitude is 448, and nothing is off by more than rounding to e4m3."""
+    """The largest element is 448, and no element is off by more than the rounding to e4m3."""
     linear = nn.Linear(K, N).bfloat16()
     linear.weight.data[3] = 0
     layer = cls.from_float(linear, input_amax=2.0)
@@ -118,7 +118,7 @@ def test_from_float(cls):
 
 @by_class
 def test_merged_static(cls):
-    """Scales of the parts stay their own; the greatest input scale holds."""
+    """Each part keeps its scale; the largest input scale is used."""
     layers = [layer_of(cls, True, n, amax=amax) for n, amax in ((32, 1.0), (16, 8.0))]
     layers[1].weight_scale.mul_(300)
     layers[1]._derive()
@@ -161,7 +161,7 @@ def test_quantize():
 @by_class
 @torch.no_grad()
 def test_quantize_with_calibration(cls):
-    """Activations are static then, under the largest magnitude that each layer's input had."""
+    """With calibration, activations are static, scaled by the largest magnitude of each layer's input."""
     model, x = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 5)).bfloat16(), torch.randn(9, K).bfloat16()
     want = [x.abs().max().item() / 448, model[0](x).abs().max().item() / 448]
     quantize_(model, cls.scheme, calibrate=lambda model: model(x))
@@ -185,14 +185,14 @@ def test_by_torch(cls, is_static, dtype, calls):
     forms = [(3, N), (0, N), (3, N + 16)]
     if is_static and cls is FP8TensorLinear:
         forms[:2] = [(1, 1)] * 2
-    if dtype == torch.float16 and _scaled_mm._public is None:  # which takes scales of rows for bfloat16 alone
+    if dtype == torch.float16 and _scaled_mm._public is None:  # supports row scales only for bfloat16
         forms = [form for form in forms if form == (1, 1)]
     assert calls.forms == forms
 
 
 @by_class
 def test_where_torch_refuses(cls, calls):
-    """Sizes, a result in float32, a bias of another dtype: never the number of rows."""
+    """The size, a float32 result or a bias of another dtype can cause a refusal; the number of rows never does."""
     for n, k, bias, dtype in (
         (40, K, torch.bfloat16, torch.bfloat16),
         (N, 24, torch.bfloat16, torch.bfloat16),

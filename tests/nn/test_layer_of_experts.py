@@ -1,4 +1,4 @@
-"""Layers of experts with their router, beside what they compute in float64; on a GPU, captured too."""
+"""Expert layers with their router against float64 results; on a GPU also captured."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from torch_cute_ops.nn.experts import few_tokens
 
 E, TOPK = 8, 3
 FEW = few_tokens(I) * E // TOPK
-"""The most tokens that are few, of this layer."""
+"""Largest number of tokens that are few for this layer."""
 SCORINGS = {
     "softmax": {},
     "softmax of all": {"renormalize": False, "scaling_factor": 0.5},
     "sigmoid": {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2, "scaling_factor": 2.5},
 }
 LEAST = {"16bit": 0.9999, "nvfp4": 0.98, "mxfp4": 0.96, "fp8": 0.998}
-"""Cosines to the layer with the decoded weights, by the format of the activations."""
+"""Smallest cosine between the layer and the decoded weights' result, by the format of the activations."""
 FEW_OPS = {
     "16bit": {"moe_route_dense", "moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"},
     "fp4": {"moe_route_dense", "fp4_quantize", "moe_fc1_fp4", "moe_fc2_fp4"},
@@ -81,7 +81,7 @@ def layer_of(
 
 
 def route_few(layer: ExpertLayer, activations: str) -> ExpertLayer:
-    """The layer, after `route_few_` with these activations, unless they are "many": then as it is."""
+    """Call `route_few_` with these activations, except for "many"; return the layer."""
     if activations == "many":
         return layer
     scales = {}
@@ -93,7 +93,7 @@ def route_few(layer: ExpertLayer, activations: str) -> ExpertLayer:
 
 
 def choice(layer: ExpertLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each token and their weights, token by token in float64."""
+    """Return the experts of each token and their weights, computed token by token in float64."""
     logits = x.double().cpu() @ layer.router.double().cpu().T
     if layer.router_bias is not None:
         logits = logits + layer.router_bias.double().cpu()
@@ -117,7 +117,7 @@ def choice(layer: ExpertLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def wanted(layer: ExpertLayer, x: torch.Tensor) -> np.ndarray:
-    """The layer with the decoded weights, in float64."""
+    """Return the layer's result with decoded weights, in float64."""
     ids, weights = choice(layer, x)
     experts, biases = layer.experts, None
     if experts.down_proj.bias is not None:
@@ -145,7 +145,7 @@ def cosine(got: torch.Tensor, want: np.ndarray) -> float:
 @by_scheme
 @torch.no_grad()
 def test_values(scheme, activations, shared, scoring):
-    """Few tokens and many, by the ops that each way has."""
+    """Both code paths, few tokens and many, run their ops and match float64."""
     form = Experts if scoring == "sigmoid" else GptOssExperts
     layer = route_few(layer_of(form, scheme, scoring, shared), activations)
     x = torch.randn(FEW + 1, H).bfloat16()
@@ -164,13 +164,14 @@ def test_values(scheme, activations, shared, scoring):
 
 @torch.no_grad()
 def test_other_calls():
-    """No tokens; dtypes that the way of few tokens does not take; and FP8 weights, which it does not have."""
+    """Calls without tokens, dtypes that the path for few tokens does not support, and FP8 weights, which lack that
+    path."""
     layer = layer_of()
     for each in (layer, route_few(layer, "16bit"), route_few(layer, "fp4")):
         assert each(torch.zeros(0, H, dtype=torch.bfloat16)).shape == (0, H)
     x = torch.randn(4, H)
     want = wanted(layer, x)
-    layer.shared = None  # float32 is no dtype of its layers
+    layer.shared = None  # its layers do not support float32
     assert "moe_fc1_fp4" in ops_of(layer, x) and layer(x).dtype == torch.float32
     assert "moe_permute_fp8quant" in ops_of(route_few(layer, "16bit"), x)
     assert "moe_fc1_fp4_weight_only" in ops_of(layer, x.half())
@@ -183,7 +184,7 @@ def test_other_calls():
 @pytest.mark.parametrize("way", ["few, 16bit", "few, fp4", "many"])
 @torch.no_grad()
 def test_a_token_depends_on_no_other(way):
-    """Its result is the same bit for bit with other tokens, and so other experts, beside it."""
+    """A token's result stays the same, bit for bit, with other tokens and therefore other experts in the call."""
     layer = layer_of()
     if way != "many":
         route_few(layer, way.split()[1])
@@ -196,8 +197,8 @@ def test_a_token_depends_on_no_other(way):
 @by_activations
 @torch.no_grad()
 def test_state_dict(activations):
-    """A layer with its tensors computes what the other does, in memory that stays where it is; the bias of the choice
-    is never cast."""
+    """A layer that loads the state dict gives the same result without new buffers; the bias of the choice is never
+    cast."""
     one = route_few(layer_of(GptOssExperts), activations)
     torch.manual_seed(1)
     other = route_few(layer_of(GptOssExperts), activations)
@@ -237,7 +238,7 @@ def test_compiled(way, scoring):
 @pytest.mark.parametrize("activations", ["16bit", "fp8", "fp4"])
 @torch.no_grad()
 def test_gated_mlp(activations):
-    """In each form of activations, with the gate of gpt-oss too."""
+    """All formats of activations, also with the gate of gpt-oss."""
     amax = {"input_amax": 8.0} if activations == "fp4" else {}
     layers = {
         name: NVFP4Linear.from_float(nn.Linear(*size, bias=False).bfloat16(), activations=activations, **amax)
@@ -258,7 +259,7 @@ def test_gated_mlp(activations):
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
 def test_gate_and_up_in_one_op(cls):
-    """Of any number of rows, by the layer's forward: results are those of the two ops."""
+    """For any number of rows, the layer's forward with gate and up equals the two separate ops."""
     layers = [cls.from_float(nn.Linear(*size).bfloat16()) for size in ((H, 128), (H, 128), (128, H))]
     mlp, calls = GatedMLP(merge(layers[:2]), layers[2]), []
     mlp.down_proj.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
@@ -291,7 +292,7 @@ def test_other_layers_refuse_gate_and_up():
 
 @torch.no_grad()
 def test_warmup_of_a_gated_mlp():
-    """In each bucket, whatever the GPU, since it calls the op whatever the number of rows."""
+    """Every bucket is called on any GPU, because the MLP calls its op for any number of rows."""
     shared, counts = shared_expert("nvfp4"), []
     shared.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     warmup(nn.ModuleList([shared, shared_expert("nvfp4")]), (1, 5, 8, 40), fused=False)
@@ -299,7 +300,7 @@ def test_warmup_of_a_gated_mlp():
 
 
 def test_warmup():
-    """The layer is called, in each bucket and way, and what is within it only as its part."""
+    """The layer is called in each bucket and on each path; modules inside it are not called separately."""
     layer, counts = route_few(layer_of(), "16bit"), []
     layer.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     layer.experts.register_forward_pre_hook(lambda *_: pytest.fail("experts were called"))
@@ -335,7 +336,7 @@ def test_errors():
 
 
 def captured(call, *given):
-    """A graph of a call, and its result, after a call that compiles."""
+    """Return a captured graph of a call and its result, after one call that compiles."""
     call(*given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -356,8 +357,8 @@ def hopper() -> None:
 @by_scheme
 @torch.no_grad()
 def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
-    """A replay has the result of a call, with other tokens, and so other experts, than at the capture; and of one
-    expert for all; values are those of the decoded weights."""
+    """A replay with other tokens, and so other experts, equals a call; also if one expert gets all tokens. Values match
+    the decoded weights."""
     hopper()
     layer = layer_of(scheme=scheme, scoring=scoring, device="cuda")
     if way != "many":
@@ -366,7 +367,7 @@ def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
             scale = getattr(layer.experts.side_by_side, name)
             assert scale is None or scale.is_cuda
     x = torch.randn(17, H, device="cuda").bfloat16()
-    # Of a single token FP4 and FP8 may be off by more than of many.
+    # For a single token, FP4 and FP8 can be off by more than for many.
     least = LEAST["16bit"] if way == "16bit" else LEAST[scheme if way == "fp4" else "fp8"] - 0.01
     graph, result = captured(layer, x)
     for step in range(4):
@@ -381,7 +382,7 @@ def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
 @by_activations
 @torch.no_grad()
 def test_captured_experts_follow_their_routing(activations):
-    """Other pairs at each replay, none at one of them, whose result is 0; by routing and by ids."""
+    """Each replay routes other pairs, one of them none, which gives 0; by routing and by ids."""
     hopper()
     experts = route_few(layer_of(GptOssExperts, device="cuda"), activations).experts
     x = torch.randn(12, H, device="cuda").bfloat16()
@@ -406,7 +407,7 @@ def test_captured_experts_follow_their_routing(activations):
 @pytest.mark.parametrize("way", ["16bit", "fp4", "many"])
 @torch.no_grad()
 def test_a_token_depends_on_no_other_on_a_gpu(way):
-    """Bit for bit, in as many tokens."""
+    """For a fixed number of tokens, a token's result stays the same bit for bit."""
     hopper()
     layer = route_few(layer_of(device="cuda"), way)
     x = torch.randn(40 if way == "many" else FEW, H, device="cuda").bfloat16()
@@ -421,13 +422,13 @@ def test_a_token_depends_on_no_other_on_a_gpu(way):
 @pytest.mark.parametrize("way", ["16bit", "fp4"])
 @torch.no_grad()
 def test_warm_layers_are_captured_at_once(way):
-    """After `warmup` with such numbers of tokens nothing is compiled in a capture, of few tokens and of many."""
+    """After `warmup` with these numbers of tokens, a capture compiles nothing, for few tokens and for many."""
     hopper()
     layer = route_few(layer_of(device="cuda"), way)
     warmup(layer, (4, FEW, FEW + 1))
     for count in (4, FEW, FEW + 1):
         x = torch.randn(count, H, device="cuda").bfloat16()
-        torch.nn.functional.linear(x.float(), layer.router)  # cuBLAS sets itself up
+        torch.nn.functional.linear(x.float(), layer.router)  # initialises cuBLAS
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Quantised linear layers: values, what may and may not be cast, state dicts, merged layers, errors."""
+"""Quantised linear layers: values, casts, state dicts, merged layers, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
 by_kind = pytest.mark.parametrize(
     ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
 )
-N, K = 136, 320  # neither is whole tiles: of scales, or of 128 elements
+N, K = 136, 320  # neither is a multiple of a scale tile or of 128 elements
 INPUT_AMAX = 3.0
 
 
@@ -55,7 +55,7 @@ def test_values(cls, activations, dtype, device):
 
 @by_kind
 def test_rows_quantised_before(cls, activations, device):
-    """In place of the input: the same result, in the dtype that the rows name."""
+    """Rows that were quantised before give the same result as the input, in the dtype that they name."""
     layer = quantised(cls, activations).to(device)
     layer.bias = None
     x = torch.randn(2, 3, K, dtype=torch.bfloat16, device=device)
@@ -78,7 +78,8 @@ def test_shapes_of_input(cls, activations):
 
 @pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:3]])
 def test_the_weight_is_static(cls, activations, monkeypatch):
-    """The GEMM is told so; and whatever writes the weight ends with a launch before the next forward."""
+    """The GEMM gets static_weight, and every method that writes the weight launches once more before the next
+    forward."""
     given, written = [], []
     for name in ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4", "mm_fp8_block", "mm_fp8_fp4"):
         module = fp8_linear if name == "mm_fp8_block" else fp4_linear
@@ -115,7 +116,7 @@ def test_from_float_is_what_the_formats_say():
     assert np.array_equal(spec.unpack(layer.state_dict()["weight"].numpy()), want.codes)
     assert np.array_equal(layer.state_dict()["weight_scale"].numpy(), want.scales)
 
-    linear.weight.data[:128, 128:256] = 0  # a block of zeros
+    linear.weight.data[:128, 128:256] = 0  # an all-zero block
     layer = FP8BlockLinear.from_float(linear)
     weight = linear.weight.detach().numpy()
     for i, j in np.ndindex(2, 3):
@@ -166,7 +167,7 @@ def test_nothing_is_cast(cls, activations, move):
 
 @by_kind
 def test_nothing_computed_before_loading(cls, activations):
-    """A layer that nothing was loaded into says so, by NaN."""
+    """A layer without loaded tensors returns NaN."""
     assert cls(K, N, activations=activations)(torch.randn(2, K).bfloat16()).isnan().all()
 
 
@@ -215,7 +216,7 @@ def test_a_state_dict_that_does_not_fit(change):
     ids=["nvfp4", "fp8_tensor", "fp8_channel"],
 )
 def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
-    """Wherever that has moved, and whatever has replaced it."""
+    """The current buffer is used, wherever it was moved and whatever replaced it."""
     activations = "fp4" if cls is NVFP4Linear else "fp8"
     layer = quantised(cls, activations, input_amax=INPUT_AMAX)
     x = torch.randn(3, K).bfloat16()
@@ -227,7 +228,7 @@ def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
 
 
 def test_loading_reaches_captured_graphs():
-    """What follows from the tensors is written in place, like these."""
+    """Derived buffers are written in place, like the loaded tensors."""
     layer, other = (merge([quantised(NVFP4Linear, "fp4", factor=f) for f in (1, f)]) for f in (3, 5))
     addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.load_state_dict(other.state_dict())
@@ -241,7 +242,7 @@ def test_loading_reaches_captured_graphs():
 @by_kind
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_merged(cls, activations, bias, device):
-    """Each part's columns are what the part computes, though their global scales are far apart."""
+    """Each part's columns equal the part's own result, even if the parts' global scales are far apart."""
     parts = [quantised(cls, activations, n, factor).to(device) for n, factor in ((128, 1.0), (256, 40.0), (8, 0.01))]
     for part in parts:
         part.bias = part.bias if bias else None
@@ -258,7 +259,7 @@ def test_merged(cls, activations, bias, device):
 
 
 def test_merged_input_scales():
-    """The greatest holds: nothing of any part's range is lost."""
+    """The largest input scale is used, so that no part saturates earlier."""
     layers = []
     for amax in (1.0, 4.0):
         layers.append(NVFP4Linear.from_float(nn.Linear(K, N).bfloat16(), activations="fp4", input_amax=amax))
@@ -305,7 +306,7 @@ def test_errors():
             cls(*sizes)
         with pytest.raises(ValueError, match=f"{cls.__name__}: {message}"):
             cls.from_float(nn.Linear(*sizes))
-    for cls in (NVFP4Linear, MXFP4Linear):  # which take these sizes with other activations
+    for cls in (NVFP4Linear, MXFP4Linear):  # these sizes are supported with other activations
         cls(96, 64)
         with pytest.raises(ValueError, match="in_features is 96; expected a positive multiple of 64"):
             cls(96, 64, activations="fp8")
@@ -344,7 +345,7 @@ def test_what_requires_grad_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
-    """That quantises and multiplies, with the bits of the two that others have; of few rows too."""
+    """One op quantises and multiplies few rows, with the same bits as the two separate ops."""
     cls = NVFP4Linear if static else MXFP4Linear
     layer, called = quantised(cls, "fp4", dtype=dtype), []
     fused = fp4_linear.fp4quant_mm_fp4
@@ -362,7 +363,7 @@ def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
 @pytest.mark.parametrize("activations", NVFP4Linear.choices)
 @torch.no_grad()
 def test_layers_prefetch_the_next_one(activations, monkeypatch):
-    """As they are called, wherever the next one has moved to; results stay."""
+    """Layers prefetch in call order, wherever the next layer was moved; results do not change."""
     given, names = [], ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4")
     for name in names:
         op = getattr(fp4_linear, name)
@@ -388,7 +389,7 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
 
 @torch.no_grad()
 def test_a_chain_of_layers_is_in_no_copy_and_no_file():
-    """Of a long one; nor does it keep layers that the model has no more."""
+    """A long chain is neither copied nor saved, and it does not keep removed layers alive."""
     layers = nn.ModuleList([quantised(NVFP4Linear, "16bit", n=K) for _ in range(300)])
     alone = io.BytesIO()
     torch.save(layers[0], alone)
@@ -406,7 +407,7 @@ def test_a_chain_of_layers_is_in_no_copy_and_no_file():
 
 @torch.no_grad()
 def test_what_a_layer_cannot_prefetch():
-    """A weight on another device; and rows that are no multiples of 16 bytes."""
+    """Weights on another device, and weights whose rows are not multiples of 16 bytes."""
     first, second = (quantised(NVFP4Linear, "16bit", n=K) for _ in range(2))
     x = torch.randn(1, K).bfloat16()
     want = first(x)
@@ -418,7 +419,7 @@ def test_what_a_layer_cannot_prefetch():
 
 
 def test_a_chain_is_no_part_of_a_program():
-    """That is exported or compiled: weights of other layers are none of its inputs, nor constants."""
+    """In exported or compiled programs, weights of other layers are neither inputs nor constants."""
     layers = [quantised(NVFP4Linear, "16bit", n=K) for _ in range(2)]
     prefetch_(layers)
     x = torch.randn(2, K).bfloat16()

@@ -1,4 +1,4 @@
-"""``merge_``: layers with one input become one, in modules whose ``forward`` calls them one by one."""
+"""``merge_``: layers with one input are merged, in modules whose ``forward`` calls them one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ H = 128
 
 
 class Attention(nn.Module):
-    """With a ``forward`` of its own, and a norm between the projections and their use."""
+    """Attention with its own ``forward``, and a norm between the projections and their use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ X = torch.randn(5, H).bfloat16()
 
 
 def test_layers_are_freed_as_they_are_merged(monkeypatch):
-    """So that a model needs no second copy of its weights."""
+    """The model needs no second copy of all its weights."""
     model = nn.Sequential(*(MLP() for _ in range(3))).bfloat16().requires_grad_(False)
     quantize_(model)
     old = [weakref.ref(mlp.gate_proj.weight) for mlp in model]
@@ -89,7 +89,7 @@ def test_same_bits_by_fewer_layers(scheme):
 
 
 class ByKeyword(Attention):
-    """Calls its layers by keyword, and looks at them."""
+    """Calls its layers by keyword and reads their attributes."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_proj, self.k_proj, self.v_proj
@@ -131,7 +131,7 @@ def test_pickled_and_copied(tmp_path):
 
 
 def test_what_does_not_fit_together_stays_apart():
-    model = model_of("fp8_block")  # k has 64 rows, and blocks of 128 are not shared
+    model = model_of("fp8_block")  # k has 64 rows, less than a block of 128
     want = model(X)
     assert linears(merge_(model)) == {"0.q_proj", "0.k_proj", "0.v_proj", "1.gate_up_proj", "1.down_proj"}
     assert torch.equal(model(X), want)
@@ -140,7 +140,7 @@ def test_what_does_not_fit_together_stays_apart():
 
 
 def test_different_inputs_are_refused():
-    """As in cross-attention; the same numbers elsewhere in memory are different inputs too."""
+    """Different inputs, as in cross-attention, are refused, even if they have equal values."""
     attention = merge_(model_of())[0]
     attention(X, other=X)
     with pytest.raises(RuntimeError, match="qkv_proj merges layers that were called with different inputs"):
@@ -148,7 +148,7 @@ def test_different_inputs_are_refused():
 
 
 def test_calls_side_by_side():
-    """Each of two threads is between two of the projections while the other is."""
+    """Two threads are inside ``forward`` of the same module at the same time."""
     attention = merge_(model_of())[0]
     inputs = [torch.randn(3, H).bfloat16() for _ in range(2)]
     want = [attention(x) for x in inputs]

@@ -1,4 +1,4 @@
-"""Experts with quantised weights, beside what they compute in float64."""
+"""Experts with quantised weights against float64 results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
-    """Codes of activations may differ, in few places on a CPU and in a hundredth on a GPU: its sums have fewer bits."""
+    """Check closeness. Codes of activations can differ in few places on a CPU, and in a hundredth of them on a GPU,
+    whose sums are less precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
 
@@ -48,7 +49,7 @@ def block_of(module: nn.Module, scheme: str, device: str = "cpu", **given) -> Bl
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_values(scheme, form, device):
-    """Of the weights that were quantised, under ids of int64, as torch.topk gives them."""
+    """Results match the quantised weights, with int64 ids as returned by torch.topk."""
     module = form()
     block = block_of(copy.deepcopy(module), scheme, device)
     experts = block.mlp.experts
@@ -66,7 +67,7 @@ def test_values(scheme, form, device):
             module.down_proj_bias.detach().bfloat16().double().numpy(),
         )
         swiglu = GPT_OSS
-    # The codes stand for the module's own weights, in the order of gate and up.
+    # The decoded weights match the original module's, in the order of gate and up.
     for got, want in ((gate_up, want_gate_up), (down, want_down)):
         error = np.linalg.norm(got - want.double().numpy()) / want.norm().item()
         assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04}[scheme]
@@ -80,11 +81,11 @@ def test_values(scheme, form, device):
 @by_scheme
 @torch.no_grad()
 def test_calls(scheme, device):
-    """A row is what it is alone; ids elsewhere add nothing; other dtypes; compiled whole."""
+    """A row equals the same row alone; foreign ids add nothing; other dtypes; compiled to one graph."""
     experts = block_of(Experts(), scheme, device).mlp.experts
     x, ids, factors = routed(5, device)
     want = experts(x, ids, factors)
-    if device == "cpu":  # on a GPU, GEMMs of other numbers of rows may have other plans
+    if device == "cpu":  # on a GPU, the tactic can depend on the number of rows
         for row in range(5):
             assert torch.equal(experts(x[row, None], ids[row, None], factors[row, None]), want[row, None])
     assert torch.equal(experts(x, ids.int(), factors.bfloat16().float()), experts(x, ids, factors.bfloat16()))
@@ -117,7 +118,7 @@ def test_state_dict_and_moves(scheme):
 
 
 def test_split():
-    """Each expert's layers, as they would be by themselves; gate and up share a global scale."""
+    """Each expert's layers equal separately quantised layers; gate and up share a global scale."""
     module = Experts().bfloat16()
     experts = block_of(copy.deepcopy(module), "nvfp4").mlp.experts
     parts = [*experts.split()]
@@ -180,7 +181,7 @@ def test_warmup():
     block = block_of(Experts(), "mxfp4")
     with Calls() as calls:
         warmup(nn.ModuleList([block, block_of(Experts(), "mxfp4")]), rows=(1, 4, 40))
-    assert sorted(calls.rows) == [8, 8, 80, 80]  # both GEMMs of one form; 1 and 4 tokens are one bucket
+    assert sorted(calls.rows) == [8, 8, 80, 80]  # both GEMMs of one form; 1 and 4 tokens share a bucket
     block.mlp.experts.topk = None
     with pytest.raises(ValueError, match=r"mlp.experts.topk is None"):
         warmup(block)
@@ -188,7 +189,7 @@ def test_warmup():
 
 @by_scheme
 def test_random(scheme, device):
-    """Of a model without numbers; the weights have the deviation of initialised ones."""
+    """A model on the meta device gets weights with the standard deviation of initialised models."""
     with torch.device("meta"):
         block = Block(GptOssExperts()).bfloat16()
     experts = random_(block, scheme, device=device).mlp.experts
@@ -206,7 +207,7 @@ def test_random(scheme, device):
 # Few tokens
 
 FEW = few_tokens(I) * E // TOPK
-"""The most tokens that are few, of this layer."""
+"""Largest number of tokens that are few for this layer."""
 
 
 def routes(device: str) -> bool:
@@ -220,8 +221,8 @@ ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_are_routed(scheme, form, device):
-    """Two ops, closer to the decoded weights than FP8 activations are; ids that are no expert's add nothing. More
-    tokens take the way of all layers, to the bit."""
+    """Two ops give results closer to the decoded weights than FP8 activations do; ids out of range add nothing. More
+    tokens take the usual path, to the bit."""
     if not routes(device):
         return
     experts = block_of(form(), scheme, device).mlp.experts
@@ -255,7 +256,7 @@ def test_few_tokens_are_routed(scheme, form, device):
 
 @torch.no_grad()
 def test_what_few_tokens_need_follows_the_weights():
-    """A state dict that is loaded, in place; copies; and casts, which it does not take part in."""
+    """Derived buffers follow a loaded state dict, in place, and copies; casts do not affect them."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
     torch.manual_seed(1)
     other = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
@@ -290,7 +291,7 @@ def test_few_tokens_of_fp8_weights():
 
 
 def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
-    """A GPU's answer, without one: the sizes of gpt-oss-120b."""
+    """A GPU's answer for the sizes of gpt-oss-120b, computed without a GPU."""
     assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
     assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")
@@ -298,7 +299,7 @@ def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
 
 @torch.no_grad()
 def test_warmup_of_few_tokens(monkeypatch):
-    """A call of each bucket of rows: of tokens where they are few, else of pairs."""
+    """One call per bucket of rows: a row per token if tokens are few, otherwise a row per pair."""
     experts = block_of(Experts(), "nvfp4").mlp.experts
     counts = []
     real = QuantExperts.forward
@@ -313,8 +314,8 @@ def test_warmup_of_few_tokens(monkeypatch):
 
 
 def test_experts_that_are_wide_copy_nothing():
-    """No number of tokens is few for them, and a warning says so, once asked for; with a number of one's own they are
-    as others are, and without it again as before."""
+    """For wide experts no number of tokens is few, and one warning says so. With `tokens_of_expert` they are routed,
+    and without it no longer."""
     experts = block_of(Experts(width=1088), "mxfp4").mlp.experts
     with pytest.warns(UserWarning, match=r"nothing changed, because for experts with I = 1088 no number"):
         assert experts.route_few_() is experts
@@ -331,7 +332,7 @@ def test_experts_that_are_wide_copy_nothing():
 
 
 def test_the_most_tokens_of_a_call():
-    """One tile of the kernel that lists tokens, which bounds the temporary tensor (M, E · I), too."""
+    """The limit is one tile of the kernel that lists tokens; it also bounds the temporary tensor (M, E · I)."""
     from torch_cute_ops.kernels.fp4_gated_experts import TILES
 
     assert max(TILES) == MOST_FEW
@@ -340,7 +341,7 @@ def test_the_most_tokens_of_a_call():
 
 
 def few_times():
-    """Rows of the measurements with an H200, and whether their calls are few."""
+    """Return rows of the measurements on an H200, and whether their calls count as few."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "expert_layer.json"
     widths = {"DeepSeek-V3": 256, "gpt-oss-120b": 2880, "Qwen3-30B-A3B": 768}
     for row in json.loads(path.read_text())["rows"]:
@@ -352,9 +353,9 @@ def few_times():
 
 @pytest.mark.parametrize(("tokens", "is_few", "times"), [*few_times()])
 def test_few_tokens_are_where_they_are_faster(tokens, is_few, times):
-    """With any routing the way that is taken is at most 5 % slower than the other one: by so much runs differ, and for
-    less (one token of gpt-oss's wide experts) nobody holds the second layers twice. Behind ``MOST_FEW`` memory decides,
-    and with one routing of three permuted rows cost up to 9 % there."""
+    """For any routing the selected path is at most 5 % slower than the other path. Measurements vary by that much, and
+    a smaller gain (one token of gpt-oss's wide experts) does not justify a second copy of the down layers. Beyond
+    ``MOST_FEW`` memory decides; there permuted rows cost up to 9 % with one of three routings."""
     slower = 1.05 if tokens <= MOST_FEW else 1.09
     for way in ("few", "few-bf16"):
         taken, other = (times[way], times["many"]) if is_few else (times["many"], times[way])
@@ -365,7 +366,7 @@ def test_few_tokens_are_where_they_are_faster(tokens, is_few, times):
 
 
 def scales_for(scheme: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Global scales of activations, another for each expert, where the format has them."""
+    """Return global scales of activations, a different scale for each expert, if the format uses them."""
     if scheme != "nvfp4":
         return {}
     amax = torch.linspace(60, 90, E, device=device)
@@ -377,7 +378,7 @@ def scales_for(scheme: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_in_fp4(scheme, form, device):
-    """By the ops of FP4 on both sides, in any dtype, whose results are the decoded weights' but for what FP4 rounds."""
+    """FP4 activations in any dtype give the decoded weights' results within the error of FP4 rounding."""
     if not routes(device):
         return
     experts = block_of(form(), scheme, device).mlp.experts
@@ -395,7 +396,7 @@ def test_few_tokens_in_fp4(scheme, form, device):
     assert torch.equal(experts(x.float(), ids, factors).bfloat16(), got)
     half = copy.deepcopy(experts).half()(x.half(), ids, factors).double()
     assert (half - got.double()).norm() < 0.01 * got.double().norm()
-    # Other activations, and back.
+    # Other activations and back.
     assert support.ops_of(experts.route_few_(), x, ids, factors) == ROUTED
     assert torch.equal(experts.route_few_("fp4", **scales_for(scheme, device))(x, ids, factors), got)
 
@@ -425,7 +426,7 @@ def test_errors_of_few_tokens():
 
 @torch.no_grad()
 def test_new_global_scales_in_place():
-    """Another calibration, in the memory that CUDA graphs read."""
+    """Another calibration writes to the same memory, which CUDA graphs read."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_("fp4", **scales_for("nvfp4"))
     given = routed(3, "cpu")
     before, held = experts(*given), experts.side_by_side.alpha.data_ptr()
@@ -437,13 +438,13 @@ def test_new_global_scales_in_place():
     assert experts.side_by_side.alpha.data_ptr() == held
 
 
-# What routing ops give
+# Operands from the routing ops
 
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 @torch.no_grad()
 def test_dense_routing(activations):
-    """With and without the factors, as by ids; a token without experts has 0; no tokens."""
+    """With and without factors, results equal calls by ids; tokens without experts give 0; no tokens."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts
     experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
     x, logits = torch.randn(6, H).bfloat16(), torch.randn(6, E)
@@ -463,7 +464,7 @@ def test_dense_routing(activations):
 @by_scheme
 @torch.no_grad()
 def test_permuted_rows(scheme):
-    """As by ids, and with what is added before the one rounding."""
+    """Results equal calls by ids; the shared addend is added before the single rounding."""
     experts = block_of(Experts(), scheme).mlp.experts
     x, ids, factors = routed(6, "cpu")
     expanded, permuted, offsets, _ = moe_route_ids(ids.int(), E, alignment=1)
@@ -475,7 +476,7 @@ def test_permuted_rows(scheme):
     torch.testing.assert_close(got, exact + shared, rtol=1e-6, atol=1e-5)
 
 
-# Global scales that are no usual numbers
+# Unusual global scales
 
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
@@ -483,14 +484,14 @@ def test_permuted_rows(scheme):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, 1e-40])
 @torch.no_grad()
 def test_global_scales_of_an_expert(scale, form, activations):
-    """Whatever that of one expert is, tokens that do not have it have their results, and those that do what permuted
-    rows give: with 0, its bias."""
+    """For any global scale of one expert, tokens without that expert keep their results, and tokens with it match
+    permuted rows; with a scale of 0, its bias remains."""
     experts = block_of(form(), "nvfp4").mlp.experts
     experts.down_proj.weight_scale_2[1] = scale
-    experts.load_state_dict(experts.state_dict())  # renews what follows from it
+    experts.load_state_dict(experts.state_dict())  # updates derived buffers
     x, _, factors = routed(4, "cpu")
     ids = torch.tensor([[0, 2], [2, 3], [1, 3], [0, 1]])
-    factors[2, 1] = 0  # so that a token has this expert alone
+    factors[2, 1] = 0  # so that a token uses only this expert
     want = experts(x, ids, factors).double()
     experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
     with_it, without = [2, 3], [0, 1]

@@ -157,7 +157,7 @@ def test_subclasses_of_linear_stay():
 
 @torch.no_grad()
 def test_calibration():
-    """The input scale is that of the largest input of any call."""
+    """The input scale covers the largest input of all calls."""
     model = model_of()
     inputs = {}
     for name in ATTENTION:
@@ -224,7 +224,7 @@ def test_errors():
 
 
 class Calls(TorchDispatchMode):
-    """Of each call of an op of ours its name, and shape and dtype of its tensors."""
+    """Records the name, and the shapes and dtypes of the tensors, of each call of our ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,13 +238,13 @@ class Calls(TorchDispatchMode):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each GEMM."""
+        """Return rows and columns of each GEMM."""
         gemms = [call for call in self.every if "mm_" in call[0]]
         return [(a[0], b[1]) for _, (a, _), (b, _), *_ in gemms]
 
     @property
     def fused(self) -> list[tuple]:
-        """Calls of what neither multiplies nor only quantises."""
+        """Return the calls that neither multiply nor only quantise."""
         return [call for call in self.every if "mm_" not in call[0] and "_quantize" not in call[0]]
 
 
@@ -252,7 +252,7 @@ def test_warmup_calls_each_form_once():
     model = quantize_(model_of(), ignore=("lm_head", "router"))
     with Calls() as calls:
         warmup(model, rows=(1, 3, 40, 8))
-    # q, k (like v), and o, which has no bias; 3 and 8 rows are one bucket. With few rows there are calls that prefetch.
+    # q, k (like v), and o without a bias; 3 and 8 rows share a bucket. Calls with few rows also prefetch.
     assert set(calls.sizes) == {(m, n) for m in (1, 8, 40) for n in (64, 32)}
     with Calls() as calls:
         warmup(model, rows=(1, 3, 40, 8), fused=False)
@@ -265,7 +265,7 @@ def test_warmup_calls_each_form_once():
 
 
 class FusedBlock(nn.Module):
-    """What the pass of ``integrations.inductor`` fuses; nothing of it runs here."""
+    """Modules that the pass of ``integrations.inductor`` would fuse; the pass itself does not run here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_warmup_calls_fused_ops(activations, expected):
 
 
 def test_warmup_calls_gates_with_gemms():
-    """Of one row, and activations in 16 bits."""
+    """One row, with 16-bit activations."""
     block = quantize_(FusedBlock().bfloat16())
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))
@@ -330,7 +330,7 @@ def test_warmup_calls_gates_with_gemms():
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 def test_warmup_prefetches_with_few_rows(activations):
-    """As compiled models do, and beside calls that do not; other layers are not named in doing so."""
+    """Warm-up calls layers with and without a prefetch, as compiled models do, and leaves their links unchanged."""
     block = quantize_(FusedBlock().bfloat16(), "nvfp4" if activations == "16bit" else "mxfp4", activations=activations)
     for fused in (True, False):
         with Calls() as calls:
@@ -344,7 +344,7 @@ def test_warmup_prefetches_with_few_rows(activations):
 
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_warmup_of_layers_that_prefetch(activations):
-    """Of equal layers some may, and others not: for any number of rows both are made ready."""
+    """Of equal layers, some prefetch and some do not: warm-up covers both for any number of rows."""
     layers = nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)])
     layers = quantize_(layers, "nvfp4", activations=activations)
     prefetch_(layers)
@@ -358,7 +358,7 @@ def test_warmup_of_layers_that_prefetch(activations):
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
 def test_warmup_calls_once_what_cannot_prefetch(scheme, monkeypatch):
-    """Torch's GEMM brings nothing into L2, whether or not there is a layer behind it."""
+    """torch's GEMM never prefetches, with or without a next layer."""
     layers = quantize_(nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)
     rows = []

@@ -1,4 +1,4 @@
-"""``random_``: layers of random codes."""
+"""``random_``: layers with random codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_of() -> nn.Module:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights(scheme, device):
-    """Of the right deviation, all finite, and each bit of a code in use."""
+    """Weights are finite, with the right standard deviation, and use every bit of the codes."""
     model = random_(model_of(), scheme, device=device)
     layer = model["up"]
     assert isinstance(layer, QuantLinear) and layer.scheme == scheme and layer.weight.device.type == device
@@ -48,7 +48,7 @@ def test_seed(scheme):
 
 
 def test_ignore():
-    """A ``str`` is one pattern, as elsewhere."""
+    """A ``str`` is one pattern."""
     model = random_(model_of(), device="cpu", ignore="up")
     assert type(model["up"]) is nn.Linear and isinstance(model["lm_head"], QuantLinear)
 
