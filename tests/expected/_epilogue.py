@@ -6,7 +6,8 @@ EPS = 2.0**-24
 
 
 def of_rows(value, expert=None) -> np.ndarray | None:
-    """Return ``alpha`` or a bias in float64, broadcastable to rows (M, N); if experts differ, that of ``expert``."""
+    """Return ``alpha`` or a bias in float64, broadcastable to rows (M, N): the values of ``expert`` if experts
+    differ."""
     if value is None:
         return None
     value = value.detach().cpu().double().numpy()

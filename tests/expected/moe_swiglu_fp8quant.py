@@ -43,7 +43,7 @@ def assert_results(actual, expected, given) -> None:
 
 
 def rows_alone(given, outputs):
-    """Calls of one row that some expert has, and what they must give."""
+    """Yield calls with one row of an expert, and their expected results."""
     rows = given["input"].reshape(-1, given["input"].shape[-1])
     y, scale = outputs[0].flatten(0, -2), outputs[1].flatten(1)
     numbers = np.flatnonzero(used(given))

@@ -66,8 +66,8 @@ def test_there_and_back(kind, m, layout, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [0, 1, 50, 129, 600])
 def test_order_of_given_ids(m, layout, device):
-    """Check for the order of ``moe_route`` if the ids are those of ``moe_route``. Pairs without an expert do not change
-    the order of other pairs."""
+    """Check for the order of ``moe_route`` if ``moe_route`` chose the ids. Pairs without an expert do not change the
+    order of other pairs."""
     logits = torch.randn(m, 24, device=device)
     _, ids, *order = torch_cute_ops.moe_route(logits, TOPK, **layout)
     assert_same(torch_cute_ops.moe_route_ids(ids, 24, **layout), order)

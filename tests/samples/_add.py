@@ -12,7 +12,7 @@ from samples._rows import DTYPES, Family, random_rows, short, special_rows, view
 
 
 def residual_for(rows: torch.Tensor) -> torch.Tensor:
-    """Return random rows with the shape and strides of ``rows``, except where ``rows`` share memory."""
+    """Return random rows with the shape and strides of ``rows``, except for memory that ``rows`` share."""
     data = random_rows(*rows.shape, dtype=rows.dtype, device=rows.device)
     if 0 in rows.stride() or not rows.numel():
         return data

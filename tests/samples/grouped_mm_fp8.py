@@ -18,8 +18,8 @@ ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with this number of rows and columns: five experts, of which three are without rows, and K = 512,
-    four blocks. No test uses the same number of rows as one of these sizes, because PyTorch treats equal sizes as one
+    """Return a call with this number of rows and columns: five experts, three of them without rows, and K = 512, four
+    blocks. No test uses the same number of rows as one of these sizes, because PyTorch treats equal sizes as one
     symbol."""
     *lead, width = shape
     rows = math.prod(lead)

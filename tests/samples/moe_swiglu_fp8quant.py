@@ -134,6 +134,6 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def _two_experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return offsets and counts of two experts with four rows each, of which one uses three."""
+    """Return offsets and counts of two experts with four rows each. One expert uses three of them."""
     offsets, counts = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32)
     return offsets.to(device), counts.to(device)

@@ -466,7 +466,7 @@ def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
         assert target._version > version
         view_of(copies[_storage(target)], target).copy_(target)
     for key, storage in storages.items():
-        assert torch.equal(_bytes(storage), _bytes(copies[key])), "memory beside an updated argument was written"
+        assert torch.equal(_bytes(storage), _bytes(copies[key])), "memory next to an updated argument was written"
 
 
 def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests of many cases, of which each pytest item checks a chunk, because an item costs pytest and pytest-xdist more
+"""Tests of many cases. Each pytest item checks a chunk of cases, because an item costs pytest and pytest-xdist more
 time than most cases take."""
 
 from __future__ import annotations
