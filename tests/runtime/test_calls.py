@@ -1,4 +1,4 @@
-"""Calls in the log, and errors of launches."""
+"""Log of calls, and errors of launches."""
 
 import re
 
@@ -21,7 +21,7 @@ PROGRAM = (
 
 
 def test_calls_are_logged_before_they_run():
-    """At debug, of the op and of the Python function, with all that a tensor is; without it, nothing is."""
+    """At level debug, calls of the op and of the Python function are logged, with each tensor's properties."""
     warns = PROGRAM + "import logging; logging.getLogger('torch_cute_ops').warning('seen')\n"
     levels = ({"TORCH_CUTE_OPS_LOG": level} for level in ("debug", "info", "loud"))
     debug, info, loud, unset = python_in_each(warns, *levels, {})
@@ -37,8 +37,8 @@ def test_calls_are_logged_before_they_run():
     assert "TORCH_CUTE_OPS_LOG='loud'; use info or debug" in loud.stderr
 
 
-def test_a_crash_leaves_its_trace():
-    """The call that kills the process is the last line."""
+def test_a_crash_leaves_a_trace():
+    """The last line of the log names the call that killed the process."""
     code = (
         "import os, torch\n"
         "from torch_cute_ops.runtime import calls\n"
@@ -51,12 +51,12 @@ def test_a_crash_leaves_its_trace():
 
 
 class CudaError(Exception):
-    """As the DSL raises it: no RuntimeError."""
+    """Exception like the DSL's, which is no ``RuntimeError``."""
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch):  # noqa: F811
-    """On the first call, and on a later one."""
+    """The first call and later calls raise an error that names the call."""
     sample = plain_sample(op, "cpu")
     failing = True
     compile_kernel = launches.compile_kernel
@@ -84,8 +84,8 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
     op.cuda(*sample.args, **sample.kwargs)
 
 
-def test_only_plain_tensors_pass_the_dispatcher_by(monkeypatch, launches):  # noqa: F811
-    """The addresses of others are 0, where a kernel would write; and what traces would not see the op."""
+def test_only_plain_tensors_bypass_the_dispatcher(monkeypatch, launches):  # noqa: F811
+    """Fake tensors have address 0, where a kernel would write, and a tracer would miss the op."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     rows, index, weights = torch.randn(4, 8), torch.arange(2, dtype=torch.int32).view(2, 1), torch.ones(2, 1)
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""``runtime/compiler.py``: the cache key holds everything, and a kernel is compiled once."""
+"""``runtime/compiler.py``: the cache key is complete, and a kernel is compiled once."""
 
 import dataclasses
 import importlib.metadata
@@ -24,12 +24,12 @@ CONFIGS = {
 
 
 def wanted(config):
-    """``FakeKernel(config)``, as ops ask for a kernel."""
+    """Return the spec of ``FakeKernel(config)``."""
     return compiler.KernelSpec(f"{FakeKernel.__module__}.FakeKernel", config)
 
 
 def other(value):
-    """A value of the same type that is not this one."""
+    """Return a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -43,7 +43,7 @@ def other(value):
 
 
 def leaves(value, path=()):
-    """Paths to the fields of a dataclass and of the dataclasses in it."""
+    """Yield the paths to the fields of a dataclass and of its problem."""
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if dataclasses.is_dataclass(inner) and field.name == "problem":
@@ -53,14 +53,14 @@ def leaves(value, path=()):
 
 
 def changed(value, path):
-    """A copy in which the field at ``path`` has another value."""
+    """Return a copy with another value in the field at ``path``."""
     name, *rest = path
     inner = getattr(value, name)
     return dataclasses.replace(value, **{name: changed(inner, rest) if rest else other(inner)})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_key_holds_every_field_of_a_config(name):
+def test_key_contains_every_field_of_a_config(name):
     config = CONFIGS[name]
     keys = {compiler.key_of(FakeKernel(config), SM90)}
     paths = list(leaves(config))
@@ -69,7 +69,7 @@ def test_key_holds_every_field_of_a_config(name):
     assert len(keys) == len(paths) + 1 > 5
 
 
-def test_key_holds_every_field_of_an_argument():
+def test_key_contains_every_field_of_an_argument():
     arguments = (
         TensorArg("BFloat16", (Dim("rows"), 64), (Dim("stride", 8, 64), 1), align=16),
         ScalarArg("Float32"),
@@ -88,8 +88,7 @@ def test_key_holds_every_field_of_an_argument():
     assert compiler.key_of(FakeKernel(0, tuple(arguments)), SM90) in keys
 
 
-def test_key_holds_the_rest(monkeypatch):
-    """The kernel's class, the architecture, the options, the versions of the compilers."""
+def test_key_contains_class_architecture_options_and_versions(monkeypatch):
 
     class OtherKernel(FakeKernel):
         pass
@@ -110,7 +109,7 @@ def test_key_holds_the_rest(monkeypatch):
 
 
 def test_real_kernels_differ_by_config_alone():
-    """What the ops ask for: the key of a kernel made twice is one, and other properties give another."""
+    """Equal kernels have equal keys, and different configurations different keys."""
     kernels = [row_quant.RowQuantKernel(CONFIGS["row_quant"]), fp4_dequant.FP4DequantKernel(CONFIGS["fp4_dequant"])]
     keys = [compiler.key_of(kernel, SM90) for kernel in kernels]
     again = [compiler.key_of(type(kernel)(kernel.config), SM90) for kernel in kernels]
@@ -124,7 +123,7 @@ def test_real_kernels_differ_by_config_alone():
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """A slow compiler that counts, in place of the real one, and an empty cache."""
+    """Replace the compiler by a slow stand-in that counts calls, and empty the cache."""
     state = SimpleNamespace(kernels=[], running=0, most_at_once=0, fail=False)
 
     def trace_and_compile(kernel, arch, options=""):
@@ -145,7 +144,7 @@ def compilations(monkeypatch):
 
 
 def in_threads(calls):
-    """The results of the calls, each in a thread of its own, all let go at once."""
+    """Run each call in a separate thread, all starting at once, and return the results."""
     results = [None] * len(calls)
     barrier = threading.Barrier(len(calls))
 
@@ -168,7 +167,7 @@ def test_threads_that_ask_for_one_kernel_compile_it_once(compilations):
 
 
 def test_one_compilation_at_a_time(compilations):
-    """The DSL's compiler has global state."""
+    """The DSL's compiler keeps global state."""
     functions = in_threads([lambda i=i: compiler.compile_kernel(wanted(i % 4), SM90) for i in range(8)])
     assert compilations.most_at_once == 1
     assert len(compilations.kernels) == 4

@@ -1,4 +1,4 @@
-"""What happens when others import a module."""
+"""Callbacks on the first import of a module."""
 
 import sys
 
@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.imports import when_imported
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module that can be imported."""
+    """Create an importable module."""
     name = "module_of_test"
     (tmp_path / f"{name}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -27,20 +27,20 @@ def test_at_the_first_import(module):
     __import__(module)
     assert sorted(values) == [-1, 1]
     assert sys.meta_path == finders
-    # Loaders are shared: pytest has one for all modules whose asserts it rewrites.
+    # The module's real loader is restored, because loaders are shared between modules, as pytest's is.
     imported = sys.modules[module]
     assert imported.__loader__ is imported.__spec__.loader
     assert type(imported.__loader__).__module__ != when_imported.__module__
 
 
-def test_at_once_if_it_is_there(module):
+def test_a_module_that_is_already_imported(module):
     there, finders, found = __import__(module), list(sys.meta_path), []
     when_imported(module, found.append)
     assert found == [there]
     assert sys.meta_path == finders
 
 
-def test_a_module_that_is_not_there():
+def test_a_missing_module():
     finders = list(sys.meta_path)
     when_imported("no_such_module", pytest.fail)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
@@ -61,7 +61,7 @@ print(counter.get_total_flops())
 """
 
 
-def test_flops_are_counted_whoever_is_imported_first():
+def test_flops_are_counted_in_either_order_of_imports():
     names = ("torch_cute_ops", "torch.utils.flop_counter")
     for done in python_in_each(COUNT, *({"IMPORTED": " ".join(order)} for order in (names, names[::-1]))):
         assert done.stdout.split() == [str(2 * 3 * 64 * 64)], done.stderr

@@ -1,4 +1,4 @@
-"""Settings: wrong values name their variable; where kernels are kept, and where not."""
+"""Settings: errors name the variable of a wrong value, and the cache folder follows the environment."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ from torch_cute_ops.runtime import compiler, once, settings
 
 @pytest.fixture
 def read(monkeypatch):
-    """The settings, as an import would find them with these variables."""
+    """Return a function that reads the settings with the given environment variables."""
 
     def read(**environment):
         for name in list(os.environ):
@@ -42,8 +42,8 @@ def test_a_wrong_value(read, name, text, words):
     assert str(raised.value).startswith(f"TORCH_CUTE_OPS_{name}={text!r}; use ")
 
 
-def test_a_home_that_is_none(read, monkeypatch, tmp_path):
-    """Neither one that does not exist, as of the user nobody, nor one that is not known; and no folder is named ~."""
+def test_a_missing_home_folder(read, monkeypatch, tmp_path):
+    """A missing or unknown home folder is an error; no folder named ~ is ever used."""
     monkeypatch.setattr(os.path, "expanduser", lambda path: str(tmp_path / "none") if path == "~nobody" else path)
     for text in ("~nobody/x", "~/x", "~"):
         with pytest.raises(ValueError, match="TORCH_CUTE_OPS_CACHE_DIR="):
@@ -62,7 +62,7 @@ def test_values(read, monkeypatch, tmp_path):
 
 FOLDERS = {
     "XDG": ({"XDG_CACHE_HOME": "/xdg", "HOME": "/home"}, "/xdg/torch_cute_ops"),
-    "a relative XDG, which counts for nothing": (
+    "a relative XDG is ignored": (
         {"XDG_CACHE_HOME": "xdg", "HOME": "/home"},
         "/home/.cache/torch_cute_ops",
     ),
@@ -75,8 +75,8 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_where_kernels_are_kept(name, monkeypatch, caplog):
-    """Without a home nothing is kept, and one warning says what to set."""
+def test_cache_folder(name, monkeypatch, caplog):
+    """Without a home folder nothing is kept, and one warning names the variable to set."""
     environment, folder = FOLDERS[name]
     for variable in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)

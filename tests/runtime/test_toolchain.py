@@ -1,4 +1,4 @@
-"""What compiles: which build of the DSL is loaded is found in several ways, and never guessed."""
+"""Detection of the DSL's loaded build, in several ways and without guessing."""
 
 import importlib.metadata
 import re
@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 @pytest.fixture
 def dsl(monkeypatch):
-    """Puts a DSL in the place of the installed one: what it says of itself, its library's name, its packages."""
+    """Return a function that replaces the DSL by a stand-in with this version, library name and packages."""
 
     def install(version, library, packages):
         modules = {"cutlass": ModuleType("cutlass")}
@@ -71,8 +71,8 @@ def test_flavour(how, dsl, caplog):
         assert "CUDA 12 or 13" in caplog.text and "stay in memory" in caplog.text
 
 
-def test_the_ways_agree_on_the_installed_dsl():
-    """Each of them suffices; where only one build is installed, the packages do too."""
+def test_all_ways_agree_on_the_installed_dsl():
+    """The version, the library's file name and the installed packages all identify the loaded build."""
     import cutlass
 
     compiler_flavour.cache_clear()
@@ -87,7 +87,7 @@ def test_the_ways_agree_on_the_installed_dsl():
 
 @pytest.mark.parametrize("lost", [(True, False), (False, True), (True, True)])
 def test_builds_share_no_key(lost, dsl):
-    """Whatever of the DSL's private names is lost."""
+    """Two builds get different cache keys, even if some of the DSL's private names are missing."""
     keys = []
     for major in (12, 13):
         version, file = (
@@ -98,8 +98,8 @@ def test_builds_share_no_key(lost, dsl):
     assert [key.flavour for key in keys] == ["cu12", "cu13"] and keys[0].digest != keys[1].digest
 
 
-def test_without_a_flavour_nothing_is_kept(dsl, monkeypatch, tmp_path, caplog):
-    """Neither looked up nor stored; one warning for all kernels."""
+def test_an_unknown_build_uses_no_cache(dsl, monkeypatch, tmp_path, caplog):
+    """Kernels are neither looked up nor stored, and one warning covers all kernels."""
     dsl(None, None, ["cu12", "cu13"])
     monkeypatch.setattr(settings, "CACHE", True)
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)

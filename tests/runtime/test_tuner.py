@@ -1,4 +1,4 @@
-"""The tuner: what is tried, and what wins; with made-up clocks."""
+"""Tuner: shortlists and choices, with simulated clocks."""
 
 import threading
 
@@ -17,15 +17,15 @@ def test_the_fastest_wins():
     assert clock.timed == [[A, B, C]] and LAST not in clock.checked
 
 
-def test_nothing_is_tuned_unless_told():
+def test_nothing_is_tuned_outside_a_block():
     clock = Clock({A: 1.0})
     tuner.tune(clock.problem)
     assert tuner.lookup(clock.problem.key) is None and not clock.checked
     assert not tuning.is_on()
 
 
-def test_once_a_block_and_not_again():
-    """What is tuned is not timed in a later block; what failed is tried again there, once."""
+def test_a_key_is_tuned_once():
+    """A tuned key is not timed in a later block. A failed key is tried once in each block."""
     clock = Clock({A: 3.0, B: 2.0, C: 5.0})
     for _ in range(2):
         with tuning.autotune():
@@ -41,7 +41,7 @@ def test_once_a_block_and_not_again():
 
 
 def test_hopeless_candidates_are_not_tried():
-    """Beyond four times the best estimate, unless those that are better are wrong."""
+    """Candidates above four times the best estimate are tried only if all better candidates are wrong."""
     estimates = {A: 1.0, B: 4.0, C: 4.1, LAST: float("inf")}
     seconds = {A: 4.0, B: 3.0, C: 1.0, LAST: 1.0}
     clock = Clock(seconds, estimates=estimates)
@@ -59,7 +59,7 @@ def test_one_candidate_needs_no_choice():
 
 
 def test_a_wrong_candidate_is_excluded_and_reported(caplog):
-    """However fast it is; and so is one that raises."""
+    """A fast candidate with a wrong result, or with an exception, is not used."""
     clock = Clock({A: 3.0, B: 0.1, C: 0.1}, wrong={B: "9 of 64 sums are off", C: RuntimeError("no\nkernel")})
     assert clock.tune() == A
     assert warnings_in(caplog) == [
@@ -68,8 +68,8 @@ def test_a_wrong_candidate_is_excluded_and_reported(caplog):
     ]
 
 
-def test_where_tuning_fails(caplog, file):
-    """Calls go on with the best estimate, and nothing is written."""
+def test_failed_tuning(caplog, file):
+    """Calls use the candidate with the best estimate, and nothing is written."""
     assert Clock(RuntimeError("out of memory")).tune() == A
     assert warnings_in(caplog) == [
         "cute::some_op: tuning failed: RuntimeError: out of memory",
@@ -82,7 +82,7 @@ def test_where_tuning_fails(caplog, file):
 
 
 def test_nothing_is_tuned_in_a_capture(monkeypatch):
-    """But after it, in the same block."""
+    """The key is tuned after the capture, in the same block."""
     clock = Clock({A: 3.0, B: 2.0, C: 5.0})
     with tuning.autotune():
         with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def test_other_threads_are_not_tuned():
 
 
 def test_the_generation_changes():
-    """When a block begins, and with every choice: what was kept before is asked for again."""
+    """The generation changes when a block begins and with every choice, so that callers look again."""
     seen = [tuning.generation]
     with tuning.autotune():
         seen.append(tuning.generation)
@@ -118,6 +118,6 @@ def test_the_generation_changes():
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_timeout_is_a_time(seconds):
+def test_wrong_timeouts(seconds):
     with pytest.raises(ValueError, match=r"timeout_s=.*; use a number of seconds"), tuning.autotune(timeout_s=seconds):
         pass

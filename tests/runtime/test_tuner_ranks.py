@@ -1,4 +1,4 @@
-"""How ranks of ``torch.distributed`` agree on what is tuned; with made-up clocks."""
+"""Agreement of the ranks of ``torch.distributed`` on tuned choices, with simulated clocks."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from torch_cute_ops.runtime.tuning_file import Tuned, TuningFile
 file = pytest.fixture(autouse=True)(empty_file)
 
 TIMEOUT = 20.0
-"""Seconds for which nobody is to wait."""
+"""Timeout that no test may reach, seconds."""
 
 
 def free_port():
@@ -29,7 +29,7 @@ def free_port():
 
 
 def run_ranks(world, function, folder, store="tcp"):
-    """What ``function(rank)`` returns on each rank, and what it logs."""
+    """Run ``function(rank)`` on each rank, and return its answer, duration and log."""
     method = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder}/store"
     mp.start_processes(rank_main, args=(world, function, folder, method), nprocs=world, start_method="fork")
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(world)]
@@ -48,7 +48,7 @@ def rank_main(rank, world, function, folder, method):
     seconds = time.monotonic() - started
     (folder / f"rank{rank}").write_text(json.dumps({"answer": answer, "seconds": seconds, "log": lines}))
     if method.startswith("tcp"):
-        # The store lives in rank 0: it stays until all have what they need.
+        # Rank 0 hosts the store, so it waits until all ranks are done.
         while not all((folder / f"rank{other}").exists() for other in range(world)):
             time.sleep(0.01)
     dist.destroy_process_group()
@@ -59,11 +59,11 @@ def agreed(clock, **block):
 
 
 def by_sum(rank):
-    """B is the fastest on rank 0, C on rank 1, A in all; B is wrong on rank 2."""
+    """B is fastest on rank 0, C on rank 1, A in the sum. B is wrong on rank 2."""
     seconds = ({A: 3.0, B: 1.0, C: 9.0}, {A: 3.0, B: 9.0, C: 2.0}, {A: 3.0, B: 0.1, C: 9.0})[rank]
     first = Clock(seconds, wrong=[B] if rank == 2 else [])
     answers = [agreed(first), agreed(first), len(first.timed)]
-    # Rank 1 has a choice from earlier: all take it, and it does no timing.
+    # Rank 1 knows an earlier choice: all ranks take it, and rank 1 times nothing.
     second = Clock(seconds, bucket=16)
     if rank == 1:
         TuningFile(settings.TUNING).add(second.problem.key, Tuned(C, 1.0))
@@ -82,7 +82,7 @@ def test_ranks_choose_by_the_sum_of_their_times(tmp_path, store):
 
 
 def one_fails(rank):
-    """Rank 1 raises; in another choice all do; in the last one an interrupt ends the call, and none waits for it."""
+    """Rank 1 raises; then all ranks raise; then an interrupt ends rank 1's call, and the others do not wait."""
     seconds = {A: 3.0, B: 2.0, C: 9.0}
     error = RuntimeError("out of memory on this rank")
     answers = [agreed(Clock(error if rank == 1 else seconds))]
@@ -97,7 +97,7 @@ def one_fails(rank):
     return answers
 
 
-def test_a_rank_that_fails_holds_up_nobody(tmp_path):
+def test_a_failed_rank_delays_nobody(tmp_path):
     ranks = run_ranks(2, one_fails, tmp_path)
     a, b = ["a", [1]], ["a", [2, "x"]]
     assert [rank["answer"] for rank in ranks] == [[b, a, a, b, a], [b, a, a, b, "interrupted"]]
@@ -109,7 +109,7 @@ def test_a_rank_that_fails_holds_up_nobody(tmp_path):
 
 
 def last_is_late(rank):
-    """Rank 2 comes when the others have decided without it, and would have decided otherwise."""
+    """Rank 2 comes after the others have decided without it, with different times."""
     if rank == 2:
         time.sleep(4.0)
     clock = Clock({A: 0.1, B: 9.0, C: 9.0} if rank == 2 else {A: 3.0, B: 2.0, C: 9.0})
@@ -117,7 +117,7 @@ def last_is_late(rank):
 
 
 def first_never_comes(rank):
-    """Rank 0 makes no such call; the others wait for it once in a block, twice the time, and agree without it."""
+    """Rank 0 never calls; the others wait for it once in a block, twice the timeout, and agree without it."""
     if rank == 0:
         return None
     seconds = {A: 3.0, B: 2.0, C: 9.0} if rank == 1 else {A: 3.0, B: 2.5, C: 1.0}
@@ -129,21 +129,21 @@ def first_never_comes(rank):
     return [[*tuner.lookup(key_of(bucket))] for bucket in (8, 16)]
 
 
-def test_ranks_do_not_wait_for_ever_for_the_last(tmp_path):
+def test_waiting_for_the_last_rank_is_bounded(tmp_path):
     ranks = run_ranks(3, last_is_late, tmp_path)
     assert [rank["answer"] for rank in ranks] == [["a", [2, "x"]]] * 3
     assert all(0.9 < rank["seconds"] < 3.9 for rank in ranks[:2])
     assert any("ranks [2] did not answer in time" in line for line in ranks[0]["log"])
 
 
-def test_ranks_do_not_wait_for_ever_for_the_first(tmp_path):
+def test_waiting_for_the_first_rank_is_bounded(tmp_path):
     ranks = run_ranks(3, first_never_comes, tmp_path)
     assert ranks[1]["answer"] == ranks[2]["answer"] == [["a", [2, "x"]], ["a", [1]]]
     assert all(1.9 < rank["seconds"] < 4.0 for rank in ranks[1:])
 
 
 def test_ranks_that_decide_at_once_take_one_decision():
-    """Both have given up on rank 0, and come to different results."""
+    """Two ranks have given up on rank 0 and propose different decisions."""
     store, barrier, answers = dist.HashStore(), threading.Barrier(2), {}
 
     def decide(posts):
@@ -180,7 +180,7 @@ def the_store_dies(rank):
     return "agreed with nobody"
 
 
-def test_a_store_that_is_gone_is_an_error(tmp_path):
+def test_a_lost_store_is_an_error(tmp_path):
     method = f"tcp://127.0.0.1:{free_port()}"
     context = mp.get_context("fork")
     ranks = [

@@ -1,4 +1,4 @@
-"""The file of tuned choices: what is kept, and what a damaged file or a killed writer does."""
+"""File of tuned choices: contents, damaged files, failed writes and killed writers."""
 
 import errno
 import json
@@ -49,16 +49,16 @@ def test_the_file_is_read_once(file, monkeypatch):
     assert len(reads) == 1
 
 
-def test_a_choice_that_is_no_candidate_any_more_is_tuned_again(file):
+def test_an_outdated_choice_is_tuned_again(file):
     TuningFile(file).add(key_of(), Tuned(Candidate("gone", (7,)), 1.0))
     assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
     assert [tuned.candidate for tuned in TuningFile(file).read().values()] == [B]
 
 
-def test_choices_of_others_stay(file):
-    """Other versions and devices, and what another process has written since."""
+def test_other_choices_stay(file):
+    """Choices for other versions and devices stay, including choices that another process wrote meanwhile."""
     others = [key_of(versions='{"torch":"1"}'), key_of(device="old GPU")]
-    tuner.lookup(key_of())  # reads
+    tuner.lookup(key_of())  # reads the file
     for other in others:
         TuningFile(file).add(other, Tuned(C, None))
     Clock({A: 3.0, B: 2.0, C: 5.0}).tune()
@@ -96,8 +96,8 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_cannot_be_read(name, file, caplog):
-    """Is ignored with one warning, and not overwritten; choices stay in memory."""
+def test_an_invalid_file(name, file, caplog):
+    """The file is ignored with one warning and not overwritten; choices stay in memory."""
     content = BAD_FILES[name].encode("utf-8", "surrogateescape")
     file.write_bytes(content)
     tuner.forget()
@@ -117,8 +117,8 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_what_is_no_file(kind, file, caplog):
-    """Is refused at once, and stays as it is."""
+def test_other_kinds_of_files_are_refused(kind, file, caplog):
+    """They are refused at once and not changed."""
     UNREADABLE[kind](file)
     before, started = file.lstat(), time.monotonic()
     tuner.forget()
@@ -130,7 +130,7 @@ def test_what_is_no_file(kind, file, caplog):
 
 
 def test_a_link_to_the_file_stays(file, monkeypatch):
-    """Choices are added to the file that it leads to, under a lock beside that, which is the same by any link."""
+    """Choices are added to the link's target. The lock is next to the target, so that all links share it."""
     locked, real = [], locks.one_process
     monkeypatch.setattr(tuning_file, "one_process", lambda path, patience: locked.append(path) or real(path, patience))
     target = file.parent / "folder" / "choices.json"
@@ -146,8 +146,8 @@ def test_a_link_to_the_file_stays(file, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
-def test_one_failed_write_is_one(file, number, monkeypatch, caplog):
-    """One warning for each kind of error, and later choices are kept."""
+def test_a_failed_write_affects_one_choice(file, number, monkeypatch, caplog):
+    """Each kind of error is logged once, and later choices are written."""
     choices = TuningFile(file)
     choices.add(key_of(8), Tuned(A, 1.0))
     with monkeypatch.context() as patch:
@@ -166,8 +166,8 @@ def test_one_failed_write_is_one(file, number, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_what_cannot_be_read_is_not_replaced(file, times, monkeypatch, caplog):
-    """Where a disk fails once, nobody notices; where it goes on failing, choices that are there are not lost."""
+def test_an_unreadable_file_is_not_replaced(file, times, monkeypatch, caplog):
+    """A single failure of the disk has no effect. Repeated failures do not destroy existing choices."""
     TuningFile(file).add(key_of(8), Tuned(A, 1.0))
     real, left = files.read, times
 
@@ -190,8 +190,8 @@ def test_a_good_record_is_read(file):
     assert TuningFile(file).read() == {Key("f", "{}", 8, "G", "{}"): Tuned(Candidate("b", (1, "x")), None)}
 
 
-def test_where_nothing_can_be_written(tmp_path, monkeypatch, caplog):
-    """A file where the folder should be."""
+def test_an_unwritable_folder(tmp_path, monkeypatch, caplog):
+    """A file instead of the folder: choices stay in memory."""
     (tmp_path / "in the way").write_text("")
     monkeypatch.setattr(settings, "TUNING", tmp_path / "in the way" / "tuning.json")
     for bucket in (8, 16):
@@ -199,7 +199,7 @@ def test_where_nothing_can_be_written(tmp_path, monkeypatch, caplog):
     assert len(warnings_in(caplog)) == 1 and "stay in memory" in caplog.text
 
 
-def test_where_the_file_is(tmp_path, monkeypatch):
+def test_path_of_the_file(tmp_path, monkeypatch):
     assert tuner.path() == settings.TUNING
     monkeypatch.setattr(settings, "TUNING", None)
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
@@ -214,7 +214,7 @@ def test_where_the_file_is(tmp_path, monkeypatch):
     assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B and list(tmp_path.glob("*.json")) == []
 
 
-def test_versions_have_sources_and_compiler(monkeypatch):
+def test_versions_contain_sources_and_compiler(monkeypatch):
     versions = json.loads(tuner.versions())
     assert versions["torch"] == torch.__version__ and versions["cuda"] == torch.version.cuda
     assert versions["compiler"] == list(compiler.compiler_versions()) and len(versions["sources"]) == 64

@@ -1,4 +1,4 @@
-"""Processes that work: each task is answered, and none outlives its block or its parent."""
+"""Worker processes: each task is answered, and no worker outlives its block or its parent."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.workers import Died, Workers
 
 
 def sleep(seconds):
-    """Sleeps so long; with less than nothing, the process that should dies."""
+    """Sleep; a negative number kills the process instead."""
     if seconds < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(seconds)
@@ -32,7 +32,7 @@ class Leave(BaseException):
 
 
 def test_tasks_are_answered_until_the_block_is_left():
-    """Where a process dies, its task is answered so, and another goes on. Leaving ends those at work, at once."""
+    """A task whose process dies is answered with ``Died``. Leaving the block ends busy workers at once."""
     answers = {}
     with pytest.raises(Leave), Workers(sleep, 2) as workers:
         for task, result in workers.map([-1.0, -2.0, 0.01, 600.0, 601.0]):
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_their_parent(tmp_path):
-    """Although nothing asks them to: it is killed."""
+    """The parent is killed, so it cannot end them."""
     program = tmp_path / "program.py"
     program.write_text(PARENT)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
@@ -72,11 +72,11 @@ def test_workers_end_with_their_parent(tmp_path):
 
 
 def blocked(_):
-    """The signals to which this thread is deaf."""
+    """Return the signals that this thread blocks."""
     return {int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
 
 
-DEAF = """
+BLOCKED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_workers import Workers, blocked
@@ -86,10 +86,10 @@ if __name__ == "__main__":
 """
 
 
-def test_the_first_process_does_not_hear_ctrl_c(tmp_path):
-    """Nor any: in a fresh interpreter, in which multiprocessing starts what it needs with the first."""
+def test_the_first_process_blocks_ctrl_c(tmp_path):
+    """A fresh interpreter, because multiprocessing starts its helper processes with the first worker."""
     program = tmp_path / "program.py"
-    program.write_text(DEAF)
+    program.write_text(BLOCKED)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
     variables = variables_of(PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
