@@ -81,16 +81,16 @@ class Files:
     def _read_headers(self) -> None:
         index = self.path / INDEX
         if index.is_file():
-            where = read_json(index).get("weight_map")
-            if not isinstance(where, dict):
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} contains no weight_map")
-            for file in sorted({*map(str, where.values())}):
+            for file in sorted({*map(str, weight_map.values())}):
                 if Path(file).name != file:
                     raise ValueError(f"{index} names {file}; expected a file in the same folder")
                 if not (self.path / file).is_file():
                     raise FileNotFoundError(f"{self.path / file}, named by {index.name}, is missing")
                 self._open_file(self.path / file)
-            for name, file in where.items():
+            for name, file in weight_map.items():
                 if self.file_of.get(name) != self.path / file:
                     raise ValueError(f"{self.path / file} contains no tensor {name}, although {index.name} says so")
             return

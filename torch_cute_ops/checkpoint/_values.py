@@ -41,7 +41,7 @@ def check_elements(described: str, elements: Tensor) -> None:
 
 def _refuse(described: str, codes: Tensor, is_bad: Tensor, expected: str) -> None:
     places = is_bad.nonzero()
-    where = ", ".join(map(str, places[0].tolist()))
+    index = ", ".join(map(str, places[0].tolist()))
     more = f", and {len(places) - 1:,} more such bytes" if len(places) > 1 else ""
     byte = int(codes[tuple(places[0])])
-    raise ValueError(f"{described} contains the byte 0x{byte:02X} at [{where}]{more}; expected {expected}")
+    raise ValueError(f"{described} contains the byte 0x{byte:02X} at [{index}]{more}; expected {expected}")

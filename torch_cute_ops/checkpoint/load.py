@@ -121,7 +121,11 @@ class Loader:
         self.missing: list[tuple[object, str]] = []
 
     def load(self, stacklevel: int) -> None:
-        """Fill the model. ``stacklevel`` of a warning about unused scales counts from ``warnings.warn``."""
+        """Fill the model.
+
+        Args:
+            stacklevel: ``stacklevel`` of the warning about unused scales of the KV cache.
+        """
         ignore, progress = _names.as_patterns(self.options.ignore), self.options.progress
         modules = [*self.model.named_modules()]
         for name, module in modules if progress is None else progress(modules):
@@ -331,8 +335,8 @@ class Loader:
         first = layers[0][0]
         scheme = schemes.pop()
         if scheme is None or schemes:
-            how = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
-            raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {how}")
+            reason = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
+            raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {reason}")
         if scheme.format not in FORMATS:
             raise ValueError(f"{self._describe(first)} is {scheme.format}; expected {', '.join(FORMATS)} for experts")
         device = self._device_of(given.module.down_proj)

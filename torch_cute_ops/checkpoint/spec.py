@@ -115,12 +115,12 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
     return parse[method](path, quantization)
 
 
-def _expect(path: Path, where: str, given: Mapping[str, Any], **expected: Any) -> None:
+def _expect(path: Path, prefix: str, given: Mapping[str, Any], **expected: Any) -> None:
     """Check that each named value in ``given`` is among its expected values."""
     for name, allowed in expected.items():
         if given.get(name) not in allowed:
             values = " or ".join(map(repr, allowed))
-            raise ValueError(f"{path}: {where}{name} is {given.get(name)!r}; expected {values}")
+            raise ValueError(f"{path}: {prefix}{name} is {given.get(name)!r}; expected {values}")
 
 
 # ModelOpt
@@ -146,12 +146,12 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "modelopt", ((_modelopt_scheme(path, "", given), ("Linear",)),), ignore)
 
 
-def _modelopt_scheme(path: Path, where: str, given: Mapping[str, Any]) -> LayerScheme:
-    _expect(path, where, given, quant_algo=(*MODELOPT_ALGORITHMS,))
+def _modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
+    _expect(path, prefix, given, quant_algo=(*MODELOPT_ALGORITHMS,))
     fmt, activations = MODELOPT_ALGORITHMS[given["quant_algo"]]
-    _expect(path, where, given, group_size=(16, None) if fmt == "nvfp4" else (None,))
+    _expect(path, prefix, given, group_size=(16, None) if fmt == "nvfp4" else (None,))
     for group in (given.get("config_groups") or {}).values():
-        _expect(path, where, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
+        _expect(path, prefix, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
     return LayerScheme(fmt, "modelopt", activations)
 
 
@@ -194,35 +194,35 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "compressed-tensors", tuple(groups), tuple(given.get("ignore") or ()))
 
 
-def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
+def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
     # One compressed-tensors format can stand for several strategies, and each strategy is a scheme.
     of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
     if not of_strategy:
         expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))
-        raise ValueError(f"{path}: {where}format is {stored!r}; expected one of {expected}")
-    _expect(path, f"{where}weights: ", weights, strategy=(*of_strategy,))
+        raise ValueError(f"{path}: {prefix}format is {stored!r}; expected one of {expected}")
+    _expect(path, f"{prefix}weights: ", weights, strategy=(*of_strategy,))
     fmt = of_strategy[weights["strategy"]]
     wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
-    _expect(path, f"{where}weights: ", weights, **wanted, actorder=(None,))
-    _expect(path, where, group, output_activations=(None,))
+    _expect(path, f"{prefix}weights: ", weights, **wanted, actorder=(None,))
+    _expect(path, prefix, group, output_activations=(None,))
     inputs = group.get("input_activations")
     bits = _GROUPS[fmt]["num_bits"]
     if inputs is None:
         return LayerScheme(fmt, "compressed-tensors", "fp8" if bits == 8 else "16bit")
-    where = f"{where}input_activations: "
+    prefix = f"{prefix}input_activations: "
     if fmt == "mxfp4" and inputs.get("num_bits") == 8:
         _expect(
-            path, where, inputs, type=("float",), symmetric=(True, None), dynamic=(True,), strategy=("group",),
+            path, prefix, inputs, type=("float",), symmetric=(True, None), dynamic=(True,), strategy=("group",),
             group_size=(128,),
         )  # fmt: skip
         return LayerScheme(fmt, "compressed-tensors", "fp8")
     dynamic = {"nvfp4": ("local",), "fp8_tensor": (True, False), "fp8_channel": (True, False)}.get(fmt, (True,))
-    _expect(path, where, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
+    _expect(path, prefix, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
     if False not in dynamic:
         return LayerScheme(fmt, "compressed-tensors", f"fp{bits}")
-    _expect(path, where, inputs, strategy=("token",) if inputs["dynamic"] else ("tensor",))
+    _expect(path, prefix, inputs, strategy=("token",) if inputs["dynamic"] else ("tensor",))
     return LayerScheme(fmt, "compressed-tensors", "fp8" if inputs["dynamic"] else "fp8_static")
 
 
@@ -267,7 +267,7 @@ def _torchao(path: Path, given: Mapping[str, Any]) -> QuantSpec:
         data = (config.get("_data") or {}) if isinstance(config, Mapping) else {}
         dtype = (data.get("weight_dtype") or {}).get("_data")
         if kind != _TORCHAO_MX or dtype != "float4_e2m1fn_x2":
-            of = f" with weights in {dtype}" if kind == _TORCHAO_MX else ""
+            elements = f" with weights in {dtype}" if kind == _TORCHAO_MX else ""
             expected = ", ".join((*TORCHAO_CONFIGS, f"{_TORCHAO_MX} with weights in float4_e2m1fn_x2"))
-            raise ValueError(f"{path}: quant_type is {kind}{of}; expected one of {expected}")
+            raise ValueError(f"{path}: quant_type is {kind}{elements}; expected one of {expected}")
     return QuantSpec(path, "torchao", (), tuple(given.get("modules_to_not_convert") or ()))

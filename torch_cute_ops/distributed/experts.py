@@ -319,7 +319,7 @@ class ExpertParallel(nn.Module):
         return y[place[:, 0].clamp(min=0)]
 
     def _returned(self, y: Tensor, sizes: tuple[list[int], list[int]] | None, rows: int) -> Tensor:
-        """Send the results back and return those for this rank's pairs, in the order of the experts."""
+        """Send the results back and return the results of this rank's pairs, in the order of the experts."""
         if self.group is None:
             return y
         if self.back == "fp8":

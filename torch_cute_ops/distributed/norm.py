@@ -38,11 +38,11 @@ def normed_rows(
     Raises:
         ValueError, TypeError: as the ops, for a wrong shape, dtype or device; for 16-bit activations.
     """
-    how = layer.quantization()
-    if how is None:
+    quantization = layer.quantization()
+    if quantization is None:
         raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
     lead, rows = (*x.shape[:-1],), x.view(-1, x.shape[-1])
     sums = () if residual is None else (residual.view(-1, x.shape[-1]),)
-    norm: Any = _NORMS[how.to, bool(sums)]
-    operands = norm(rows, *sums, weight, eps=eps, **how.arguments)
+    norm: Any = _NORMS[quantization.to, bool(sums)]
+    operands = norm(rows, *sums, weight, eps=eps, **quantization.arguments)
     return QuantizedRows(operands, lead, x.dtype)

@@ -1,4 +1,4 @@
-"""Patterns of norms and gates in graphs of ATen ops, in the forms in which models write them."""
+"""Patterns of norms and gates in graphs of ATen ops, as models write them."""
 
 import operator
 from collections.abc import Iterator

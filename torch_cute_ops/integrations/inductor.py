@@ -243,7 +243,7 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Fuse a gate of one row into the GEMM that alone reads its ``value``; return True on success."""
+    """Fuse a gate of one row into the GEMM, if the GEMM is the only reader of ``value``; return True on success."""
     named = named_arguments(node)
     rows = value_of(named.pop("a")).shape[0]
     is_alone = all(user is node for user in readers_of(value))
@@ -255,7 +255,7 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
 
 
 def _multiply_quantised(node: Node) -> bool:
-    """Fuse a quantisation of few rows into the FP4 GEMM that alone reads the codes; return True on success."""
+    """Fuse a quantisation of few rows into the FP4 GEMM, if the GEMM is the only reader; return True on success."""
     named = named_arguments(node)
     (codes, _), scale = without_reshape(named.pop("a")), named.pop("a_scale")
     if not all(is_call(each, operator.getitem) for each in (codes, scale)):

@@ -339,10 +339,10 @@ class QuantLinear(nn.Module):
 
     def quantization(self) -> Quantization | None:
         """Return the quantisation of the input, or None if the GEMM takes 16-bit activations."""
-        how, scale = self._input_quantization, self._activation_scale()
-        if how is None or scale is None:
-            return how
-        return Quantization(how.to, {_SCALE_ARGUMENT[how.to]: scale, **how.arguments})
+        quantization, scale = self._input_quantization, self._activation_scale()
+        if quantization is None or scale is None:
+            return quantization
+        return Quantization(quantization.to, {_SCALE_ARGUMENT[quantization.to]: scale, **quantization.arguments})
 
     def _quantization(self) -> Quantization | None:
         """Return :meth:`quantization` without arguments that are tensors."""
@@ -354,8 +354,12 @@ class QuantLinear(nn.Module):
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return ``QuantizedRows.operands`` for rows (M, K)."""
-        how = self._input_quantization
-        return (rows,) if how is None else _QUANTISE[how.to](rows, self._activation_scale(), **how.arguments)
+        quantization = self._input_quantization
+        return (
+            (rows,)
+            if quantization is None
+            else _QUANTISE[quantization.to](rows, self._activation_scale(), **quantization.arguments)
+        )
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Return the result (M, N) in ``dtype``."""

@@ -50,14 +50,14 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``down_proj(swiglu(gate_up_proj(x)))``, (..., H) from (..., H). Raises as :class:`QuantLinear`."""
         both = self.gate_up_proj(x)
-        lead, how, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
+        lead, quantization, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
         if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
             return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
-        if how is None:
+        if quantization is None:
             return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once
-        quantise = silu_mul_fp4quant if how.to == "fp4" else silu_mul_fp8quant
+        quantise = silu_mul_fp4quant if quantization.to == "fp4" else silu_mul_fp8quant
         swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        operands = quantise(rows, **how.arguments, **swiglu)
+        operands = quantise(rows, **quantization.arguments, **swiglu)
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
 
     def extra_repr(self) -> str:

@@ -350,15 +350,15 @@ class QuantExperts(nn.Module):
         """Compute the sums for a routing (M, E) that is multiplied by the experts' factors."""
         gate_up: Any = self.gate_up_proj
         weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)), gate_up.weight_scale
-        how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
+        options: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
         swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **swiglu, **how}
+        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **swiglu, **options}
         if few.activations == "16bit":
             h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
-            return moe_fc2_fp4_weight_only(h, few.weight, few.weight_scale, routing, few.bias, out_dtype, **how)
+            return moe_fc2_fp4_weight_only(h, few.weight, few.weight_scale, routing, few.bias, out_dtype, **options)
         a, a_scale = fp4_quantize(hidden_states, few.input_global_scale, gate_up.format.block_size)
         h, h_scale = moe_fc1_fp4(a, weight, a_scale, w_scale, routing, global_scale=few.hidden_global_scale, **first)
-        return moe_fc2_fp4(h, few.weight, h_scale, few.weight_scale, routing, few.bias, out_dtype, **how)
+        return moe_fc2_fp4(h, few.weight, h_scale, few.weight_scale, routing, few.bias, out_dtype, **options)
 
     def _many(
         self,

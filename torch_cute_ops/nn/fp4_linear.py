@@ -78,8 +78,8 @@ class _FP4Linear(QuantLinear):
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
-        how: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetch_weight()}
-        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **how)
+        options: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetch_weight()}
+        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **options)
 
     def prologue_quantises(self, rows: Tensor) -> bool:
         """Return True for few 16-bit rows, if one kernel of the GPU quantises and multiplies."""
@@ -110,10 +110,10 @@ class _FP4Linear(QuantLinear):
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
-        how = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetch_weight()}
+        options = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetch_weight()}
         if self.activations == "16bit":
-            return weight_only(*operands, **how)
-        return quantising(*operands, self._activation_scale(), **how)
+            return weight_only(*operands, **options)
+        return quantising(*operands, self._activation_scale(), **options)
 
     def _decoded(self) -> Tensor:
         """Return codes times block scales, in float32."""

@@ -59,8 +59,8 @@ class FP8BlockLinear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
-        how: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetch_weight()}
-        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, **how)
+        options: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetch_weight()}
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, **options)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
@@ -114,7 +114,7 @@ class _FP8Linear(QuantLinear):
     multiples = (1, 1)
     can_prefetch = False
     _flat: ClassVar[tuple[int, ...]]
-    """Shape to which scales are reshaped."""
+    """Shape for ``reshape`` that flattens scales."""
 
     weight_scale: Tensor
     input_scale: Tensor

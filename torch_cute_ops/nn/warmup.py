@@ -181,8 +181,8 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
     gated = _gated_widths(layers)
     done = set()
     for layer in layers:
-        width, device, how = layer.in_features, layer.weight.device, layer.quantization()
-        ending, arguments = ("", {}) if how is None else (f"_{how.to}quant", how.arguments)
+        width, device, quantization = layer.in_features, layer.weight.device, layer.quantization()
+        ending, arguments = ("", {}) if quantization is None else (f"_{quantization.to}quant", quantization.arguments)
         form = (width, device, ending, *((k, None if isinstance(v, Tensor) else v) for k, v in arguments.items()))
         if form in done:
             continue
@@ -192,5 +192,5 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             weight = torch.ones(width, dtype=weight_dtype, device=device)
             getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **arguments)
             getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **arguments)
-        if how is not None and width in gated:
+        if quantization is not None and width in gated:
             getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments)
