@@ -16,7 +16,7 @@ version = release = __version__
 # The source folder is the root of the repository, so that links between documents lead to the same place in a rendered
 # page and in a file view.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "ptx_emulator/README.md"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4

@@ -471,7 +471,7 @@ class ColumnParallel(LinearStyle):
         self.unit, self.sequence, self.gather_output = unit, sequence, gather_output
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Connect a sharded layer to the other ranks; see :meth:`LinearStyle.bind_layer`."""
+        """Connect a sharded layer to the other ranks; see ``LinearStyle.bind_layer``."""
         self.bind(layer, mesh).whole_parts = tuple(whole)
 
 
@@ -499,6 +499,6 @@ class RowParallel(LinearStyle):
         self.sequence, self.sums = sequence, sums
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Connect a sharded layer to the other ranks; see :meth:`LinearStyle.bind_layer`."""
+        """Connect a sharded layer to the other ranks; see ``LinearStyle.bind_layer``."""
         fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added once
         self.bind(layer, mesh)
