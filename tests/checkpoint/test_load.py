@@ -160,7 +160,7 @@ def test_fp8_activations(dynamic, tmp_path):
 
 
 def test_mixed_precision_with_fp8(tmp_path):
-    """ModelOpt's mix of NVFP4 and FP8, as its search for each layer's best format writes it."""
+    """Load ModelOpt's mix of NVFP4 and FP8, as its search for each layer's best format writes it."""
     content, fp8 = Content(KINDS["modelopt W4A4"]), KINDS["modelopt FP8 tensor"]
     tensors, want = checkpoints.random_layer(fp8, H, H)
     o_proj = {name for name in content.tensors if name.startswith("layers.0.o_proj.")}
@@ -177,7 +177,7 @@ def test_mixed_precision_with_fp8(tmp_path):
 
 
 def test_mixed_precision(tmp_path):
-    """ModelOpt's algorithms by layer."""
+    """Load a ModelOpt checkpoint with algorithms by layer."""
     content = Content(KINDS["modelopt W4A16"])
     content.tensors["layers.0.o_proj.input_scale"] = torch.tensor(0.02)
     layers = {f"layers.0.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in PARTS}
@@ -195,7 +195,7 @@ def test_mixed_precision(tmp_path):
 
 
 def test_not_quantised(tmp_path):
-    """A checkpoint, or layers of a merged layer, without quantised tensors."""
+    """Load a checkpoint, or layers of a merged layer, without quantised tensors."""
     plain = {f"layers.0.{name}.weight": torch.randn(n, H).bfloat16() for name, n in PARTS.items()}
     content = Content(NVFP4)
     kept = {name: tensor for name, tensor in content.tensors.items() if not name.startswith("layers") or "bias" in name}

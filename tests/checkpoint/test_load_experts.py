@@ -128,7 +128,7 @@ def test_gpt_oss(tmp_path):
 
 @torch.no_grad()
 def test_few_tokens_of_gpt_oss(tmp_path):
-    """Experts as wide as gpt-oss's: side by side, their scales start alternately at a tile and inside a tile."""
+    """Load experts as wide as gpt-oss's: side by side, their scales start alternately at a tile and inside a tile."""
     experts, hidden, width, prefix = 3, 64, 2880, "mlp.experts."
     tensors = checkpoints.gpt_oss_experts(experts, hidden, width)
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]}

@@ -317,7 +317,7 @@ def test_divided_layers(tmp_path):
 
 
 def test_bounds():
-    """Bounds of heads, also with fewer heads than ranks, and sizes that cannot be divided."""
+    """Check the bounds of heads, also with fewer heads than ranks, and sizes that cannot be divided."""
     assert [WeightShard(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
     assert [WeightShard(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     assert WeightShard(0, 1, 2, 64).bounds(384) == (192, 384)
@@ -346,7 +346,7 @@ def test_bounds():
     ],
 )
 def test_which_part_of_a_tensor(suffix, shape, rows, columns):
-    """The shard of the second of two ranks, for a layer (512, 256)."""
+    """Check the shard of the second of two ranks, for a layer (512, 256)."""
     assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
     assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 

@@ -417,7 +417,7 @@ def test_arguments_that_are_no_tensors_decide_too(mesh):
 
 
 def test_two_dimensions(square):
-    """Rows over one mesh dimension and K over the other; a size sharded by both must fit all shards."""
+    """Shard rows over one mesh dimension and K over the other; a size sharded by both must fit all shards."""
     a = torch.randint(-3, 4, (6, 128)).bfloat16()
     codes, scale = random_matrix(24, 128, NVFP4, "linear", CPU, POWERS["e4m3"])
     (op,) = (op for op in OPS.values() if op.name == "mm_fp4_weight_only")

@@ -37,7 +37,7 @@ class Marks(CustomGraphPass):
 
 
 def test_compiled_by_inductor(device):
-    """The pass as an option of one model, through the whole compiler, after a third-party pass."""
+    """Compile one model with the pass as an option, after a third-party pass, through the whole compiler."""
     x, weight = numbers(4, H, device=device), numbers(H, device=device)
 
     def layer(x, weight):
@@ -51,7 +51,7 @@ def test_compiled_by_inductor(device):
 
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
-    """A dimension of size 1, for which Inductor has already chosen a stride when the first op updates the residual."""
+    """Inductor has already chosen the stride of a dimension of size 1 when the first op updates the residual."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):
@@ -188,7 +188,7 @@ def test_llama_generates_the_same_tokens(llama):
 
 
 def test_llama_with_16_bit_activations():
-    """Norms of a model with quantised weights only."""
+    """The pass computes the norms of a model with quantised weights and 16-bit activations."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
     ids = torch.randint(1, 96, (2, 7))
@@ -204,7 +204,8 @@ def test_llama_with_16_bit_activations():
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "activations"), [("nvfp4", "16bit"), ("fp8_block", "auto")])
 def test_llama_decodes_by_inductor(scheme, activations, device):
-    """The whole compiler, with one token each of several sequences: one dimension of the residual has size 1."""
+    """Decode one token for each of several sequences with the whole compiler; one dimension of the residual has
+    size 1."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, scheme, activations=activations))
     model, ids = model.to(device), torch.randint(1, 96, (3, 1), device=device)

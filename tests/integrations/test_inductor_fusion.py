@@ -47,7 +47,7 @@ by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
 
 @by_norm
 def test_norm(norm, device):
-    """Rows with several leading dimensions, which linear layers flatten."""
+    """The pass fuses norms of rows with several leading dimensions, which linear layers flatten."""
     x, weight, g = numbers(2, 3, H, device=device), numbers(H, device=device), torch.full((1,), 3.0, device=device)
     got, compiler = compiled(lambda x, weight, g: tco.fp4_quantize(norm(x, weight).flatten(0, 1), g), x, weight, g)
     assert_equal(got, tco.rmsnorm_fp4quant(x.flatten(0, 1), weight, g, EPS))
@@ -56,7 +56,7 @@ def test_norm(norm, device):
 
 @by_format
 def test_formats(kind, device):
-    """Addition, norm and quantisation; then the gate of a merged layer."""
+    """The pass fuses addition, norm and quantisation, and the gate of a merged layer."""
     quantise, suffix, arguments = kind
     x, weight, g = numbers(2, 5, H, device=device), numbers(H, device=device), torch.full((1,), 0.5, device=device)
 
@@ -91,7 +91,7 @@ def test_dtypes(dtype):
 
 
 def test_a_norm_that_is_read_elsewhere():
-    """Another reader of the norm, such as a router. An FP4 op also writes the norm."""
+    """A norm can have another reader, such as a router. An FP4 op also writes the norm."""
     x, weight = numbers(4, H), numbers(H)
 
     def layer(x, weight):
@@ -108,7 +108,7 @@ def test_a_norm_that_is_read_elsewhere():
 
 
 def test_scales_of_one_norm_that_differ():
-    """Different scales, as for q and k that are not merged: each norm reads the sum that the first op wrote."""
+    """If scales differ, as for q and k that are not merged, each norm reads the sum that the first op wrote."""
     x, weight, g, other = numbers(4, H), numbers(H), torch.full((1,), 0.5), torch.full((1,), 2.0)
 
     def layer(x, weight, g, other):

@@ -34,7 +34,7 @@ def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
 
 @by_norm
 def test_norm_before_a_gemm(norm, device):
-    """Rows with several leading dimensions, and a router that also reads the norm."""
+    """Our op computes the norm of rows with several leading dimensions, also if a router reads the norm."""
     x, weight = numbers(2, 3, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(32, H, device=device))
 
@@ -61,7 +61,7 @@ def test_norm_in_another_dtype_before_a_gemm():
 
 
 def test_sum_before_gemms(device):
-    """Three GEMMs of one norm, whose sum is read later; then a GEMM after a gate of many rows, which stays."""
+    """Three GEMMs read one norm, whose sum is read later; the gate of many rows before another GEMM stays."""
     x, weight = numbers(9, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
@@ -105,7 +105,8 @@ def test_gate_before_a_gemm(lead, dtype, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """Gates that stay: many rows, a symbolic number of rows, other GPUs, another reader, another dtype, or up first."""
+    """A gate stays for many rows, a symbolic number of rows, another GPU, another reader, another dtype, or up
+    first."""
     both, codes, scale = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     both = both.repeat_interleave(2, 1)[:, ::2] if left == "strided" else both
     both = both.float() if left == "float32" else both
@@ -157,7 +158,7 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
 def test_quantisations_that_stay_before_a_gemm(left):
-    """Quantisations that stay: many rows, a symbolic number of rows, another reader of the codes, another dtype or
+    """A quantisation stays for many rows, a symbolic number of rows, another reader of the codes, another dtype or
     format, or a gate other than SiLU."""
     both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     block_size = 32 if left == "MXFP4" else 16
@@ -244,8 +245,8 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
 def test_what_is_not_prefetched(left, monkeypatch):
-    """Cases without prefetch: many rows, a symbolic number of rows, other GPUs, a weight that the graph computes. An
-    explicit prefetch is kept."""
+    """GEMMs do not prefetch for many rows, a symbolic number of rows, on other GPUs, or a weight that the graph
+    computes. An explicit prefetch is kept."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)
@@ -290,7 +291,7 @@ def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
 
 
 def test_where_gates_go_with_gemms(monkeypatch):
-    """GPUs with a kernel that gates rows, such as Hopper."""
+    """Gates fuse into GEMMs on GPUs with a kernel that gates rows, such as Hopper."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))

@@ -221,7 +221,8 @@ def test_saved_again(tmp_path):
 
 
 def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
-    """Nor are submodels and copies; a submodel without quantised layers can be saved."""
+    """transformers refuses to save such models, their submodels and copies; a submodel without quantised layers can be
+    saved."""
     model = bf16_model(CONFIGS["llama"])
     quantize_(model, ignore="*")
     model.save_pretrained(tmp_path / "plain")
@@ -239,7 +240,7 @@ def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
 
 
 def test_settings(tmp_path, capsys):
-    """The checkpoint's generation configuration, an explicit dtype and configuration, and progress."""
+    """Keep the checkpoint's generation configuration, and apply an explicit dtype, configuration and progress bar."""
     saved(CONFIGS["llama"], tmp_path / "x")
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "x")
     model = integration.from_pretrained(
@@ -255,7 +256,7 @@ def test_settings(tmp_path, capsys):
 
 
 def test_ignore(tmp_path):
-    """A single pattern, for a model and for a checkpoint."""
+    """Ignore one pattern, for a model and for a checkpoint."""
     model = integration.from_config(CONFIGS["llama"], device="cpu", ignore="up_proj")
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and isinstance(model.lm_head, NVFP4Linear)
     saved(CONFIGS["llama"], tmp_path / "x")
@@ -264,7 +265,7 @@ def test_ignore(tmp_path):
 
 
 def test_float32(tmp_path):
-    """Refused with 16-bit layers; supported otherwise, as for experts."""
+    """float32 is refused with 16-bit layers and supported otherwise, as for experts."""
     saved(CONFIGS["llama"], tmp_path / "x", "mxfp4", "compressed-tensors")
     given = {"device": "cpu", "dtype": torch.float32}
     for load in (
@@ -531,7 +532,8 @@ def quantised_head(path: Path) -> None:
 
 
 def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
-    """Refused, as by our own ``from_pretrained``; loaded if the model does not tie it."""
+    """A quantised head of a tied model is refused, as by our own ``from_pretrained``; it is loaded if the model does
+    not tie it."""
     for name in ("llama", "llama-tied"):
         saved(CONFIGS[name], tmp_path / name)
         rewrite(tmp_path / name, lambda tensors: {key: tensors[key] for key in tensors if key != "lm_head.weight"})
@@ -560,7 +562,7 @@ def without(prefix: str) -> Callable[[Tensors], Tensors]:
 
 @loaders
 def test_incomplete_checkpoints(load, tmp_path, registered):
-    """No weight is left random."""
+    """An incomplete checkpoint is refused: no weight is left random."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
     for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # the last leaves the bias
         refused(load, tmp_path / "x", without(lost), rf"contains no .*{re.escape(lost.rpartition('.')[0])}")
@@ -573,7 +575,7 @@ def test_incomplete_checkpoints(load, tmp_path, registered):
 
 @loaders
 def test_surplus_tensors(load, tmp_path, registered):
-    """Tensors of a layer, and of experts, that the configuration does not include."""
+    """Refuse tensors of a layer, and of experts, that the configuration does not include."""
     saved(CONFIGS["llama"], tmp_path / "x")
     for name, message in (("pre_quant_scale", "is unknown to modelopt nvfp4"), ("lora.weight", "")):
         more = {f"{Q_PROJ}.{name}": torch.ones(128)}
@@ -598,7 +600,7 @@ def test_scales_of_the_kv_cache(load, tmp_path, registered, caplog):
 
 
 def test_names_that_transformers_changes(tmp_path, registered):
-    """An unquantised layer with another name in the checkpoint."""
+    """Load an unquantised layer with another name in the checkpoint."""
     saved(CONFIGS["llama"], tmp_path / "x")
     want = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x"))
     rewrite(
@@ -640,7 +642,7 @@ def test_random_weights(name, scheme, device):
     ids=["8B", "70B"],
 )
 def test_memory_of_llama_3(layers, limit, sizes):
-    """NVFP4, merged, with derived buffers; all layers of a model are alike."""
+    """Count the bytes of merged NVFP4 layers with derived buffers; all layers of a model are alike."""
 
     def held(count: int) -> int:
         config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, num_hidden_layers=count)

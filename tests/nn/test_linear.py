@@ -407,7 +407,7 @@ def test_a_chain_of_layers_is_in_no_copy_and_no_file():
 
 @torch.no_grad()
 def test_what_a_layer_cannot_prefetch():
-    """Weights on another device, and weights whose rows are not multiples of 16 bytes."""
+    """A layer does not prefetch a weight on another device, or a weight whose rows are not multiples of 16 bytes."""
     first, second = (quantised(NVFP4Linear, "16bit", n=K) for _ in range(2))
     x = torch.randn(1, K).bfloat16()
     want = first(x)

@@ -81,7 +81,8 @@ def test_values(scheme, form, device):
 @by_scheme
 @torch.no_grad()
 def test_calls(scheme, device):
-    """A row equals the same row alone; foreign ids add nothing; other dtypes; compiled to one graph."""
+    """A row gives the same result alone; ids out of range add nothing; other dtypes work; the call compiles to one
+    graph."""
     experts = block_of(Experts(), scheme, device).mlp.experts
     x, ids, factors = routed(5, device)
     want = experts(x, ids, factors)

@@ -316,7 +316,7 @@ def test_warmup_calls_fused_ops(activations, expected):
 
 
 def test_warmup_calls_gates_with_gemms():
-    """One row, with 16-bit activations."""
+    """For one row and 16-bit activations, warm-up also calls GEMMs that gate in the prologue."""
     block = quantize_(FusedBlock().bfloat16())
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))

@@ -48,7 +48,7 @@ def test_seed(scheme):
 
 
 def test_ignore():
-    """A ``str`` is one pattern."""
+    """Check that a ``str`` counts as one pattern."""
     model = random_(model_of(), device="cpu", ignore="up")
     assert type(model["up"]) is nn.Linear and isinstance(model["lm_head"], QuantLinear)
 

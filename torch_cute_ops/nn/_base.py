@@ -181,8 +181,10 @@ class QuantLinear(nn.Module):
         """Compute the buffers that depend on other buffers."""
 
     def _complete(self) -> None:
-        """Launch a kernel after the kernels that wrote the weight. The next forward may read the weight before the
-        launch directly ahead of it ends."""
+        """Launch one more kernel after the kernels that wrote the weight.
+
+        The next forward's GEMM can read its static weight before the preceding launch has ended.
+        """
         if self.weight.is_cuda:
             torch.empty(1, device=self.weight.device).fill_(0.0)
 
@@ -324,8 +326,10 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of input rows for which the GEMM multiplies at least ``rows`` rows; fewer if it gathers
-        rows of several ranks."""
+        """Return the number of input rows that lead to at least ``rows`` rows in the GEMM.
+
+        Layers that gather rows from several ranks need fewer.
+        """
         return rows
 
     def prologue_quantises(self, rows: Tensor) -> bool:
