@@ -27,10 +27,10 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.mark.timing
 def test_import_is_quick():
-    """The import takes less processor time than 0.22 % of torch's import for each op, in the best of six runs.
+    """Importing the package takes at most 5 % of the time that importing torch takes (60 ms if torch takes 1.2 s).
 
-    That is 2.6 ms per op if torch takes 1.2 s. The limit is relative because machines differ by a factor of two. Half
-    of the time compiles the functions that are generated from each op's signature.
+    The limit is relative and counts processor time: other tests keep the processor busy, and machines differ by a
+    factor of two. The best of several runs counts.
     """
     code = (
         "import time; start = time.process_time()\n"
@@ -40,7 +40,7 @@ def test_import_is_quick():
     # The first import writes bytecode, which installed packages contain. Torch starts as many threads as for users.
     written = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": str(os.cpu_count())}
     python(code, **written)
-    best, limit = 1.0, 0.0022 * len(OPS)
+    best, limit = 1.0, 0.05
     for _ in range(6):
         best = min(best, float(python(code, **written).stdout))
         if best < limit:

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 
 from torch_cute_ops import ops
-from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.ops._backend_path import BackendPath
 from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._checks import check_dense
@@ -49,46 +48,47 @@ def _packed(output: torch.Tensor) -> torch.Tensor:
 
 
 def _register(spec: OpSpec) -> None:
-    def checked(*args: Any, **kwargs: Any) -> None:
+    path, bind = spec.path, spec.bind
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        call = bind(*args, **kwargs)
         if not has_autograd_key:
-            given = spec.path.arguments(spec.bind(*args, **kwargs))
+            given = path.arguments(call)
             refuse_gradient(spec.signature, [given[each.name] for each in spec.signature.tensors])
-        spec.check(*args, **kwargs)
+        path.check_dispatched(call)
+        return call
 
     def cpu(*args: Any, **kwargs: Any) -> Any:
-        checked(*args, **kwargs)
-        spec.check_values(*args, **kwargs)
-        outputs = tuple(map(_packed, as_tuple(spec.reference(*args, **kwargs))))
+        call = checked(*args, **kwargs)
+        path.check_values(call)
+        outputs = tuple(map(_packed, as_tuple(spec.compute(path.arguments(call)))))
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The outputs, which are no longer in ``kwargs`` then."""
+    def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """Return the checked call and its outputs, which are taken out of ``kwargs``."""
         outputs = [kwargs.pop(name) for name in spec.out_names]
-        checked(*args, **kwargs)
-        spec.check_outputs(outputs, args, kwargs)
-        return outputs
+        call = checked(*args, **kwargs)
+        path.check_outputs(call, outputs)
+        return call, outputs
 
     def cpu_out(*args: Any, **kwargs: Any) -> None:
-        outputs = checked_outputs(args, kwargs)
-        spec.check_values(*args, **kwargs)
-        values = as_tuple(spec.reference(*args, **kwargs))
-        if spec.written is not None:
-            masks = spec.written(tuple(outputs), *args, **kwargs)
-            values = tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
+        call, outputs = checked_outputs(args, kwargs)
+        path.check_values(call)
+        arguments = path.arguments(call)
+        values = spec.merge(outputs, as_tuple(spec.compute(arguments)), arguments)
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        checked(*args, **kwargs)
-        return spec.fake(*args, **kwargs)
+        return path.empty_outputs(checked(*args, **kwargs))
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         checked_outputs(args, kwargs)
 
     def elsewhere(*args: Any, **kwargs: Any) -> None:
-        # PyTorch comes here for None in place of every tensor too.
+        # PyTorch also selects this implementation if every tensor is None.
         outputs = {name: kwargs.pop(name) for name in spec.out_names if name in kwargs}
-        given = spec.path.arguments(spec.bind(*args, **kwargs))
+        given = path.arguments(bind(*args, **kwargs))
         spec.signature.check_kinds(given.values())
         for name, value in {**given, **outputs}.items():
             if isinstance(value, torch.Tensor):
@@ -97,9 +97,9 @@ def _register(spec: OpSpec) -> None:
         raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # For subclasses such as DTensor, whose own counters the kernel, which takes what is inside them, cannot move.
+        # A subclass such as DTensor has a version counter of its own, which a kernel on the inner tensor does not move.
         outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
-        given = spec.path.arguments(spec.bind(*args, **kwargs))
+        given = path.arguments(bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
         return outputs
 
@@ -137,6 +137,8 @@ def _register_flops(flop_counter: ModuleType) -> None:
 configure_log()
 for _spec in OPS.values():
     _register(_spec)
+# Dynamo must not see functions without their code.
+when_imported("torch._dynamo", lambda _: [spec.generate() for spec in OPS.values()])
 # It imports Triton where there is one, which takes as long as the rest of this package.
 when_imported("torch.utils.flop_counter", _register_flops)
 

@@ -5,17 +5,20 @@ overloads, and the guards at the Autograd key. They differ from op to op in thei
 long in a generic ``*args`` wrapper as in its launch; so they are generated, as ``dataclasses`` generates ``__init__``.
 """
 
+import functools
 import importlib
 import inspect
 import linecache
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from torch_cute_ops.formats.experts import zeroed_rows
+from torch_cute_ops.formats.experts import merged, zeroed_rows
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import CallPath, Outputs
 from torch_cute_ops.ops._signature import Signature
@@ -24,6 +27,7 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.dispatch import (
     CHECKS,
     NEEDS_DISPATCHER,
+    NEEDS_DISPATCHER_WITHOUT_DYNAMO,
     NEEDS_REDISPATCH,
     PLAIN,
     below_autograd,
@@ -40,21 +44,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op, as the registry knows it.
+    """Entry of the registry for one op.
 
     Attributes:
-        signature: its parameters and outputs.
-        path: how its CUDA calls reach a kernel.
-        function: the typed Python function of the same name.
-        bind: the path's ``Call`` of the op's arguments.
-        cuda, cuda_out: the CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
+        signature: parameters and outputs.
+        path: the way of CUDA calls to a kernel.
+        function: the typed Python function of the op's name.
+        generate: function that generates the code of ``function`` and of the attributes that follow. Without it their
+            first call does.
+        bind: function of the op's arguments to the path's ``Call``.
+        cuda, cuda_out: CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
             further keyword arguments. They check their arguments themselves.
-        autograd, autograd_out: the entries at the Autograd key: they refuse what requires grad or has a tangent.
+        autograd, autograd_out: entries at the Autograd key, which refuse tensors that require grad or have a tangent.
     """
 
     signature: Signature
     path: CallPath[Any]
     function: Callable[..., Any]
+    generate: Callable[[], None]
     bind: Callable[..., Any]
     cuda: Callable[..., Any]
     cuda_out: Callable[..., None]
@@ -63,7 +70,7 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """In the namespace ``cute``, and of the modules that implement and test the op."""
+        """Name in the namespace ``cute``, and of the modules that implement and test the op."""
         return self.signature.name
 
     @property
@@ -86,32 +93,67 @@ class OpSpec:
         """Names of the arguments that the op updates in place."""
         return self.signature.updated
 
+    @property
+    def has_backends(self) -> bool:
+        """True if several backends can compute a call: if the op is a GEMM."""
+        return self.path.has_backends
+
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs by the executable specification in plain torch, ``reference/<name>.py``."""
-        return getattr(self._reference, self.name)(**self._by_name(*args, **kwargs))
+        """Return the outputs of the executable specification in plain torch, ``reference/<name>.py``."""
+        return self.compute(self._arguments(*args, **kwargs))
+
+    def compute(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the outputs of the executable specification for all arguments by name."""
+        return getattr(self._reference, self.name)(**arguments)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs with the right shapes and dtypes and no values, where the first argument is; of a checked call."""
-        call = self.bind(*args, **kwargs)
-        outputs = tuple(call[0].new_empty(shape, dtype=dtype) for shape, dtype in self.path.output_shapes(call))
-        return outputs[0] if len(outputs) == 1 else outputs
+        """Return uninitialised outputs of a call on the device of its first argument."""
+        return self.path.empty_outputs(self.bind(*args, **kwargs))
 
     @property
-    def defined(self) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-        """The outputs with zeros in place of what the op leaves unspecified, such as rows of padding.
+    def defined(self) -> Callable[..., Outputs] | None:
+        """Function that replaces output elements which the op leaves unspecified, such as padding, by zeros.
 
-        Takes a tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
+        It takes a tuple of all outputs and the op's arguments. None if the op leaves nothing unspecified.
         """
         given = self._of_outputs("defined")
         return given if given is not None or self.written is None else self._zeroed
 
     @property
-    def written(self) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-        """Which elements of its outputs the op writes, as masks; the others keep what they hold.
+    def written(self) -> Callable[..., Outputs] | None:
+        """Function that returns, for each output, a mask of the elements that the op writes.
 
-        Takes a tuple of all outputs and the op's arguments; ``None``: it writes all.
+        It takes a tuple of all outputs and the op's arguments. None if the op writes all elements.
         """
         return self._of_outputs("written")
+
+    def merge(self, outputs: Sequence[torch.Tensor], values: Outputs, arguments: Mapping[str, Any]) -> Outputs:
+        """Return ``values`` with the elements of ``outputs`` where the op writes nothing."""
+        written = getattr(self._reference, "written", None)
+        if written is None:
+            return values
+        masks = written(tuple(outputs), **arguments)
+        return tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
+
+    def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
+        """Return the kernels that a call may launch on GPUs of ``arch``; the tensors may be on meta.
+
+        Raises:
+            ValueError: if the op refuses an argument, or if no backend can compute the call there.
+            TypeError: if a tensor has a wrong dtype.
+        """
+        call = self.bind(*args, **kwargs)
+        self.path.check_call(call)
+        return self.path.kernels(call, arch)
+
+    def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+        """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None.
+
+        The argument ``backend`` of the call does not matter.
+        """
+        call = self.bind(*args, **kwargs)._replace(backend="auto")
+        self.path.check_call(call)
+        return self.path.backends(call, where)
 
     def _zeroed(self, outputs: Outputs, *args: Any, **kwargs: Any) -> Outputs:
         assert self.written is not None
@@ -119,97 +161,43 @@ class OpSpec:
         return tuple(zeroed_rows(output, mask) for output, mask in zip(outputs, masks, strict=True))
 
     @property
-    def has_backends(self) -> bool:
-        """Whether there are several ways to compute a call: whether it is a GEMM."""
-        return self.path.has_backends
-
-    def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
-        """The kernels that a call may launch on GPUs of ``arch``; its tensors may be on meta.
-
-        Raises:
-            ValueError: for arguments that the op refuses, or if no backend can compute the call there.
-            TypeError: for a wrong dtype.
-        """
-        call = self.bind(*args, **kwargs)
-        self.path.check_call(call)
-        return self.path.kernels(call, arch)
-
-    def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-        """Each backend and why it cannot compute a call on a device, or GPUs of an architecture, whatever backend that
-        names; ``None``: it can."""
-        call = self.bind(*args, **kwargs)._replace(backend="auto")
-        self.path.check_call(call)
-        return self.path.backends(call, where)
-
-    def check(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse arguments that the op does not take.
-
-        Raises:
-            TypeError: for a wrong kind or dtype.
-            ValueError: for anything else that is wrong.
-        """
-        self.path.check_call(self.bind(*args, **kwargs))
-
-    def check_values(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what the tensors of a checked call hold, on a CPU.
-
-        Raises:
-            ValueError: for an index of something that is not there.
-        """
-        self.path.check_values(self.bind(*args, **kwargs))
-
-    def check_outputs(self, outputs: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check given output tensors, and that they share no memory with arguments or each other.
-
-        Raises:
-            ValueError: for a wrong shape, device or layout, or shared memory.
-            TypeError: for a wrong dtype.
-        """
-        call = self.bind(*args, **kwargs)
-        shapes = self.path.output_shapes(call)
-        for name, output, (shape, dtype) in zip(self.out_names, outputs, shapes, strict=True):
-            _checks.check_output(self.name, name, output, shape, dtype, call[0].device)
-        self.path.check_memory(call, tuple(outputs))
-
-    @property
     def _reference(self) -> Any:
         return importlib.import_module(f"torch_cute_ops.reference.{self.name}")
 
     def _of_outputs(self, name: str) -> Callable[..., Outputs] | None:
-        """A function of the reference's module that takes all outputs, and the op's arguments by name."""
+        """Return a function of the reference's module, which takes all outputs and the op's arguments by name."""
         function = getattr(self._reference, name, None)
         if function is None:
             return None
-        return lambda outputs, *args, **kwargs: function(outputs, **self._by_name(*args, **kwargs))
+        return lambda outputs, *args, **kwargs: function(outputs, **self._arguments(*args, **kwargs))
 
-    def _by_name(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of a call by name, defaults included."""
+    def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a call by name, with defaults."""
         return self.path.arguments(self.bind(*args, **kwargs))
 
 
 def as_tuple(value: Any) -> Outputs:
-    """The outputs of an op as a tuple, also where there is one."""
+    """Return the outputs of an op as a tuple, also if the op has only one output."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]:
-    """Define the op whose parameters and docstring are those of the decorated function, which has no body of its own.
+    """Define an op with the parameters and the docstring of the decorated function, which has no body.
 
     The function's keyword-only parameter ``out`` takes the outputs.
 
     Args:
-        path: how CUDA calls reach a kernel.
+        path: the way of CUDA calls to a kernel.
         outputs: names of the outputs.
     """
 
     def decorate(function: Function) -> Function:
         signature = Signature.of(function, outputs)
         path.bind(signature)
-        made = _generate(signature, path)
-        public = made.pop("function")
-        for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
-            setattr(public, name, getattr(function, name))
-        OPS[signature.name] = OpSpec(signature, path, public, **made)
+        made, generate = _functions(signature, path)
+        public = functools.update_wrapper(made["function"], function)
+        entries = {name: made[name] for name in _NAMES if name != "function"}
+        OPS[signature.name] = OpSpec(signature, path, public, generate, **entries)
         return cast(Function, public)
 
     return decorate
@@ -217,15 +205,23 @@ def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]
 
 _TEMPLATE: Final = """\
 def bind({parameters}):
+    if False:
+        {closure}
     return Call(({values},))
 
 def cuda({parameters}):
+    if False:
+        {closure}
     return run(None, None, {values})
 
 def cuda_out({parameters}, *, {outs}):
+    if False:
+        {closure}
     run({outs_checked}, None, {values})
 
 def autograd({parameters}):
+    if False:
+        {closure}
     if not ({needs_redispatch}) and {plain} and not (is_grad_enabled() and ({grads})):
         return run(None, device, {values})
     refuse_gradient(({tensors},))
@@ -233,6 +229,8 @@ def autograd({parameters}):
         return ops.{name}.default({arguments})
 
 def autograd_out({parameters}, *, {outs}):
+    if False:
+        {closure}
     if (
         not ({needs_redispatch})
         and {plain}
@@ -246,6 +244,8 @@ def autograd_out({parameters}, *, {outs}):
         ops.{name}.out({arguments}, {outs_by_name})
 
 def function({parameters}, *, out=None):
+    if False:
+        {closure}
     if not ({needs_dispatcher}) and {plain}:
         if out is None:
             if not (is_grad_enabled() and ({grads})):
@@ -262,40 +262,103 @@ def function({parameters}, *, out=None):
     ops.{name}.out({arguments}, {outs_by_name})
     return out
 """
+_NAMES: Final = ("bind", "cuda", "cuda_out", "autograd", "autograd_out", "function")
+_STUB: Final = """\
+def {name}(*args, **kwargs):
+    if False:
+        {closure}
+    generate()
+    return functions["{name}"](*args, **kwargs)
+"""
+_generating: Final = threading.Lock()
 
 
-def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
-    """The functions of ``_TEMPLATE`` for one op, by name."""
-    values: dict[str, Any] = {}
+def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Callable[..., Any]], Callable[[], None]]:
+    """Return the functions of ``_TEMPLATE`` for an op by name, and a function that generates their code.
 
-    def default(name: str, value: Any) -> str:
-        if value is None or type(value) in (bool, int, float, str):
-            return repr(value)
-        values[f"default_{name}"] = value
-        return f"default_{name}"
+    Compilation takes a millisecond an op, so their first call triggers it. ``torch.compile`` does not see the stubs,
+    since the registry generates all code when somebody imports ``torch._dynamo``.
+    """
+    functions: dict[str, Any] = {}
 
+    def given_outputs(out: Any) -> Any:
+        return _checks.check_given_outputs(signature.name, out, signature.out_names)
+
+    def generate() -> None:
+        source = _source(signature, path)
+        # Named and kept, so that a traceback shows the lines.
+        filename = f"<torch_cute_ops {signature.name}>"
+        text = _in_closure(source, values)
+        with _generating:
+            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            for stub, made in zip(functions.values(), _made(text, filename)(**values), strict=True):
+                stub.__defaults__, stub.__kwdefaults__ = made.__defaults__, made.__kwdefaults__
+                stub.__code__ = made.__code__
+
+    values = CHECKS | {
+        "Call": path.call_type._make,
+        "run": path.run,
+        "ops": torch.ops.cute,
+        "PLAIN": PLAIN,
+        "Tensor": torch.Tensor,
+        "below_autograd": below_autograd,
+        "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "refuse_gradient": partial(refuse_gradient, signature),
+        "check_kinds": signature.check_kinds,
+        "given_outputs": given_outputs,
+        "functions": functions,
+        "generate": generate,
+    }
+    functions.update(zip(_NAMES, _stubs(tuple(values))(**values), strict=True))
+    return functions, generate
+
+
+@functools.cache
+def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ...]]:
+    """Return a function of the values of these names to functions that generate their code when first called."""
+    stubs = "\n".join(_STUB.format(name=name, closure="{closure}") for name in _NAMES)
+    return _made(_in_closure(stubs, names), "<torch_cute_ops>")
+
+
+def _in_closure(source: str, names: Iterable[str]) -> str:
+    """Return the source of a function ``make`` of these names that returns the functions of ``source``.
+
+    ``torch.compile`` would look for globals in a module; variables of an enclosing function it finds. A function's code
+    can be replaced only by code with as many free variables: ``{closure}`` lists all names in each function.
+    """
+    body = source.replace("{closure}", ", ".join(names))
+    lines = "".join(f"    {line}\n" if line else "\n" for line in body.splitlines())
+    return f"def make({', '.join(names)}):\n{lines}    return {', '.join(_NAMES)}\n"
+
+
+def _made(text: str, filename: str) -> Callable[..., tuple[Callable[..., Any], ...]]:
+    namespace: dict[str, Any] = {}
+    exec(compile(text, filename, "exec"), namespace)
+    made: Callable[..., tuple[Callable[..., Any], ...]] = namespace["make"]
+    return made
+
+
+def _source(signature: Signature, path: CallPath[Any]) -> str:
+    """Return ``_TEMPLATE`` for one op."""
     parameters = ", ".join(
-        each.name if each.default is inspect.Parameter.empty else f"{each.name}={default(each.name, each.default)}"
+        each.name if each.default is inspect.Parameter.empty else f"{each.name}={each.default!r}"
         for each in signature.parameters
     )
     fields = {path.renames.get(name, name): name for name in signature.names}
-    unknown = fields.keys() - set(path.call_type._fields)
-    if unknown:
-        raise TypeError(f"{signature.name}: {path.call_type.__name__} has no field for {', '.join(sorted(unknown))}")
     call = ", ".join(
-        fields.get(field) or default(f"of_{field}", path.fixed.get(field, path.call_type._field_defaults.get(field)))
+        fields.get(field) or repr(path.fixed.get(field, path.call_type._field_defaults.get(field)))
         for field in path.call_type._fields
     )
     tensors = [each.name for each in signature.tensors]
     outs = signature.out_names
     plain = [
-        f"type({each.name}) in PLAIN"
-        if not each.is_optional
-        else f"({each.name} is None or type({each.name}) in PLAIN)"
+        f"({each.name} is None or {_is_plain(each.name)})" if each.is_optional else _is_plain(each.name)
         for each in signature.tensors
     ]
     is_single = len(outs) == 1
-    source = _TEMPLATE.format(
+    return _TEMPLATE.format(
+        closure="{closure}",
         name=signature.name,
         parameters=parameters,
         arguments=", ".join(signature.names),
@@ -317,37 +380,16 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
         outs_checked=f"given_outputs({outs[0]})" if is_single else f"({', '.join(outs)})",
         outs_target=outs[0] if is_single else ", ".join(outs),
         outs_by_name=", ".join(f"{name}={name}" for name in outs),
-        plain_outs=" and ".join(f"type({name}) in PLAIN" for name in outs),
-        needs_dispatcher=NEEDS_DISPATCHER,
+        plain_outs=" and ".join(map(_is_plain, outs)),
+        needs_dispatcher=NEEDS_DISPATCHER if "torch._dynamo" in sys.modules else NEEDS_DISPATCHER_WITHOUT_DYNAMO,
         needs_redispatch=NEEDS_REDISPATCH,
-        out_is_plain="type(out) in PLAIN" if is_single else f"type(out) is tuple and len(out) == {len(outs)}",
+        out_is_plain=_is_plain("out") if is_single else f"type(out) is tuple and len(out) == {len(outs)}",
     )
 
-    def given_outputs(out: Any) -> Any:
-        return _checks.check_given_outputs(signature.name, out, outs)
 
-    values |= CHECKS | {
-        "Call": path.call_type._make,
-        "run": path.run,
-        "ops": torch.ops.cute,
-        "PLAIN": PLAIN,
-        "below_autograd": below_autograd,
-        "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
-        "is_grad_enabled": torch.is_grad_enabled,
-        "refuse_gradient": partial(refuse_gradient, signature),
-        "check_kinds": signature.check_kinds,
-        "given_outputs": given_outputs,
-    }
-    made = ("bind", "cuda", "cuda_out", "autograd", "autograd_out", "function")
-    # In a function, since torch.compile would look for their globals in a module.
-    body = "".join(f"    {line}\n" if line else "\n" for line in source.splitlines())
-    text = f"def make({', '.join(values)}):\n{body}    return {', '.join(made)}\n"
-    # Named and kept, so that a traceback shows the lines.
-    filename = f"<torch_cute_ops {signature.name}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {}
-    exec(compile(text, filename, "exec"), namespace)
-    return dict(zip(made, namespace["make"](**values), strict=True))
+def _is_plain(name: str) -> str:
+    """Return an expression that is true of plain tensors; most of them are no parameters, which take longer."""
+    return f"(type({name}) is Tensor or type({name}) in PLAIN)"
 
 
 def refuse_gradient(signature: Signature, tensors: Sequence[torch.Tensor | None], outputs: Outputs = ()) -> None:

@@ -19,7 +19,7 @@ from torch_cute_ops.ops._backend_path import (
     gemm_package,
     seen_as,
 )
-from torch_cute_ops.ops._call import Arguments, Values
+from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._operands import aligned, cuda_device
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
 from torch_cute_ops.ops._signature import GatedAlphaKind
@@ -75,8 +75,9 @@ class GatedGemm(BackendPath[GatedCall]):
     def __init__(self, a: Literal["fp4", "16-bit"]) -> None:
         super().__init__(a, "fp4", "n")
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = values[:8]
+    def key(self, call: GatedCall, device: int) -> tuple[Any, ...]:
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *gate_and_options = call
+        swiglu_alpha, swiglu_beta, swiglu_limit, *options = gate_and_options
         return (
             bucket(a.shape[0]),
             a.shape[1],
@@ -90,8 +91,8 @@ class GatedGemm(BackendPath[GatedCall]):
             None if alpha is None else alpha.shape,
             None if bias is None else bias.dtype,
             None if global_scale is None else global_scale.numel(),
-            gates_plainly(*values[8:11]),
-            values[11:],
+            gates_plainly(swiglu_alpha, swiglu_beta, swiglu_limit),
+            *options,
             device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
@@ -127,7 +128,7 @@ class GatedGemm(BackendPath[GatedCall]):
         self._check_global_scale(call.global_scale, experts, fmt)
         for name, tensor in zip(
             ("w", "a_scale", "w_scale", "routing", "alpha", "global_scale"),
-            (b, *call[2:6], call.global_scale),
+            (b, call.a_scale, call.b_scale, call.routing, call.alpha, call.global_scale),
             strict=True,
         ):
             if tensor is not None:
@@ -272,10 +273,10 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if self.layout is not None:
             self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)
 
-    def run(self, values: Values, out: Any) -> Any:
+    def run(self, call: GatedCall, out: Any) -> Any:
         if not self.is_direct:
             return None
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = values[:8]
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
         m = a.shape[0]
         # The compiled function takes any number of scale rows.
         if not m or (self.layout is not None and a_scale.shape != (self.layout.padded_rows(m), self.scale_columns)):
@@ -292,12 +293,12 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         results = (out, None) if self.layout is None else out
         if global_scale is not None and global_scale.dim() != 1:
             global_scale = global_scale.reshape(1)
-        gate = gate_arguments(*values[8:11])
+        gate = gate_arguments(*call.gate)
         self.compute(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, *results)
         return out
 
     def launch(self, call: GatedCall, out: Any) -> None:
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = call[:8]
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
         if a_scale is not None:
             a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
         else:

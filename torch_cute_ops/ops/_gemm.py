@@ -21,7 +21,7 @@ from torch_cute_ops.ops._backend_path import (
     gemm_package,
     seen_as,
 )
-from torch_cute_ops.ops._call import Arguments, Values
+from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device
 from torch_cute_ops.ops._signature import AlphaKind
 from torch_cute_ops.ops._with_gemm import PREFETCH_MULTIPLE, is_prefetchable
@@ -80,8 +80,8 @@ class Gemm(BackendPath[GemmCall]):
         super().__init__(a, b, over, gates_input, quantises_input)
         self.b_name = "w" if over == "k" else "b"
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = values[:9]
+    def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *options = call
         shape = a.shape
         m = shape[-2]
         return (
@@ -98,7 +98,7 @@ class Gemm(BackendPath[GemmCall]):
             offsets is not None,
             counts is not None,
             prefetch is not None,
-            values[9:],
+            *options,
             device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
@@ -150,7 +150,8 @@ class Gemm(BackendPath[GemmCall]):
 
     def _check_fp8(self, call: GemmCall) -> tuple[int, int]:
         """Check the operands, their scales, offsets and counts; N and K."""
-        op, (a, b, a_scale, b_scale, _, _, offsets, counts) = self.op, call[:8]
+        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
+        offsets, counts = call.offsets, call.counts
         assert a_scale is not None
         is_grouped, is_masked = self.over == "rows", self.over == "rows" and offsets is None
         if is_masked and counts is None:
@@ -433,10 +434,10 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             self.tile_rows = layout.tile_rows or 1
             self.scale_columns = layout.padded_blocks(problem.k // problem.a.format.block_size)
 
-    def run(self, values: Values, out: Any) -> Any:
+    def run(self, call: GemmCall, out: Any) -> Any:
         if not self.is_direct:
             return None
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = values[:9]
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *_ = call
         shape = a.shape
         m = shape[-2]
         if not m or not self.n:
@@ -473,7 +474,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         return out
 
     def launch(self, call: GemmCall, out: Tensor) -> None:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = call[:9]
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *_ = call
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
             if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:

@@ -87,6 +87,15 @@ def expert_choice(call: ChoiceCall) -> "ExpertChoice":
     )
 
 
+def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
+    """Return the part of a static key that a choice decides, of an unchecked call."""
+    logits = call.logits
+    return (
+        *(logits.shape[-1], logits.dtype, call.topk, call.bias is not None),
+        *(call.scoring, call.num_groups, call.topk_groups, call.renormalize),
+    )
+
+
 def choice_properties(call: ChoiceCall) -> dict[str, Any]:
     """The static properties of a choice."""
     shown = {"experts": call.logits.shape[1], "dtype": call.logits.dtype, "topk": call.topk}

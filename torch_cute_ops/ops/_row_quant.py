@@ -8,7 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, ROW
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime import settings
@@ -39,6 +39,11 @@ class RowCall(NamedTuple):
     scale_format: str | None = None
     granularity: str | None = None
     scale_layout: str = "128x4"
+
+    @property
+    def gate(self) -> tuple[float, float, float | None]:
+        """Parameters of the gate."""
+        return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
 
 class RowLauncher(KernelLauncher[RowCall]):
@@ -97,7 +102,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         return y, scale, *more
 
     def launch(self, call: RowCall, out: Any) -> None:
-        input, residual, weight, factor = call[:4]
+        input, residual, weight, factor = call.input, call.residual, call.weight, call.factor
         hidden = input.shape[-1]
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
@@ -120,7 +125,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             y, norm = (None, padded) if y is None else (padded, norm)
         outputs = (y, scale, linear, norm, None, None)
         rest = (None if factor is None else factor.reshape(1), *outputs)
-        scalars = (call.eps, *gate_arguments(*call[5:8]), self.max_ctas)
+        scalars = (call.eps, *gate_arguments(*call.gate), self.max_ctas)
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
@@ -166,11 +171,13 @@ class RowQuant(KernelPath[RowCall]):
         if self.quantises and "granularity" not in signature.names:
             self.integer_outputs = frozenset(("y",))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        input, _, weight, factor, _, alpha, beta, limit, *named = values
-        is_plain = gates_plainly(alpha, beta, limit)
-        weight_dtype = weight.dtype if self.normalises else None
-        return input.shape[-1], input.dtype, weight_dtype, factor is not None, is_plain, *named, device
+    def key(self, call: RowCall, device: int) -> tuple[Any, ...]:
+        weight_dtype = None if call.weight is None else call.weight.dtype
+        return (
+            *(call.input.shape[-1], call.input.dtype, weight_dtype, call.factor is not None),
+            *(gates_plainly(*call.gate), call.block_size, call.scale_format, call.granularity, call.scale_layout),
+            device,
+        )
 
     def run(
         self,
@@ -305,7 +312,7 @@ class RowQuant(KernelPath[RowCall]):
             also_linear="scale_linear" in self.signature.outputs,
             has_factor=call.factor is not None,
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
-            swiglu=not gates_plainly(*call[5:8]),
+            swiglu=not gates_plainly(*call.gate),
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:
@@ -323,7 +330,7 @@ class RowQuant(KernelPath[RowCall]):
             shown["weight_dtype"] = call.weight.dtype
         if "global_scale" in self.signature.names:
             shown["global_scale"] = call.factor is not None
-        if not gates_plainly(*call[5:8]):
+        if not gates_plainly(*call.gate):
             shown["swiglu"] = True
         names = ("block_size", "scale_format", "granularity", "scale_layout")
         return shown | {name: getattr(call, name) for name in names if name in self.signature.names}

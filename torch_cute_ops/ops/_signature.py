@@ -9,6 +9,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from types import NoneType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
@@ -127,24 +129,39 @@ class Signature:
             tuple(outputs),
         )
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters."""
+        """Names of the parameters."""
         return tuple(parameter.name for parameter in self.parameters)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Parameter, ...]:
-        """The parameters that are tensors."""
+        """Parameters that are tensors."""
         return tuple(parameter for parameter in self.parameters if parameter.is_tensor)
 
-    @property
+    @cached_property
+    def required_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that cannot be None."""
+        return tuple(parameter.name for parameter in self.tensors if not parameter.is_optional)
+
+    @cached_property
+    def _usual_types(self) -> tuple[frozenset[type], ...]:
+        """Types of the values of each parameter that need no further check."""
+        return tuple(
+            frozenset(
+                (*(kind for kind in _KINDS[each.type][0] if kind is not int), *([NoneType] if each.is_optional else []))
+            )
+            for each in self.parameters
+        )
+
+    @cached_property
     def updated(self) -> tuple[str, ...]:
         """Names of the tensors that the op updates in place."""
         return tuple(parameter.name for parameter in self.parameters if parameter.is_updated)
 
-    @property
+    @cached_property
     def out_names(self) -> tuple[str, ...]:
-        """The ``.out`` overload's names of the outputs: their own, with ``_out`` where a parameter has the same."""
+        """Names of the outputs as arguments of ``.out``: with ``_out`` if a parameter has the same name."""
         return tuple(f"{output}_out" if output in self.names else output for output in self.outputs)
 
     @property
@@ -177,9 +194,8 @@ class Signature:
         Raises:
             TypeError: naming the op, the argument, what it got and what it takes.
         """
-        for parameter, value in zip(self.parameters, values, strict=True):
-            reason = parameter.reason_unfit(value)
-            if reason is not None:
+        for parameter, usual, value in zip(self.parameters, self._usual_types, values, strict=True):
+            if type(value) not in usual and (reason := parameter.reason_unfit(value)) is not None:
                 raise TypeError(f"cute::{self.name}: {reason}")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, cuda_device
 from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
@@ -44,9 +44,9 @@ class _Dequantize(KernelPath[_Call]):
     call_type = _Call
     launcher_type = _Launcher
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        y, _, factor, *named = values
-        return y.shape[-1], factor is not None, *named, device
+    def key(self, call: _Call, device: int) -> tuple[Any, ...]:
+        formats = call.block_size, call.scale_format, call.scale_layout
+        return call.y.shape[-1], call.global_scale is not None, *formats, call.out_dtype, device
 
     def _formats(self, call: _Call) -> tuple[FP4Format, ScaleLayout]:
         return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
 from torch_cute_ops.runtime import settings
@@ -26,8 +26,8 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    def run(self, values: Values, out: Any) -> Any:
-        input, index, weights, residual = values
+    def run(self, call: _Call, out: Any) -> Any:
+        input, index, weights, residual = call
         shape, rows = input.shape, index.shape[0]
         if len(shape) != 2 or not rows or not are_int32(index):
             return None
@@ -47,9 +47,9 @@ class _Finalize(KernelPath[_Call]):
     launcher_type = _Launcher
     may_share = ("out", "residual")
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        input, index, _, residual = values
-        return input.shape[-1], input.dtype, index.shape[-1], residual is not None, device
+    def key(self, call: _Call, device: int) -> tuple[Any, ...]:
+        topk = call.expanded_to_permuted.shape[-1]
+        return call.input.shape[-1], call.input.dtype, topk, call.residual is not None, device
 
     def check(self, call: _Call) -> None:
         op, (input, index, weights, residual) = self.op, call

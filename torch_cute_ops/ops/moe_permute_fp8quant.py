@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
 from torch_cute_ops.runtime import settings
@@ -26,8 +26,8 @@ class _Call(NamedTuple):
 class _Launcher(KernelLauncher[_Call]):
     """Calls without ``expanded_to_permuted`` are slower: it is computed from its inverse first."""
 
-    def run(self, values: Values, out: Any) -> Any:
-        input, pairs, _, places = values
+    def run(self, call: _Call, out: Any) -> Any:
+        input, pairs, places = call.input, call.permuted_to_expanded, call.expanded_to_permuted
         shape, rows = input.shape, pairs.shape
         if len(shape) != 2 or not shape[0] or len(rows) != 1 or not rows[0]:
             return None
@@ -62,9 +62,8 @@ class _Permute(KernelPath[_Call]):
     # Scales by columns are stored one by one.
     any_address = frozenset(("scale",))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        input, _, topk, _ = values
-        return input.shape[-1], input.dtype, topk, device
+    def key(self, call: _Call, device: int) -> tuple[Any, ...]:
+        return call.input.shape[-1], call.input.dtype, call.topk, device
 
     def check(self, call: _Call) -> None:
         op, (input, pairs, topk, places) = self.op, call

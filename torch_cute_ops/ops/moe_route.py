@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cute_ops.ops._call import KernelLauncher, Outputs, Values
+from torch_cute_ops.ops._call import KernelLauncher, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32
 from torch_cute_ops.ops._routing import (
@@ -13,6 +13,7 @@ from torch_cute_ops.ops._routing import (
     ChoicePath,
     check_choice,
     check_order,
+    choice_key,
     choice_properties,
     expert_choice,
     is_number,
@@ -29,13 +30,12 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 class _Launcher(KernelLauncher[ChoiceCall]):
-    def run(self, values: Values, out: Any) -> Any:
-        logits, topk, bias, _, _, _, _, scaling_factor, alignment, max_rows, _ = values
-        shape = logits.shape
-        if len(shape) != 2 or not shape[0] or not is_number(scaling_factor):
+    def run(self, call: ChoiceCall, out: Any) -> Any:
+        shape, topk = call.logits.shape, call.topk
+        if len(shape) != 2 or not shape[0] or not is_number(call.scaling_factor):
             return None
         tokens, experts = shape
-        rows = rows_of_call(tokens, topk, experts, alignment, max_rows)
+        rows = rows_of_call(tokens, topk, experts, call.alignment, call.max_rows)
         if rows is None:
             return None
         if out is None:
@@ -45,7 +45,7 @@ class _Launcher(KernelLauncher[ChoiceCall]):
             out = (weights, ids, *new_order(new, tokens, topk, rows, experts))
         elif out[3].shape != (rows,) or not are_int32(*out[1:]):
             return None
-        self._call(logits, bias, out, rows, scaling_factor, max_rows or alignment)
+        self._call(call.logits, call.bias, out, rows, call.scaling_factor, call.max_rows or call.alignment)
         return out
 
     def launch(self, call: ChoiceCall, out: Outputs) -> None:
@@ -64,17 +64,8 @@ class _Route(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        logits, topk, bias, max_rows = values[0], values[1], values[2], values[9]
-        return (
-            logits.shape[-1],
-            logits.dtype,
-            topk,
-            bias is not None,
-            values[3:7],
-            max_rows is None,
-            device,
-        )
+    def key(self, call: ChoiceCall, device: int) -> tuple[Any, ...]:
+        return *choice_key(call), call.max_rows is None, device
 
     def check(self, call: ChoiceCall) -> None:
         check_choice(self.op, call)

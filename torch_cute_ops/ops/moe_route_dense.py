@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cute_ops.ops._call import KernelLauncher, Values
+from torch_cute_ops.ops._call import KernelLauncher
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned
 from torch_cute_ops.ops._routing import (
@@ -13,6 +13,7 @@ from torch_cute_ops.ops._routing import (
     ChoicePath,
     check_choice,
     check_per_expert,
+    choice_key,
     choice_properties,
     expert_choice,
     is_number,
@@ -26,14 +27,13 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 class _Launcher(KernelLauncher[ChoiceCall]):
-    def run(self, values: Values, out: Any) -> Any:
-        logits, _, bias, _, _, _, _, scaling_factor, _, _, expert_factor = values
-        shape = logits.shape
-        if len(shape) != 2 or not shape[0] or not is_number(scaling_factor):
+    def run(self, call: ChoiceCall, out: Any) -> Any:
+        shape = call.logits.shape
+        if len(shape) != 2 or not shape[0] or not is_number(call.scaling_factor):
             return None
         if out is None:
             out = allocator(self.device)((shape[0], shape[1]), (shape[1], 1), torch.float32)
-        self.function(logits, bias, expert_factor, out, scaling_factor)
+        self.function(call.logits, call.bias, call.expert_factor, out, call.scaling_factor)
         return out
 
     def launch(self, call: ChoiceCall, out: Tensor) -> None:
@@ -46,10 +46,8 @@ class _RouteDense(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("out",))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        logits, topk, bias, factor = values[0], values[1], values[2], values[10]
-        given = bias is not None, factor is not None
-        return (logits.shape[-1], logits.dtype, topk, *given, values[3:7], device)
+    def key(self, call: ChoiceCall, device: int) -> tuple[Any, ...]:
+        return *choice_key(call), call.expert_factor is not None, device
 
     def check(self, call: ChoiceCall) -> None:
         check_choice(self.op, call)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import are_int32, cuda_device
 from torch_cute_ops.ops._routing import check_order, new_order, rows_of_call, workspace_of
@@ -26,8 +26,8 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    def run(self, values: Values, out: Any) -> Any:
-        ids, experts, alignment, max_rows = values
+    def run(self, call: _Call, out: Any) -> Any:
+        ids, experts, alignment, max_rows = call
         shape = ids.shape
         if len(shape) != 2 or not shape[0] or not 1 <= shape[1] <= MAX_TOPK:
             return None
@@ -55,9 +55,8 @@ class _RouteIds(KernelPath[_Call]):
     launcher_type = _Launcher
     any_address = frozenset(("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        ids, experts, _, max_rows = values
-        return experts, max_rows is None, ids.dtype, device
+    def key(self, call: _Call, device: int) -> tuple[Any, ...]:
+        return call.experts, call.max_rows is None, call.ids.dtype, device
 
     def check(self, call: _Call) -> None:
         op, ids, experts = self.op, call.ids, call.experts

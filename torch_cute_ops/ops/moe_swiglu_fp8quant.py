@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
@@ -27,10 +27,15 @@ class _Call(NamedTuple):
     swiglu_beta: float
     swiglu_limit: float | None
 
+    @property
+    def gate(self) -> tuple[float, float, float | None]:
+        """Parameters of the gate."""
+        return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
+
 
 class _Launcher(KernelLauncher[_Call]):
-    def run(self, values: Values, out: Any) -> Any:
-        input, offsets, counts, *gate = values
+    def run(self, call: _Call, out: Any) -> Any:
+        input, offsets, counts, gate = call.input, call.offsets, call.counts, call.gate
         shape = input.shape
         if not (_has_as_many(shape, offsets, counts) and are_int32(offsets, counts)) or not input.numel():
             return None
@@ -58,7 +63,7 @@ class _Launcher(KernelLauncher[_Call]):
         rows = readable_rows(call.input.reshape(-1, call.input.shape[-1]))
         y, scale = out[0].view(len(rows), -1), out[1].view(-1, len(rows))
         offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (call.offsets, call.counts))
-        self._call(rows, y, scale, offsets, counts, call[3:])
+        self._call(rows, y, scale, offsets, counts, call.gate)
 
     def _call(
         self,
@@ -80,26 +85,25 @@ class _Gate(KernelPath[_Call]):
     # Scales by columns are stored one by one.
     any_address = frozenset(("scale",))
 
-    def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        input, offsets, counts, *gate = values
-        is_plain = gates_plainly(*gate)
-        return input.shape[-1], input.dtype, offsets is not None, counts is not None, is_plain, device
+    def key(self, call: _Call, device: int) -> tuple[Any, ...]:
+        given = call.offsets is not None, call.counts is not None, gates_plainly(*call.gate)
+        return call.input.shape[-1], call.input.dtype, *given, device
 
     def check(self, call: _Call) -> None:
         _checks.check_rows(self.op, "input", call.input, FP8_BLOCK128, _checks.INPUT_DTYPES, halves=True)
         _checks.check_expert_rows(self.op, call.input, call.offsets, call.counts)
-        _checks.check_swiglu(self.op, *call[3:])
+        _checks.check_swiglu(self.op, *call.gate)
 
     def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import row_quant
 
         given = call.offsets is not None, call.counts is not None
-        width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call[3:])
+        width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call.gate)
         problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general)
         return KernelSpec(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
 
     def properties(self, call: _Call) -> dict[str, Any]:
-        shown = {"hidden": call.input.shape[-1], "dtype": call.input.dtype, "swiglu": not gates_plainly(*call[3:])}
+        shown = {"hidden": call.input.shape[-1], "dtype": call.input.dtype, "swiglu": not gates_plainly(*call.gate)}
         return {**shown, "offsets": call.offsets is not None, "counts": call.counts is not None}
 
     def example(

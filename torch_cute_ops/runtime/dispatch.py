@@ -35,6 +35,9 @@ are not tested: they see kernels and calls of ``torch.ops.cute``, but not calls 
 uses the names in ``CHECKS``, and is inserted into generated functions: calling a function would cost 0.06 µs.
 """
 
+NEEDS_DISPATCHER_WITHOUT_DYNAMO: str
+"""``NEEDS_DISPATCHER`` of a process that has not imported ``torch._dynamo``, and so compiles nothing."""
+
 CHECKS: dict[str, Any]
 
 try:
@@ -45,13 +48,14 @@ try:
     forward_ad._current_level  # noqa: B018
 except (ImportError, AttributeError):
     # Without torch's private names the answer is unknown.
-    NEEDS_REDISPATCH = NEEDS_DISPATCHER = "True"
+    NEEDS_REDISPATCH = NEEDS_DISPATCHER = NEEDS_DISPATCHER_WITHOUT_DYNAMO = "True"
     CHECKS = {}
 else:
     NEEDS_REDISPATCH = (
         "logs_calls or dispatch_modes() > 0 or peek_interpreter_stack() is not None or forward_ad._current_level >= 0"
     )
-    NEEDS_DISPATCHER = f"is_dynamo_compiling() or is_tracing() or {NEEDS_REDISPATCH}"
+    NEEDS_DISPATCHER_WITHOUT_DYNAMO = f"is_tracing() or {NEEDS_REDISPATCH}"
+    NEEDS_DISPATCHER = f"is_dynamo_compiling() or {NEEDS_DISPATCHER_WITHOUT_DYNAMO}"
     CHECKS = {
         "forward_ad": forward_ad,
         "is_dynamo_compiling": is_dynamo_compiling,

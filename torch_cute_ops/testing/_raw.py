@@ -17,15 +17,15 @@ def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[],
         out: outputs of the op.
     """
     spec = OPS[op]
-    values = tuple(spec.bind(*args))
+    call = spec.bind(*args)
     given = out[0] if spec.path.is_single else out
-    spec.path.run(given, None, *values)
-    launcher = spec.path.launchers[spec.path.key(values, values[0].get_device())]
+    spec.path.run(given, None, *call)
+    launcher = spec.path.launchers[spec.path.key(call, call[0].get_device())]
     passed: list[Any] = []
     compiled = launcher.function  # type: ignore[attr-defined]
     launcher.function = lambda *arguments: passed.extend(arguments)  # type: ignore[attr-defined]
     try:
-        spec.path.run(given, None, *values)
+        spec.path.run(given, None, *call)
     finally:
         launcher.function = compiled  # type: ignore[attr-defined]
     return lambda: compiled(*passed)
