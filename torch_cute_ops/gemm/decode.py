@@ -8,8 +8,7 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_dequant
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_ROWS, WeightTile
-from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_ROWS, FP4Operands, WeightTile
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel

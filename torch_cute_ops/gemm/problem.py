@@ -7,7 +7,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
-from torch_cute_ops.kernels.common.fp4.layouts import Quantises
+from torch_cute_ops.kernels.common.fp4.layouts import PrologueQuant
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 
 Tactic = tuple[int | str, ...]
@@ -112,7 +112,7 @@ class GemmProblem:
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
     gates_input: bool = False
-    quantises_input: Quantises | None = None
+    quantises_input: PrologueQuant | None = None
     static_weight: bool = False
     prefetches: bool = False
 

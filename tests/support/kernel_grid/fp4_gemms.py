@@ -25,8 +25,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
-from torch_cute_ops.kernels.common.fp4.layouts import Quantises
-from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
+from torch_cute_ops.kernels.common.fp4.layouts import FP4Operands, PrologueQuant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 DESKTOP = ("sm_120a", "sm_121a")
@@ -83,7 +82,7 @@ class MmaCase(KernelCase):
         return None if config is None else fp4_mma.FP4MmaKernel(config)
 
 
-QUANTISES: tuple[Quantises, ...] = ("scaled", "plain")
+QUANTISES: tuple[PrologueQuant, ...] = ("scaled", "plain")
 
 
 def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
@@ -130,7 +129,7 @@ class WgmmaCase(KernelCase):
     static_weight: bool = False
     rows: int | None = None
     gated: bool = False
-    quantises: Quantises | None = None
+    quantises: PrologueQuant | None = None
     prefetches: bool = False
 
     @property

@@ -69,8 +69,8 @@ class FP4Wgmma(FP4KernelBackend):
         return reason_not_linear(problem, problem.k, "k")
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
-        widest = fp4_wgmma.mma_tokens(cost.smallest_tile(sizes, m))
+        sizes = fp4_wgmma.EXPERT_TILES_M if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES_M)
+        widest = fp4_wgmma.mma_n(cost.smallest_tile(sizes, m))
         tiles = [tokens for tokens in sizes if tokens <= widest and (tokens > 1 or _is_row(problem, m))]
         every = [
             (tokens, rows, split)
@@ -79,7 +79,7 @@ class FP4Wgmma(FP4KernelBackend):
             for rows in _rows(problem, m, tokens, split, target)
         ]
         if problem.quantises_input is not None:
-            most = fp4_wgmma.QUANTISED_TOKENS
+            most = fp4_wgmma.MAX_QUANTISED_M
             every = [tactic for tactic in every if m <= most and tactic[0] <= most and _arranges(problem, tactic)]
         return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
 
@@ -99,7 +99,7 @@ class FP4Wgmma(FP4KernelBackend):
         # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, _decode_clocks(problem, tokens, parts.rows)),
-            share * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_tokens(tokens), target, sms=1),
+            share * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_n(tokens), target, sms=1),
             order=2,
         )
         if parts.arranges:
@@ -132,10 +132,10 @@ class FP4Wgmma(FP4KernelBackend):
         return fp4_wgmma.plan(
             operands=fp4_operands(problem),
             epilogue=problem.epilogue,
-            width=_width(problem),
-            tokens=tokens,
-            rows=rows,
-            splits=split if _clusters(problem, tactic) else 0,
+            expert_k=_width(problem),
+            tile_m=tokens,
+            tile_n=rows,
+            split_k=split if _clusters(problem, tactic) else 0,
             arch=arch,
             pdl=settings.PDL,
             static_weight=problem.static_weight,
@@ -144,14 +144,14 @@ class FP4Wgmma(FP4KernelBackend):
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        if config.arranges:
+        if config.rearranges:
             prefetches = config.prefetches
             return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
                 a, a_scale, b, b_scale, alpha, bias, out, None, prefetch if prefetches else None, 0, 0
             )
         parts = _parts(problem, tactic, target)
-        device, rows, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
-        size = config.workspace_bytes(problem.k, workers, shares=parts.shares)
+        device, rows, workers, shares = target.device, config.tile_m, parts.workers, int(parts.shares)
+        size = config.workspace_bytes(problem.k, workers, has_partial_sums=parts.shares)
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, a_scale, b, b_scale, alpha, bias, out,
             new_bytes(device, -(-a.shape[0] // rows) * size), None, workers, shares,
@@ -203,7 +203,7 @@ def _width(problem: GemmProblem) -> int | None:
 def _arranges(problem: GemmProblem, tactic: Tactic) -> bool:
     """Whether the CTAs of the GEMM rearrange the activations themselves."""
     tokens, _, split = map(int, tactic)
-    return problem.grouping.over == "none" and fp4_wgmma.arranges(tokens, split)
+    return problem.grouping.over == "none" and fp4_wgmma.rearranges(tokens, split)
 
 
 def _clusters(problem: GemmProblem, tactic: Tactic) -> bool:
@@ -226,15 +226,15 @@ def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
     if problem.grouping.over == "k":
         return (BALANCED, *EXPERT_SPLITS)
     if tokens == 1:
-        return fp4_wgmma.SPLITS
-    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
+        return fp4_wgmma.SPLIT_K
+    return (BALANCED, *fp4_wgmma.SPLIT_K) if tokens <= fp4_wgmma.MAX_CLUSTER_M else (BALANCED, 1)
 
 
 def _rows(problem: GemmProblem, m: int, tokens: int, split: int, target: Target) -> tuple[int, ...]:
     """The most rows of a tile, and those with which an SM has the least work, where a choice is possible: where a
     cluster has a tile, and its CTAs arrange the activations. Of one row of codes also the best for ``codes``."""
-    every = fp4_wgmma.rows_of(tokens)
-    if problem.grouping.over != "none" or not fp4_wgmma.arranges(tokens, split):
+    every = fp4_wgmma.tiles_n(tokens)
+    if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tokens, split):
         return every[:1]
     ctas = cost.places(target.sms, split)
 

@@ -7,6 +7,7 @@ from typing import Final
 from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout
 
 THREADS: Final = 128
+"""Threads of a CTA."""
 
 
 class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
@@ -14,19 +15,18 @@ class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
 
     Attributes:
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8, codes.
-        scale: scales of codes, (M, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0.
-            ``None`` for 16-bit activations.
-        tiles: uint8, written: for each chunk of k the tokens, M rounded up to a multiple of 8 or more, of
-            ``Config.token_bytes`` each.
-        flags: int32, any number of them, set to 0.
-        alpha: (M, experts) float32, any strides, or ``None``.
-        factors: (tokens of a tile, experts, tiles) float32, where ``alpha`` is copied to, or ``None``.
+        scale: scales of codes, (M, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0. None
+            for 16-bit activations.
+        tiles: uint8, written: for each k tile, ``Config.token_bytes`` of each token. M is rounded up to whole m tiles.
+        flags: int32, set to 0.
+        alpha: (M, experts) float32, any strides, or None.
+        factors: (tile_m, experts, m tiles) float32, to which ``alpha`` is copied, or None.
     """
 
 
 @dataclass(frozen=True)
 class Config(ActivationLayout):
-    """Everything static about a kernel.
+    """Static parameters of a kernel.
 
     Attributes:
         pdl: whether launches are programmatic dependent launches.

@@ -1,4 +1,4 @@
-"""The device code; ``kernels.common.fp4.activations`` describes the layout."""
+"""Device code; ``kernels.common.fp4.activations`` describes the layout."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -11,7 +11,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class ActivationTilesKernel:
-    """The kernel of one ``Config``."""
+    """Kernel of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -34,13 +34,13 @@ class ActivationTilesKernel:
         self.launch(ctas, a, scale, tiles, flags, alpha, factors, stream)
 
     def ctas(self, a):
-        """CTAs for these activations."""
-        chunks = cute.ceil_div(self.activations.width(a), self.config.k_tile)
-        return cute.ceil_div(a.shape[0] * chunks * self.activations.pieces, THREADS)
+        """Return the number of CTAs for these activations."""
+        k_tiles = cute.ceil_div(self.activations.width(a), self.config.k_tile)
+        return cute.ceil_div(a.shape[0] * k_tiles * self.activations.k_groups, THREADS)
 
     @cute.jit
     def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
-        """The launch alone, for a GEMM that guards against overlaps itself: ``ctas`` are none where it found one."""
+        """Launch ``ctas`` CTAs without a check for overlaps, for a GEMM that checks itself."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -54,26 +54,26 @@ class ActivationTilesKernel:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         thread = cta * THREADS + tid
-        chunks = cute.ceil_div(self.activations.width(a), self.config.k_tile)
-        group_bytes = ATOM_M * self.config.token_bytes  # of a chunk
-        groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
+        k_tiles = cute.ceil_div(self.activations.width(a), self.config.k_tile)
+        group_bytes = ATOM_M * self.config.token_bytes  # of eight tokens of a k tile
+        groups = tiles.shape[0] // (Int64(k_tiles) * group_bytes)
         # The next kernel may start to read its weight.
         pdl_start(self.config.pdl)
         for i in range(thread, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
         if const_expr(alpha is not None):
-            tokens, experts, _ = factors.shape
+            tile_m, experts, _ = factors.shape
             for i in range(thread, cute.size(factors), ctas * THREADS):
                 expert, token = i % experts, i // experts
                 # Zero for tokens that do not exist
                 value = Float32(0.0)
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]
-                factors[token % tokens, expert, token // tokens] = value
-        if thread < a.shape[0] * chunks * self.activations.pieces:
-            pieces = self.activations.pieces
-            piece, chunk, token = thread % pieces, thread // pieces % chunks, thread // pieces // chunks
-            base = tiles.iterator + cute.assume(chunk * groups * group_bytes, divby=ATOM_BYTES)
-            start = chunk * self.config.k_tile
-            words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, piece)
-            self.activations.store(words, groups, piece, token, base)
+                factors[token % tile_m, expert, token // tile_m] = value
+        if thread < a.shape[0] * k_tiles * self.activations.k_groups:
+            k_groups = self.activations.k_groups
+            k_group, k_tile, token = thread % k_groups, thread // k_groups % k_tiles, thread // k_groups // k_tiles
+            base = tiles.iterator + cute.assume(k_tile * groups * group_bytes, divby=ATOM_BYTES)
+            start = k_tile * self.config.k_tile
+            words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, k_group)
+            self.activations.store(words, groups, k_group, token, base)

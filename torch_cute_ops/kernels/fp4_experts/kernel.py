@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.common.experts.factors import biases_argument, facto
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.decode import acc_scale
+from torch_cute_ops.kernels.common.fp4.codes import acc_scale
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages

@@ -13,8 +13,7 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms, silu_mul, swiglu
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_byte, store_words
-from torch_cute_ops.kernels.common.fp4.decode import acc_scale, scale_argument
-from torch_cute_ops.kernels.common.fp4.encode import fp4_block
+from torch_cute_ops.kernels.common.fp4.codes import acc_scale, fp4_block, scale_argument
 from torch_cute_ops.kernels.fp4_gated_experts.config import Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

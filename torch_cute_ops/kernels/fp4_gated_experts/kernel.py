@@ -185,7 +185,7 @@ class FP4GatedExpertsKernel:
         if const_expr(c.split_k > 1):
             partial_sums = partial_sums, cute.make_tensor(words, cute.make_layout((tiles * num_ctas * c.n_warps,)))
         lists = TokenLists(arranged, pairs, counts)
-        pieces = Int64(m) * (c.k_tiles * self.activations.pieces)
+        pieces = Int64(m) * (c.k_tiles * self.activations.k_groups)
         if const_expr(c.scans):
             grid = cute.ceil_div(Int32(pieces), c.lists.threads), Int32(1), Int32(1)
         else:
@@ -232,7 +232,7 @@ class FP4GatedExpertsKernel:
             flags = partial_sums[1]
             for i in range(thread, flags.shape[0], threads):
                 flags[i] = Int32(0)
-        pieces = self.activations.pieces
+        pieces = self.activations.k_groups
         for i in range(thread, m * (c.k_tiles * pieces), threads):
             piece, k_tile, token = i % pieces, i // pieces % c.k_tiles, i // (pieces * c.k_tiles)
             start = k_tile * K_TILE

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, store_words
 from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, store_partial_sums, thread_columns
-from torch_cute_ops.kernels.common.fp4.decode import (
+from torch_cute_ops.kernels.common.fp4.codes import (
     acc_scale,
     decode,
     pair_activations,

@@ -23,7 +23,7 @@ from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, r
 from torch_cute_ops.kernels.common.core.memory import pack
 from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
-from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg

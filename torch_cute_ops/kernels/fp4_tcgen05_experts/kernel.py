@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, p
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
-from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
     ACCUMULATORS,

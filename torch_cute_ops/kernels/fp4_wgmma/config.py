@@ -21,341 +21,357 @@ from torch_cute_ops.kernels.common.fp4.layouts import (
     K_TILE,
     SCALE_TILE_BYTES,
     ActivationLayout,
+    FP4Operands,
     WeightTile,
 )
-from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import Arch
 
-QUARTERS: Final = 4
-"""Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
-TILES: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Tokens of a tile, and its consumer warpgroups at most: as many as leave registers for the accumulators."""
-_ROWS_BY_WARP: Final = (256, 224, 208, 192, 160)
-ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192)}
-"""Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
-wgmma."""
-BAND_ROWS: Final = 16
-"""Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-TEAMS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
-"""Teams that rearrange activations, a chunk each at a time, and warps of a team, which take turns with its groups of
-eight tokens, by tokens of a tile. Single warps would take longer for a chunk of 32 tokens than the consumers do."""
+K_SLICES: Final = 4
+"""Slices of a k tile: 64 elements of k, 128 bytes of activations per token."""
+TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
+"""Most consumer warpgroups, keyed by ``tile_m``: as many as leave registers for the accumulators."""
+_WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
+TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
+"""``tile_n``, keyed by ``tile_m``, if there is a choice: whole warps' columns for mma.sync, whole warpgroups' columns
+for wgmma."""
+WARP_N: Final = 16
+"""Columns of the result that a warp computes: M of an ``mma.sync``, or a warp's part of a wgmma."""
+DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
+"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time; its warps take
+turns at groups of eight tokens. Single warps would take longer for a k tile of 32 tokens than the consumers do."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
-"""Registers per thread of consumers and of other warps, by the warpgroups of both, where the CTAs rearrange the
+"""Registers per thread of (consumers, other warps), keyed by the numbers of their warpgroups, if the CTAs rearrange the
 activations."""
 BARRIER_BYTES: Final = 512
-CHUNK_BLOCKS: Final = K_TILE // 16
-"""Blocks of NVFP4 of a chunk."""
+"""Shared memory reserved for mbarriers."""
+K_TILE_BLOCKS: Final = K_TILE // 16
+"""NVFP4 blocks of a k tile."""
 ROW_BYTES: Final = K_TILE * 2
-"""A chunk of one row of activations, float16."""
+"""Bytes of a k tile of one row of activations, float16."""
 ROW_STAGE_BYTES: Final = 640
-"""A stage of one row: a chunk, and an fp32 factor for each block. Whole lines, for ``ZEROS_AT``."""
-CODE_TILES: Final = 3
-"""Tiles of a stage of one row of codes: the B operands of half a chunk each, and the factors."""
+"""Bytes of a stage of one row: a k tile and a float32 factor per block, rounded up to whole lines for ``ZEROS_AT``."""
+CODE_ATOMS: Final = 3
+"""Swizzle atoms of a stage of one row of codes: one operand for each half of the k tile, and the factors."""
 ZEROS_AT: Final = -192
-"""Where 128 bytes of zeros lie, from the stages of one row on: in the other half of a line, against bank conflicts."""
+"""Offset of 128 bytes of zeros from the stages of one row: in the other half of a line, against bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""What lies before these stages."""
-ARRANGED_TOKENS: Final = 32
-"""Most tokens of a tile that a CTA rearranges itself."""
-PREFETCHING_TOKENS: Final = 16
-"""Most tokens of a tile behind which something is brought into L2: a layer of an 8B model is 3.4, 2.6 and 2.4 µs faster
-with it on an H100, with 1, 8 and 16 rows, and with 32 0.8 slower."""
-QUANTISED_TOKENS: Final = 8
-"""Most tokens of a tile whose activations the CTAs quantise: lanes that have a block's pieces lie as far apart for the
-consumers, which rearrange the first chunks, as for the helpers."""
-AHEAD_TOKENS: Final = {True: 16, False: 64}
-"""Tokens of a tile from which on one chunk of the weight is copied ahead, not all that fit, where the CTAs rearrange
-the activations, and where another kernel does. On an H200 a layer of an 8B model in W4A4 takes 3.6, 1.3, 4.4 and 4 µs
-less for it at 16, 32, 64 and 128 rows, with 16-bit activations up to 2. (One row would take 1.5 more; and 16 rows of a
-32B or a 70B model, where another kernel rearranges them for some matrices, 3 more: there memory is the limit.)"""
-CLUSTER_TOKENS: Final = 128
-"""Most tokens of a tile whose accumulators fit in place of the codes, for a cluster to add up."""
-SPLITS: Final = (1, 2, 3, 4, 5, 6, 8)
+"""Bytes before the stages of one row, which contain the zeros."""
+MAX_REARRANGED_M: Final = 32
+"""Largest ``tile_m`` that a CTA rearranges itself."""
+MAX_PREFETCHING_M: Final = 16
+"""Largest ``tile_m`` after which the producer prefetches into L2. On an H100, prefetching makes a layer of an 8B model
+3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
+MAX_QUANTISED_M: Final = 8
+"""Largest ``tile_m`` whose activations the CTAs quantise. Up to this size, the lanes that share a block are equally far
+apart in the consumers, which rearrange the first k tiles, and in the decoders."""
+AHEAD_TILE_M: Final = {True: 16, False: 64}
+"""Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
+activations. On an H200, a layer of an 8B model in W4A4 then takes 3.6, 1.3, 4.4 and 4 µs less at 16, 32, 64 and 128
+rows; with 16-bit activations up to 2 µs less. One row would take 1.5 µs more. 16 rows of a 32B or a 70B model, of which
+another kernel rearranges some matrices' activations, take 3 µs more, because memory is the limit there."""
+MAX_CLUSTER_M: Final = 128
+"""Largest ``tile_m`` whose accumulators fit in the memory of the codes, for a cluster to reduce."""
+SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
 """CTAs of a cluster."""
-EXPERT_TILES: Final = (16, 32, 64, 128)
-"""Tokens of a tile over experts, where a thread has two sets of accumulators."""
+EXPERT_TILES_M: Final = (16, 32, 64, 128)
+"""``tile_m`` over experts, where a thread has two sets of accumulators."""
 
 
-def rows_of(tokens: int) -> tuple[int, ...]:
-    """Rows of the weight of a tile with this many tokens: what consumer warpgroups have, and fewer for clusters that
-    then use more SMs."""
-    return ROWS.get(tokens, (TILES[tokens] * WGMMA_M,))
+def tiles_n(tile_m: int) -> tuple[int, ...]:
+    """Return the possible ``tile_n``: all columns of the consumer warpgroups, and fewer for clusters, which then use
+    more SMs."""
+    return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
-def mma_tokens(tokens: int) -> int:
-    """Columns of the MMAs of a tile with this many tokens: one for each, and at least those of one MMA."""
-    return max(tokens, ATOM_M)
+def mma_n(tile_m: int) -> int:
+    """Return N of the MMAs of a tile: one per token, and at least 8."""
+    return max(tile_m, ATOM_M)
 
 
-def arranges(tokens: int, splits: int) -> bool:
-    """Whether the CTAs of a cluster rearrange the activations themselves."""
-    return splits > 0 and tokens <= ARRANGED_TOKENS
+def rearranges(tile_m: int, split_k: int) -> bool:
+    """Return whether the CTAs of a cluster rearrange the activations themselves."""
+    return split_k > 0 and tile_m <= MAX_REARRANGED_M
 
 
-def by_codes(operands: FP4Operands, tokens: int, rows: int) -> bool:
-    """Whether a tile of one row is multiplied as codes, by FP8 MMAs of warpgroups: in FP4, beside whole warpgroups of
-    rows of the weight."""
-    return tokens == 1 and operands.decodes_both and rows % WGMMA_M == 0
+def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
+    """Return whether FP8 MMAs of warpgroups multiply a tile's codes: of one row of FP4 activations, if the tile has
+    whole warpgroups' columns."""
+    return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 
 
-def sends(tokens: int, splits: int) -> bool:
-    """Whether the CTAs of a cluster send their sums, into room of their own, and do not read those of others. There is
-    room for it with few tokens, though a stage less may fit: a layer of an 8B model is 1 to 2 µs faster with it on an
-    H100 with 16 rows, and 5 with 32."""
-    return splits > 1 and arranges(tokens, splits)
+def sends(tile_m: int, split_k: int) -> bool:
+    """Return whether the CTAs of a cluster send their partial sums instead of reading the other CTAs'.
+
+    Received partial sums need memory, and with few tokens there is enough, though a stage less may fit. On an H100, a
+    layer of an 8B model is 1 to 2 µs faster with 16 rows, and 5 µs with 32 rows.
+    """
+    return split_k > 1 and rearranges(tile_m, split_k)
 
 
-def span_of(tokens: int, width: int | None) -> int:
-    """Quarters of a chunk in a stage of activations."""
-    if tokens <= 32:
-        return QUARTERS
-    # Two are 1.5 % faster (measured on an H200); over experts there are registers for one only.
-    return 2 if tokens == 64 and width is None else 1
+def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
+    """Return the slices of a k tile in a stage of activations."""
+    if tile_m <= 32:
+        return K_SLICES
+    # On an H200, two are 1.5 % faster. Over experts, registers suffice only for one.
+    return 2 if tile_m == 64 and expert_k is None else 1
 
 
-class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace prefetch workers shares")):
-    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, E
-    experts with K / E elements each, if there are any; N is a multiple of 8, K of 32.
+class Arguments(
+    namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace prefetch num_ctas has_partial_sums")
+):
+    """The run-time arguments, in order.
+
+    M rows of activations, N rows of the weight, a multiple of 8, K elements of k, a multiple of 32. Over E experts,
+    each expert has K / E elements of k.
 
     Attributes:
-        a, a_scale, b, b_scale: as ``FP4Operands`` describes them.
-        alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says. With experts (M, E) float32, any strides.
-        bias: (N,), or ``None``.
+        a, a_scale, b, b_scale: operands and scales, as ``FP4Operands`` describes them.
+        alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says. Over experts (M, E) float32, any strides.
+        bias: (N,), or None.
         out: (M, N), written.
-        workspace: ``Config.workspace_bytes`` for each tile of tokens, uint8, written; ``None`` where the CTAs
-            rearrange the activations themselves.
-        prefetch: (rows, bytes) uint8, contiguous, which ``Config.prefetches`` is about; or ``None``.
-        workers: CTAs that share the sums of a tile of tokens, a number; unused with clusters.
-        shares: whether they exchange partial sums, 0 or 1.
+        workspace: ``Config.workspace_bytes`` per m tile, uint8, written; None if the CTAs rearrange the activations.
+        prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``Config.prefetches``; else None.
+        num_ctas: number of persistent CTAs that share an m tile's iterations; unused with clusters.
+        has_partial_sums: whether these CTAs exchange partial sums, 0 or 1.
     """
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. N, K, M and the number of workers are not.
+    """Static parameters of a kernel. M, N, K and the number of CTAs are not static.
 
     Attributes:
         operands: formats of the activations and of the weight.
-        epilogue: what is done to the sums. Over experts, whose factors are not a part of it, only its dtype.
-        width: elements of k of an expert, for which each token has a factor. ``None``: there are no experts.
-        tokens: rows of activations of a tile. 1: one row, by the MMAs of ``row`` or ``codes``.
-        rows: rows of the weight of a tile.
-        splits: CTAs of a cluster, which share the k of a tile. 0: workers share all tiles.
-        stages: stages of the weight's ring.
-        token_stages: stages of the activations' ring.
+        epilogue: operations on the finished accumulators. Over experts only its dtype; factors are separate.
+        expert_k: elements of k of an expert, for which each token has a factor; None without experts.
+        tile_m: rows of activations of a tile. One row has MMAs of its own (``mma.RowMma``, ``mma.CodeMma``).
+        tile_n: rows of the weight of a tile.
+        split_k: CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
+        stages: stages of the weight's pipeline.
+        a_stages: stages of the activations' pipeline.
         pdl: whether launches are programmatic dependent launches.
-        static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
-            ``pdl``, where no kernel of its own rearranges the activations.
-        prefetches: whether the producer, when it has started its last copy, has something brought into L2: there too,
-            with few tokens.
+        static_weight: whether the weight was complete before the previous launch. Set only if it makes a difference:
+            with ``pdl``, if the CTAs rearrange the activations.
+        prefetches: whether the producer prefetches a matrix into L2 after its last copy. Set only if the CTAs rearrange
+            few tokens.
     """
 
     operands: FP4Operands
     epilogue: Epilogue
-    width: int | None
-    tokens: int
-    rows: int
-    splits: int
+    expert_k: int | None
+    tile_m: int
+    tile_n: int
+    split_k: int
     stages: int
-    token_stages: int
+    a_stages: int
     pdl: bool
     static_weight: bool
     prefetches: bool = False
 
     @property
-    def bands(self) -> int:
-        """Bands of a tile."""
-        return self.rows // BAND_ROWS
+    def n_warps(self) -> int:
+        """Warps along N, ``WARP_N`` columns each."""
+        return self.tile_n // WARP_N
 
     @property
-    def shared_bands(self) -> int:
-        """The last bands, of which each has warps on several schedulers, so that all schedulers have equal work."""
-        return self.bands % SCHEDULERS
+    def split_n_warps(self) -> int:
+        """Last warps along N whose k tiles are divided among warps of several schedulers, so that all schedulers have
+        equal work."""
+        return self.n_warps % SCHEDULERS
 
     @property
-    def turns(self) -> int:
-        """Warps of a shared band, which take its chunks in turn."""
-        return SCHEDULERS // self.shared_bands if self.shared_bands else 1
+    def warp_split_k(self) -> int:
+        """Warps that divide the k tiles of each of these columns: they take turns."""
+        return SCHEDULERS // self.split_n_warps if self.split_n_warps else 1
 
     @property
-    def warps(self) -> int:
+    def consumer_warps(self) -> int:
         """Consumer warps."""
-        return self.bands + (self.turns - 1) * self.shared_bands
+        return self.n_warps + (self.warp_split_k - 1) * self.split_n_warps
 
     @property
-    def groups(self) -> int:
+    def consumer_groups(self) -> int:
         """Consumer warpgroups."""
-        return self.warps // 4
+        return self.consumer_warps // 4
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return (self.groups + self.other_groups) * WARPGROUP
+        return (self.consumer_groups + self.other_groups) * WARPGROUP
 
     @property
     def other_groups(self) -> int:
-        """Warpgroups of the producer and the teams."""
-        return -(-(1 + self.teams * self.members) // 4)
+        """Warpgroups of the producer warp and the decoders."""
+        return -(-(1 + self.decoder_groups * self.a_full_arrivals) // 4)
 
     @property
-    def teams(self) -> int:
-        """Teams that rearrange activations."""
-        return TEAMS[self.tokens][0] if self.arranges else 0
+    def decoder_groups(self) -> int:
+        """Groups of decoder warps, which rearrange activations."""
+        return DECODERS[self.tile_m][0] if self.rearranges else 0
 
     @property
-    def members(self) -> int:
-        """Warps that make a stage of activations full: those of a team, or the producer."""
-        return TEAMS[self.tokens][1] if self.arranges else 1
+    def a_full_arrivals(self) -> int:
+        """Warps that fill a stage of activations: a group of decoders, or the producer."""
+        return DECODERS[self.tile_m][1] if self.rearranges else 1
 
     @property
-    def arranges(self) -> bool:
-        """Whether the CTAs rearrange the activations themselves, without a kernel before this one."""
-        return arranges(self.tokens, self.splits)
+    def rearranges(self) -> bool:
+        """Whether the CTAs rearrange the activations, instead of a kernel before this one."""
+        return rearranges(self.tile_m, self.split_k)
 
     @property
     def by_codes(self) -> bool:
         """Whether one row is multiplied as codes."""
-        return by_codes(self.operands, self.tokens, self.rows)
+        return by_codes(self.operands, self.tile_m, self.tile_n)
 
     @property
     def by_warp(self) -> bool:
-        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.tokens <= WARP_MMA_TILE_M and not self.by_codes
+        """Whether the MMAs are warp-level (mma.sync), not wgmma."""
+        return self.tile_m <= WARP_MMA_TILE_M and not self.by_codes
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of consumers, and of other warps: together no more than at the launch."""
-        if self.arranges:
-            return REGISTERS[self.groups, self.other_groups]
-        return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
+        """Registers per thread of consumers and of other warps; the total does not exceed the launch's."""
+        if self.rearranges:
+            return REGISTERS[self.consumer_groups, self.other_groups]
+        return {2: (232, 40) if self.expert_k is not None else (240, 24), 4: (112, 32)}[self.consumer_groups]
 
     @property
-    def pieces_together(self) -> int:
-        """Most pieces of activations that a lane of a team loads before it stores, for lack of registers."""
-        return 4 // self.other_groups // (1 + self.operands.gated)
+    def max_k_groups(self) -> int:
+        """Most k groups of activations that a decoder's lane loads before it stores, for lack of registers."""
+        return 4 // self.other_groups // (1 + self.operands.prologue_gate)
 
     @property
-    def adds_up(self) -> bool:
-        """Whether sums go through shared memory: those of clusters, of warps that share bands, and of one row."""
-        return self.splits > 1 or self.turns > 1 or self.tokens == 1
+    def reduces(self) -> bool:
+        """Whether accumulators go through shared memory: of clusters, of warps that divide k, and of one row."""
+        return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
     @property
-    def sum_tile(self) -> PartialSums:
-        """The accumulators of a CTA, in place of the codes, where they go through shared memory."""
-        return PartialSums(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
+    def partial_sums(self) -> PartialSums:
+        """Layout of a CTA's partial sums, which replace the codes in shared memory."""
+        return PartialSums(self.tile_m, self.tile_n, self.split_n_warps * WARP_N, self.warp_split_k)
 
     @property
-    def sums(self) -> int:
+    def acc_size(self) -> int:
         """Accumulators of a thread."""
-        return mma_tokens(self.tokens) // 2
+        return mma_n(self.tile_m) // 2
 
     @property
-    def groups_of_tokens(self) -> int:
-        """Groups of tokens that are rearranged together."""
-        return mma_tokens(self.tokens) // ATOM_M
+    def m_atoms(self) -> int:
+        """Groups of eight tokens of a tile."""
+        return mma_n(self.tile_m) // ATOM_M
 
     @property
     def arranged(self) -> ActivationLayout:
-        """How the activations are rearranged."""
+        """Layout of the rearranged activations."""
         return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
 
     @property
     def ahead(self) -> int | None:
-        """With ``pdl``, chunks of the weight that are copied before the kernel before this one has ended; ``None``: the
-        producer does not wait for it at all. As many as the ring holds, where memory is the limit. Where decoding is,
-        one: the others would not be used any sooner, and delay what that kernel reads and writes."""
-        if self.arranges and not self.static_weight:
+        """With ``pdl``, k tiles of the weight that are copied before the previous kernel has ended, or None if the
+        producer does not wait for that kernel at all.
+
+        If memory is the limit, as many as the pipeline holds. If decoding is the limit, one: more would not be used
+        any sooner, and would delay the previous kernel's loads and stores.
+        """
+        if self.rearranges and not self.static_weight:
             return 0
-        if self.tokens >= AHEAD_TOKENS[self.arranges] and self.width is None:
+        if self.tile_m >= AHEAD_TILE_M[self.rearranges] and self.expert_k is None:
             return 1
-        return None if self.arranges else self.stages
+        return None if self.rearranges else self.stages
 
     @property
-    def first_chunks(self) -> int:
-        """Chunks of activations that the consumers rearrange together, before they have any of the weight: of 16 bits,
-        one for each team (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
-        return self.teams if self.tokens <= WARP_MMA_TILE_M and self.operands.a_layout is None else 0
+    def first_k_tiles(self) -> int:
+        """K tiles of activations that all consumers rearrange together before their first k tile of the weight.
+
+        One per group of decoders, of 16-bit activations: on an H200 a layer of an 8B model is 1 µs faster. With FP4
+        activations it is no faster.
+        """
+        few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
+        return self.decoder_groups if few else 0
 
     @property
     def sends(self) -> bool:
-        """Whether the CTAs of a cluster send their sums."""
-        return sends(self.tokens, self.splits)
+        """Whether the CTAs of a cluster send their partial sums."""
+        return sends(self.tile_m, self.split_k)
 
-    def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
-        """Bytes of workspace for each tile of tokens: the rearranged activations, over experts the factors, and, if
-        ``workers`` leave partial sums for each other, these and their flags. Each of these parts is contiguous over all
-        tiles."""
-        activations = self.tokens * -(-k // K_TILE) * self.arranged.token_bytes
-        factors = 0 if self.width is None else self.tokens * (k // self.width) * 4
-        return activations + factors + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
+    def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
+        """Return the bytes of workspace per m tile.
 
-    @property
-    def chunks(self) -> WeightTile:
-        """Chunks of the weight, one a stage."""
-        return WeightTile(self.operands.fmt, self.operands.layout, self.rows)
+        The workspace holds the rearranged activations; over experts the factors; and, if ``num_ctas`` CTAs exchange
+        partial sums, these and their flags. Each of these parts is contiguous over all m tiles.
+        """
+        activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
+        factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4
+        partial_sums = num_ctas * (self.tile_n * self.tile_m * 4 + self.consumer_groups * 4) if has_partial_sums else 0
+        return activations + factors + partial_sums
 
     @property
-    def span(self) -> int:
-        """Quarters of a chunk in a stage of activations."""
-        return span_of(self.tokens, self.width)
+    def weight_tile(self) -> WeightTile:
+        """K tile of the weight, one per stage."""
+        return WeightTile(self.operands.fmt, self.operands.layout, self.tile_n)
 
     @property
-    def quarter_bytes(self) -> int:
-        """Activations of a quarter."""
-        return self.tokens * ATOM_ROW_BYTES
+    def slices_per_stage(self) -> int:
+        """Slices of a k tile in a stage of activations."""
+        return slices_per_stage(self.tile_m, self.expert_k)
 
     @property
-    def token_bytes(self) -> int:
-        """Activations of a stage."""
+    def a_stage_bytes(self) -> int:
+        """Bytes of a stage of activations."""
         if self.by_codes:
-            return CODE_TILES * ATOM_BYTES
-        return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
+            return CODE_ATOMS * ATOM_BYTES
+        return ROW_STAGE_BYTES if self.tile_m == 1 else self.slices_per_stage * self.tile_m * ATOM_ROW_BYTES
 
     @property
     def zeros_bytes(self) -> int:
-        """Zeros before the stages of activations, which ``mma.sync`` with one row reads."""
-        return ZEROS_BYTES if self.tokens == 1 and not self.by_codes else 0
+        """Bytes before the stages of activations that contain zeros, which ``mma.sync`` with one row reads."""
+        return ZEROS_BYTES if self.tile_m == 1 and not self.by_codes else 0
 
     @property
     def cleared_bytes(self) -> int:
-        """Bytes of shared memory that a CTA clears when it starts: the zeros before the stages of activations; or, by
-        codes, all of these stages, to which codes and factors are then written."""
-        return self.token_stages * self.token_bytes if self.by_codes else self.zeros_bytes
+        """Bytes of shared memory that a CTA clears when it starts.
+
+        These are the zeros before the stages of activations. By codes, they are all stages of activations, of which
+        only codes and factors are then written.
+        """
+        return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
     @property
-    def token_ring_bytes(self) -> int:
-        """The stages of activations, and the zeros before them: whole tiles of scales, which follow."""
-        size = self.zeros_bytes + self.token_stages * self.token_bytes
+    def a_bytes(self) -> int:
+        """Bytes of the stages of activations and the zeros before them, rounded up because tiles of scales follow."""
+        size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
     @property
     def factor_bytes(self) -> int:
-        """Factors of an expert, beside a stage of activations."""
-        return 0 if self.width is None else self.tokens * 4
+        """Bytes of an expert's factors, in each stage of activations."""
+        return 0 if self.expert_k is None else self.tile_m * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        stages = self.stages * self.chunks.size_bytes + self.token_ring_bytes + self.token_stages * self.factor_bytes
-        return stages + (self.sum_tile.received_bytes(self.splits) if self.sends else 0) + BARRIER_BYTES
+        """Bytes of shared memory of a CTA."""
+        stages = self.stages * self.weight_tile.size_bytes + self.a_bytes + self.a_stages * self.factor_bytes
+        return stages + (self.partial_sums.received_bytes(self.split_k) if self.sends else 0) + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.rows not in rows_of(self.tokens) or (not self.splits and self.rows != rows_of(self.tokens)[0]):
-            return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
-        if self.tokens == 1 and (self.operands.fmt != NVFP4 or not self.splits):
-            return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
-        if self.operands.quantises is not None and (self.tokens > QUANTISED_TOKENS or not self.arranges):
-            return f"tiles quantise their activations with at most {QUANTISED_TOKENS} tokens, which they rearrange"
-        if self.splits and self.tokens > CLUSTER_TOKENS:
-            return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
-        if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
-            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
-        if self.width is not None and (self.width % K_TILE or self.tokens not in EXPERT_TILES or self.splits):
-            return f"over experts, widths are multiples of {K_TILE}, tiles have {EXPERT_TILES} tokens, without clusters"
-        if self.width is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
-            return "over experts there is no bias, and alpha is that of tokens and experts"
-        reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+        """Return the reason that this kernel cannot run on ``arch``, or None if it can."""
+        every_n = tiles_n(self.tile_m)
+        if self.tile_n not in every_n or (not self.split_k and self.tile_n != every_n[0]):
+            return f"with tile_m {self.tile_m}, tile_n is one of {every_n}, the first without clusters"
+        if self.tile_m == 1 and (self.operands.fmt != NVFP4 or not self.split_k):
+            return "tiles of one row need an NVFP4 weight and clusters, of one CTA or more"
+        if self.operands.prologue_quant is not None and (self.tile_m > MAX_QUANTISED_M or not self.rearranges):
+            return f"CTAs quantise the activations of tiles of at most {MAX_QUANTISED_M} rows, which they rearrange"
+        if self.split_k and self.tile_m > MAX_CLUSTER_M:
+            return f"clusters have tiles of at most {MAX_CLUSTER_M} rows"
+        if self.reduces and self.partial_sums.size_bytes > self.stages * self.weight_tile.code_bytes:
+            return f"{self.partial_sums.size_bytes} bytes of partial sums exceed {self.stages} stages of codes"
+        if self.expert_k is not None and (self.expert_k % K_TILE or self.tile_m not in EXPERT_TILES_M or self.split_k):
+            return f"over experts, expert_k is a multiple of {K_TILE}, tile_m one of {EXPERT_TILES_M}, without clusters"
+        if self.expert_k is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
+            return "over experts there is no bias, and alpha has a factor per token and expert"
+        reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
         return reason or self.epilogue.reason_unsupported()
 
 
@@ -363,21 +379,24 @@ def plan(
     *,
     operands: FP4Operands,
     epilogue: Epilogue,
-    width: int | None = None,
-    tokens: int,
-    rows: int | None = None,
-    splits: int = 0,
+    expert_k: int | None = None,
+    tile_m: int,
+    tile_n: int | None = None,
+    split_k: int = 0,
     arch: Arch,
     pdl: bool,
     static_weight: bool = False,
     prefetches: bool = False,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does. ``rows``:
-    ``None`` for the most."""
-    rows = rows or rows_of(tokens)[0]
-    ahead = static_weight and pdl and arranges(tokens, splits)
-    prefetches = prefetches and tokens <= PREFETCHING_TOKENS and arranges(tokens, splits)
-    # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
-    fixed = None if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
-    sizes, every = (width, tokens, rows, splits), range(6, 2, -1)
-    return first_fit((Config(operands, epilogue, *sizes, n, fixed or n, pdl, ahead, prefetches) for n in every), arch)
+    """Return the configuration with the most stages that fit into an SM of ``arch``, or None if none fits.
+
+    ``tile_n`` is the largest possible if it is None. Other arguments are attributes of ``Config``.
+    """
+    tile_n = tile_n or tiles_n(tile_m)[0]
+    is_static = static_weight and pdl and rearranges(tile_m, split_k)
+    prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
+    # One activation stage per weight stage; fewer in wide tiles.
+    fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
+    sizes = expert_k, tile_m, tile_n, split_k
+    hints = pdl, is_static, prefetches
+    return first_fit((Config(operands, epilogue, *sizes, n, fixed or n, *hints) for n in range(6, 2, -1)), arch)

@@ -1,10 +1,12 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM by wgmma. The package's docstring describes the roles and the data path."""
+
+from typing import Final
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels import activation_tiles
+from torch_cute_ops.kernels.activation_tiles.config import Config as ActivationTilesConfig
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
@@ -15,191 +17,207 @@ from torch_cute_ops.kernels.common.experts.factors import factors_argument
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, K_TILE
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
-from torch_cute_ops.kernels.fp4_wgmma.codes import CodeActivations, CodeMma
-from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config
-from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
-from torch_cute_ops.kernels.fp4_wgmma.mma import WarpgroupMma, WarpMma
-from torch_cute_ops.kernels.fp4_wgmma.multiply import Consumers
-from torch_cute_ops.kernels.fp4_wgmma.part import Part, Smem, Workspace, existing
-from torch_cute_ops.kernels.fp4_wgmma.results import Results
-from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
+from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, K_SLICES, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.epilogue import WorkTileEpilogue
+from torch_cute_ops.kernels.fp4_wgmma.load import (
+    CodeActivations,
+    Loads,
+    RowActivations,
+    Smem,
+    Work,
+    Workspace,
+    existing_sizes,
+)
+from torch_cute_ops.kernels.fp4_wgmma.mma import CodeMma, Consumers, RowMma, WarpgroupMma, WarpMma
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-REGISTERS = 2**16  # of an SM
+REGISTERS: Final = 2**16
+"""Registers of an SM."""
 
 
 class FP4WgmmaKernel:
-    """The kernel of one ``Config``."""
+    """Kernel of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
-        self.ring = WeightStages(config.chunks, config.stages)
+        self.weight = WeightStages(config.weight_tile, config.stages)
         if config.by_codes:
             self.activations = CodeActivations(config.arranged)
-            mma = CodeMma(config, self.ring, self.activations)
-        elif config.tokens == 1:
+            mma = CodeMma(config, self.weight, self.activations)
+        elif config.tile_m == 1:
             self.activations = RowActivations(config.arranged)
-            mma = RowMma(config, self.ring, self.activations)
+            mma = RowMma(config, self.weight, self.activations)
         else:
             self.activations = Activations(config.arranged)
-            mma = (WarpMma if config.by_warp else WarpgroupMma)(config, self.ring)
-        self.copies = Copies(config, self.ring, self.activations)
-        self.consumers = Consumers(config, mma, Results(config, self.epilogue, mma.acc_scale))
-        self.arrange = ActivationTilesKernel(activation_tiles.Config(**vars(config.arranged), pdl=config.pdl))
+            mma = (WarpMma if config.by_warp else WarpgroupMma)(config, self.weight)
+        self.loads = Loads(config, self.weight, self.activations)
+        self.consumers = Consumers(config, mma, WorkTileEpilogue(config, self.epilogue, mma.acc_scale))
+        self.activation_tiles = ActivationTilesKernel(ActivationTilesConfig(**vars(config.arranged), pdl=config.pdl))
 
     def arguments(self) -> Arguments:
         c = self.config
         m, n = Dim("m"), Dim("n", divisibility=8)
         a, a_scale = self.activations.arguments()
-        b, b_scale = self.ring.arguments(n)
+        b, b_scale = self.weight.arguments(n)
         alpha, bias = self.epilogue.arguments(n)
         return Arguments(
             a=a,
             a_scale=a_scale,
             b=b,
             b_scale=b_scale,
-            alpha=alpha if c.width is None else factors_argument(m),
+            alpha=alpha if c.expert_k is None else factors_argument(m),
             bias=bias,
             out=TensorArg(self.epilogue.out_dtype.__name__, (m, n), (n, 1), align=16),
-            workspace=None if c.arranges else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            workspace=None if c.rearranges else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             prefetch=prefetch_argument() if c.prefetches else None,
-            workers=ScalarArg("Int32"),
-            shares=ScalarArg("Int32"),
+            num_ctas=ScalarArg("Int32"),
+            has_partial_sums=ScalarArg("Int32"),
         )
 
     @cute.jit
     def __call__(
-        self, a, a_scale, b, b_scale, alpha, bias, out, workspace, prefetch, workers: Int32, shares: Int32, stream
+        self,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        alpha,
+        bias,
+        out,
+        workspace,
+        prefetch,
+        num_ctas: Int32,
+        has_partial_sums: Int32,
+        stream,
     ):
         c = self.config
-        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
+        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         shared = None
-        if const_expr(not c.arranges):
-            shared = self._share(
-                workspace, token_tiles, cute.ceil_div(b.shape[0], self.ring.row_bytes), workers, shares
-            )
-            by_expert = alpha if const_expr(c.width is not None) else None
-            ctas = ctas_unless_overlapping(self.arrange.ctas(a), written, read)
-            self.arrange.launch(ctas, a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
-        if const_expr(c.splits > 0):
-            workers = cute.ceil_div(b.shape[1], c.rows) * c.splits
-        ctas = workers * token_tiles
-        if const_expr(c.arranges):
+        if const_expr(not c.rearranges):
+            k_tiles = cute.ceil_div(b.shape[0], self.weight.row_bytes)
+            shared = self._workspace(workspace, m_tiles, k_tiles, num_ctas, has_partial_sums)
+            by_expert = alpha if const_expr(c.expert_k is not None) else None
+            ctas = ctas_unless_overlapping(self.activation_tiles.ctas(a), written, read)
+            self.activation_tiles.launch(ctas, a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
+        if const_expr(c.split_k > 0):
+            num_ctas = cute.ceil_div(b.shape[1], c.tile_n) * c.split_k
+        ctas = num_ctas * m_tiles
+        if const_expr(c.rearranges):
             ctas = ctas_unless_overlapping(ctas, written, read)
-        self.kernel(a, a_scale, shared, self.ring.maps(b, b_scale), alpha, bias, out, prefetch, workers).launch(
+        self.kernel(a, a_scale, shared, self.weight.maps(b, b_scale), alpha, bias, out, prefetch, num_ctas).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
-            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
+            cluster=[c.split_k, 1, 1] if const_expr(c.split_k > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
         )
 
-    def _share(self, workspace, token_tiles, chunks, workers, shares) -> tuple:
-        """The fields of ``Workspace``."""
+    def _workspace(self, workspace, m_tiles, k_tiles, num_ctas, has_partial_sums) -> tuple:
+        """Return the fields of ``Workspace``."""
         c = self.config
-        slots = token_tiles * workers * shares
-        tile_bytes = Int64(token_tiles) * (c.tokens * self.ring.row_bytes * QUARTERS) * chunks
-        sums = Int64(slots) * (c.rows * c.tokens)
-        tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
-        after = workspace.iterator + cute.assume(tile_bytes, divby=ATOM_BYTES)
+        slots = m_tiles * num_ctas * has_partial_sums
+        activation_bytes = Int64(m_tiles) * (c.tile_m * self.weight.row_bytes * K_SLICES) * k_tiles
+        sums = Int64(slots) * (c.tile_n * c.tile_m)
+        activations = cute.make_tensor(workspace.iterator, cute.make_layout((activation_bytes,)))
+        after = workspace.iterator + cute.assume(activation_bytes, divby=ATOM_BYTES)
         factors = None
-        if const_expr(c.width is not None):
-            experts = chunks * K_TILE // c.width
-            layout = cute.make_layout((c.tokens, experts, token_tiles))
+        if const_expr(c.expert_k is not None):
+            experts = k_tiles * K_TILE // c.expert_k
+            layout = cute.make_layout((c.tile_m, experts, m_tiles))
             factors = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), layout)
-            after = after + cute.assume(Int64(4 * c.tokens) * experts * token_tiles, divby=4 * ATOM_M)
-        partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
+            after = after + cute.assume(Int64(4 * c.tile_m) * experts * m_tiles, divby=4 * ATOM_M)
+        partial_sums = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
         after = after + cute.assume(4 * sums, divby=4 * ATOM_M)
-        flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
-        return tiles, factors, partials, flags
+        flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.consumer_groups,)))
+        return activations, factors, partial_sums, flags
 
     @cute.kernel
-    def kernel(self, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers):
+    def kernel(self, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        part = self._part(cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers)
+        work = self._work(cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas)
         smem = self._allocate()
         if tid == 0:
-            self.ring.prefetch(weight)
-            smem.weight_pipeline.init(full=1, empty=c.warps)
-            smem.a_pipeline.init(full=c.members, empty=c.warps)
+            self.weight.prefetch(weight)
+            smem.weight_pipeline.init(full=1, empty=c.consumer_warps)
+            smem.a_pipeline.init(full=c.a_full_arrivals, empty=c.consumer_warps)
             if const_expr(c.sends):
-                cute.arch.mbarrier_init(smem.sums_full, 1)
-                tokens, rows = existing(c, part)
-                own = reduced_rows(c.sum_tile, c.splits, part.worker % c.splits, tokens)
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_full, own * rows * (c.splits * 4))
+                cute.arch.mbarrier_init(smem.received_full, 1)
+                rows, columns = existing_sizes(c, work)
+                own = reduced_rows(c.partial_sums, c.split_k, work.cta % c.split_k, rows)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.received_full, own * columns * (c.split_k * 4))
         cute.arch.mbarrier_init_fence()
         if const_expr(c.cleared_bytes > 0):
-            clear(smem.tokens - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
+            clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
-            # Waited for before sums are sent
+            # The CTAs wait for each other before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
-        if warp >= 4 * c.groups:
-            self._take_registers(c.registers[1])
-            if warp == 4 * c.groups:
-                self.copies.produce(self.ring.open(weight, smem.codes, smem.scales), part, smem)
-            elif const_expr(c.arranges):
-                helper = warp - 4 * c.groups - 1
-                if helper < c.teams * c.members:
-                    self.copies.arrange(helper, tid % 32, part, smem)
+        if warp >= 4 * c.consumer_groups:
+            self._set_registers(c.registers[1])
+            if warp == 4 * c.consumer_groups:
+                self.loads.produce(self.weight.open(weight, smem.codes, smem.scales), work, smem)
+            elif const_expr(c.rearranges):
+                decoder = warp - 4 * c.consumer_groups - 1
+                if decoder < c.decoder_groups * c.a_full_arrivals:
+                    self.loads.rearrange(decoder, tid % 32, work, smem)
         else:
-            self._take_registers(c.registers[0])
+            self._set_registers(c.registers[0])
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
                 if const_expr(c.static_weight):
-                    # The kernel before this one has ended, so those before it have, and the next may start.
+                    # The previous kernel and all before it have ended, so the next may start.
                     cute.arch.griddepcontrol_launch_dependents()
-            if const_expr(c.first_chunks > 0):
-                self.copies.arrange_first(tid, part, smem)
-            self.consumers.consume(self.epilogue.factor(alpha), tid, part, smem)
+            if const_expr(c.first_k_tiles > 0):
+                self.loads.rearrange_first(tid, work, smem)
+            self.consumers.consume(self.epilogue.factor(alpha), tid, work, smem)
 
-    def _part(self, cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers) -> Part:
-        """The part of a CTA."""
+    def _work(self, cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas) -> Work:
+        """Return the work of a CTA."""
         c = self.config
         n, half, _ = weight[1].shape
-        chunks = cute.ceil_div(half, self.ring.row_bytes)
-        row_tiles = cute.ceil_div(n, c.rows)
-        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        # A worker, or a cluster of them, takes the place of a tile of rows.
-        together = max(c.splits, 1)
-        worker, token_tile = raster_tile(cta // together, workers // together, token_tiles)
-        units = Int64(row_tiles) * chunks
-        if c.splits == 0:
-            begin, end = Int32(worker * units // workers), Int32((worker + 1) * units // workers)
+        k_tiles = cute.ceil_div(half, self.weight.row_bytes)
+        n_tiles = cute.ceil_div(n, c.tile_n)
+        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
+        # In the raster, a persistent CTA or a cluster takes the place of an n tile.
+        together = max(c.split_k, 1)
+        index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
+        iterations = Int64(n_tiles) * k_tiles
+        if c.split_k == 0:
+            begin, end = Int32(index * iterations // num_ctas), Int32((index + 1) * iterations // num_ctas)
         else:
-            # A cluster has a tile of rows; its CTAs have equal parts of the chunks.
-            rank, start = cta % c.splits, worker * chunks
-            worker = worker * c.splits + rank
-            begin, end = start + rank * chunks // c.splits, start + (rank + 1) * chunks // c.splits
-        return Part(
+            # A cluster has an n tile; its CTAs have equal ranges of the k tiles.
+            rank, start = cta % c.split_k, index * k_tiles
+            index = index * c.split_k + rank
+            begin, end = start + rank * k_tiles // c.split_k, start + (rank + 1) * k_tiles // c.split_k
+        return Work(
             n=n,
             m=out.shape[0],
-            chunks=chunks,
+            k_tiles=k_tiles,
             blocks=half * 2 // c.operands.fmt.block_size,
-            token_tile=token_tile,
-            token_tiles=token_tiles,
-            worker=worker,
-            workers=workers,
+            m_tile=m_tile,
+            m_tiles=m_tiles,
+            cta=index,
+            num_ctas=num_ctas,
             begin=begin,
             end=end,
-            units=units,
+            iterations=iterations,
             a=a,
             a_scale=a_scale,
-            alpha=alpha if c.width is None else None,
+            alpha=alpha if c.expert_k is None else None,
             bias=bias,
             out=out,
-            workspace=None if c.arranges else Workspace(*shared),
+            workspace=None if c.rearranges else Workspace(*shared),
             prefetch=prefetch,
         )
 
-    def _take_registers(self, count: int) -> None:
-        """Set the registers of each thread of the warpgroup."""
+    def _set_registers(self, count: int) -> None:
+        """Set the registers per thread of the warpgroup."""
         if count > REGISTERS // self.config.threads:
             cute.arch.setmaxregister_increase(count)
         else:
@@ -208,18 +226,18 @@ class FP4WgmmaKernel:
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        zeros = base + c.stages * self.ring.code_bytes
-        scales = zeros + c.token_ring_bytes
-        factors = scales + c.stages * self.ring.scale_bytes
-        received = factors + c.token_stages * c.factor_bytes
+        zeros = base + c.stages * self.weight.code_bytes
+        scales = zeros + c.a_bytes
+        factors = scales + c.stages * self.weight.scale_bytes
+        received = factors + c.a_stages * c.factor_bytes
         barriers = cute.recast_ptr(base + (c.smem_bytes - BARRIER_BYTES), dtype=Int64)
         return Smem(
             codes=base,
-            tokens=zeros + c.zeros_bytes,
+            activations=zeros + c.zeros_bytes,
             scales=scales,
             factors=factors,
             received=received,
             weight_pipeline=Pipeline.at(barriers, c.stages),
-            a_pipeline=Pipeline.at(barriers + 2 * c.stages, c.token_stages),
-            sums_full=barriers + 2 * (c.stages + c.token_stages),
+            a_pipeline=Pipeline.at(barriers + 2 * c.stages, c.a_stages),
+            received_full=barriers + 2 * (c.stages + c.a_stages),
         )

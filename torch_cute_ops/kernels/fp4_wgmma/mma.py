@@ -1,207 +1,331 @@
-"""The MMAs of a consumer warp, or of its warpgroup, with a chunk of its rows of the weight and the tokens of a tile: of
-several rows of activations here, of one in ``row`` and ``codes``."""
+"""Consumer warps: their loop over work tiles, and the MMAs of a k tile.
+
+``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations; ``RowMma`` and ``CodeMma`` multiply one row.
+
+**One row.** With one row, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the columns are blocks
+of k. Column ``2 · q + h`` has only the elements of the blocks that lane ``q`` of a quad has codes of: of its four
+blocks of a k tile the first or the second (``h`` = 0 or 1), and afterwards, in accumulators of their own, the third or
+the fourth. An accumulator is thus a block's sum of products of codes, without their scale. The lane that has it has
+also loaded the scale, and adds the product to its total with one fma for each 16 products, where decoding needs a
+multiplication for two codes.
+
+``RowMma`` multiplies activations as float16. A block of bfloat16 is brought to float16's range by a power of two, and a
+block of FP4 keeps its scale. Both are float32 factors, which the scales of the weight are multiplied by.
+
+**One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies both sides by FP8 MMAs without their
+scales, and eight codes of the weight take six instructions. In each half of a k tile, lane ``q`` has two blocks of each
+of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` have only these blocks' elements. Of a word of codes,
+an MMA's lane takes the even codes as its first four elements of k, and the odd codes as its last four. A block's sum
+has at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. It is multiplied by
+both scales and added as in ``RowMma``, in the same order. The results have the same bits, except for columns whose k
+tiles several warps divide there.
+"""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
-from torch_cute_ops.kernels.common.fp4.decode import acc_scale
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async
+from torch_cute_ops.kernels.common.fp4.activations import QUAD
+from torch_cute_ops.kernels.common.fp4.codes import E4M3_EXPONENT, acc_scale, e4m3_words, float16_pairs
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, K_TILE
 from torch_cute_ops.kernels.common.fp4.mma import WORD_STEPS, warp_mma, warpgroup_mma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
-from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Config
-from torch_cute_ops.kernels.fp4_wgmma.part import tokens_at
+from torch_cute_ops.kernels.fp4_wgmma.config import (
+    CODE_ATOMS,
+    K_SLICES,
+    ROW_BYTES,
+    ROW_STAGE_BYTES,
+    WARP_N,
+    ZEROS_AT,
+    Config,
+)
+from torch_cute_ops.kernels.fp4_wgmma.epilogue import WorkTileEpilogue
+from torch_cute_ops.kernels.fp4_wgmma.load import (
+    CODE_EXPONENT,
+    FACTORS_AT,
+    HALVES,
+    STEPS,
+    RowActivations,
+    activations_at,
+    work_tile_before,
+)
 
-QUARTER_WORDS = K_TILE // QUARTERS // 16 // WORD_STEPS
-"""Words of a lane's codes that a quarter of the activations of a chunk is multiplied with."""
+SLICE_WORDS: Final = K_TILE // K_SLICES // 16 // WORD_STEPS
+"""Words of a lane's codes that are multiplied with a slice of a k tile of activations."""
+CODE_MMA_K: Final = 32
+"""Elements of k of an FP8 MMA."""
 
 
 class Consumer(NamedTuple):
     """A thread of a consumer warpgroup.
 
     Attributes:
-        group, thread: the warpgroup, and the thread in it.
-        lane, quad: index in the warp, and among the four lanes that share a row.
-        row: the first of its two rows of the weight in the tile; the other is ``row + 8``.
-        scale_row: the same, counted from the first row of the tile's first tile of scales.
-        turn: which of the warps of its band its warp is: the number of its first chunk of a segment.
-        existing: the mask of its scales of the last chunk of a row of the weight.
-        leads: whether it arrives at barriers for its warp, 1 or 0.
+        group, thread: index of the warpgroup, and of the thread in it.
+        lane, quad: index in the warp, and among the four lanes that share a column of the result.
+        column: first of the thread's two columns of the tile; the second is ``column + 8``.
+        scale_row: row of the first column's scales, from the stage's first scale tile on.
+        warp_k: index of the warp among the warps that divide its columns' k tiles.
+        existing: mask of the thread's scales in the last k tile of a row of the weight.
+        leads: 1 in the lane that arrives at barriers for its warp, else 0.
     """
 
     group: Int32
     lane: Int32
     thread: Int32
     quad: Int32
-    row: Int32
+    column: Int32
     scale_row: Int32
-    turn: Int32 | int
+    warp_k: Int32 | int
     existing: Uint32
     leads: Uint32
 
 
 class Stages(NamedTuple):
-    """Where a consumer warp is in both rings.
+    """Position of a consumer warp in both pipelines.
 
     Attributes:
-        stage, parity: the next stage of the weight, and the parity of its barriers.
-        token_stage, token_parity: the same of the activations.
-        last: the stage of activations that was multiplied last.
+        stage, parity: next stage of the weight, and its parity.
+        a_stage, a_parity: next stage of the activations, and its parity.
+        last: stage of activations that was multiplied last.
     """
 
     stage: Int32
     parity: Int32
-    token_stage: Int32
-    token_parity: Int32
+    a_stage: Int32
+    a_parity: Int32
     last: Int32
 
 
+class Consumers:
+    """Consumer warps of one ``Config``."""
+
+    def __init__(self, config: Config, mma: "Mma", epilogue: WorkTileEpilogue):
+        self.config, self.mma, self.weight, self.epilogue = config, mma, mma.weight, epilogue
+
+    @cute.jit
+    def consume(self, factor, tid, work, smem):
+        """Multiply a warp's columns of each of the CTA's work tiles.
+
+        ``factor`` is the result of ``EpilogueOps.factor``.
+        """
+        c = self.config
+        group = tid // WARPGROUP
+        lane = tid % 32
+        n_warp, warp_k, step = self._columns_of(tid // 32)
+        column = n_warp * WARP_N + lane // 4
+        consumer = Consumer(
+            group=group,
+            lane=lane,
+            thread=tid % WARPGROUP,
+            quad=lane % 4,
+            column=column,
+            scale_row=column,
+            warp_k=warp_k,
+            existing=self.weight.existing(work.blocks - (work.k_tiles - 1) * self.weight.blocks, lane % 4),
+            leads=Uint32(lane == 0),
+        )
+        start = self.mma.start_of(smem)
+        acc = cute.make_rmem_tensor((c.acc_size,), Float32)
+        # Over experts, ``total`` adds up each expert's accumulators times its factor.
+        total = cute.make_rmem_tensor((c.acc_size,), Float32) if c.expert_k is not None else acc
+        stages = Stages(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
+        iteration = work.end
+        while iteration > work.begin:
+            n_tile, first, count = work_tile_before(iteration, work)
+            # Over experts the first MMAs overwrite the accumulators, but ptxas spills without this.
+            acc.fill(0.0)
+            own = consumer._replace(scale_row=consumer.column + self.weight.first_scale_row(n_tile))
+            if const_expr(c.expert_k is None):
+                for i in range(count):
+                    if const_expr(c.warp_split_k == 1):
+                        stages = self.mma.multiply(start, True, first, i, stages, acc, own, work, smem)
+                    elif i & (step - 1) == warp_k:
+                        stages = self.mma.multiply(start, True, first, i, stages, acc, own, work, smem)
+                    else:
+                        stages = self.mma.skip(stages, consumer, smem)
+            else:
+                total.fill(0.0)
+                expert_k_tiles, i = c.expert_k // K_TILE, Int32(0)
+                while i < count:
+                    begin = i
+                    end = cutlass.min(((first + i) // expert_k_tiles + 1) * expert_k_tiles - first, count)
+                    while i < end:
+                        stages = self.mma.multiply(start, i > begin, first, i, stages, acc, own, work, smem)
+                        i += 1
+                    self.mma.wait()
+                    self.epilogue.add_expert(acc, total, stages.last, consumer, smem)
+            self.mma.end(stages, consumer, smem)
+            iteration -= count
+            if const_expr(c.pdl and not c.static_weight):
+                if iteration <= work.begin:
+                    cute.arch.griddepcontrol_launch_dependents()
+            self.mma.reduce(acc)
+            self.epilogue.finish(total, n_tile, first, count, factor, tid, consumer, work, smem)
+
+    def _columns_of(self, warp) -> tuple:
+        """Return a consumer warp's place along N, the first k tile of a work tile that it multiplies, and the step to
+        the next, a power of two."""
+        c = self.config
+        if c.warp_split_k == 1:
+            return warp, 0, 1
+        whole = c.n_warps - c.split_n_warps
+        is_split, place = warp >= whole, warp - whole
+        n_warp = ptx.select(is_split, whole + place % c.split_n_warps, warp)
+        warp_k = ptx.select(is_split, place // c.split_n_warps, Int32(0))
+        return n_warp, warp_k, ptx.select(is_split, Int32(c.warp_split_k), Int32(1))
+
+
 class Mma:
-    """The interface of all MMAs. What does nothing here is for those of some kinds alone.
+    """Interface of all MMAs. Methods that do nothing here are for some kinds of MMAs.
 
     Attributes:
-        acc_scale: the factor from their sums to true sums, a power of two.
+        acc_scale: factor from accumulators to true sums, a power of two.
     """
 
-    def __init__(self, config: Config, ring: WeightStages, acc_scale: float):
-        self.config, self.ring, self.acc_scale = config, ring, acc_scale
+    def __init__(self, config: Config, weight: WeightStages, acc_scale: float):
+        self.config, self.weight, self.acc_scale = config, weight, acc_scale
 
     def start_of(self, smem) -> Callable | None:
-        """What ``multiply`` starts MMAs of the warpgroup with; ``None``: they are the warp's own."""
+        """Return the function with which ``multiply`` starts MMAs of the warpgroup, or None for MMAs of the warp."""
         return None
 
-    def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
-        """Multiply the ``i``-th chunk of a segment that begins with chunk ``first``; free its stages, or leave that to
-        the next call or to ``end``. Returns the next stages.
+    def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
+        """Multiply a k tile and return the next stages.
+
+        Release the k tile's stages, or leave the release to the next call or to ``end``.
 
         Args:
-            start: what ``start_of`` returns.
-            adds: whether a warpgroup adds to the sums or replaces them; a warp always adds.
-            first, i: the chunk.
-            stages: the stages that it arrives in.
-            sums: the accumulators.
-            consumer, part, smem: of the thread and its CTA; ``scale_row`` is that of the segment's tile.
+            start: result of ``start_of``.
+            adds: whether a warpgroup adds to the accumulators or overwrites them; a warp always adds.
+            first, i: the k tile: ``first`` is the work tile's first one, and ``i`` the distance from it.
+            stages: the k tile's stages.
+            acc: the accumulators.
+            consumer, work, smem: thread, and work and memory of its CTA; ``scale_row`` is for the current n tile.
         """
         raise NotImplementedError
 
-    def pass_by(self, stages: Stages, consumer: Consumer, smem) -> Stages:
-        """Leave a chunk to another warp of the band. The warp waits for it and frees it all the same: a wait by parity
-        takes whoever has seen every phase of the barrier."""
-        stage, parity, token_stage, token_parity, _ = stages
+    def skip(self, stages: Stages, consumer: Consumer, smem) -> Stages:
+        """Leave a k tile to another warp of these columns.
+
+        The warp waits for the stages and releases them all the same, because a wait by parity requires that the warp
+        has seen every phase of the barrier.
+        """
+        stage, parity, a_stage, a_parity, _ = stages
         smem.weight_pipeline.wait_full(stage, parity)
         smem.weight_pipeline.arrive_empty(stage, consumer.leads)
-        smem.a_pipeline.wait_full(token_stage, token_parity)
-        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
-        return self._after(stages)
+        smem.a_pipeline.wait_full(a_stage, a_parity)
+        smem.a_pipeline.arrive_empty(a_stage, consumer.leads)
+        return self._after(stages, smem)
 
-    def _after(self, stages: Stages) -> Stages:
-        """The stages after those of a chunk, where the activations' are whole chunks too."""
-        c = self.config
+    def _after(self, stages: Stages, smem) -> Stages:
+        """Return the stages after a k tile's, if a stage of activations is a whole k tile, too."""
         return Stages(
-            *next_stage(stages.stage, stages.parity, c.stages),
-            *next_stage(stages.token_stage, stages.token_parity, c.token_stages),
-            stages.token_stage,
+            *smem.weight_pipeline.next(stages.stage, stages.parity),
+            *smem.a_pipeline.next(stages.a_stage, stages.a_parity),
+            stages.a_stage,
         )
 
     def wait(self) -> None:
-        """Wait for the MMAs: then the sums are there."""
+        """Wait for the MMAs, so that the accumulators are complete."""
 
     def end(self, stages: Stages, consumer: Consumer, smem) -> None:
-        """Wait for the MMAs of a segment, and free what they have read."""
+        """Wait for the MMAs of a work tile, and release the stages that they have read."""
 
-    def add_up(self, sums) -> None:
-        """Make totals of a segment's sums, where these are parts of them."""
+    def reduce(self, acc) -> None:
+        """Reduce a work tile's accumulators, if several hold parts of a sum."""
 
-    def _existing(self, chunk, consumer: Consumer, part) -> Uint32:
-        """The mask of a lane's scales of a chunk, for ``WeightStages.factors``."""
-        return ptx.select(chunk == part.chunks - 1, consumer.existing, Uint32(0xFFFFFFFF))
+    def _existing(self, k_tile, consumer: Consumer, work) -> Uint32:
+        """Return the mask of a lane's scales of a k tile, for ``WeightStages.factors``."""
+        return ptx.select(k_tile == work.k_tiles - 1, consumer.existing, Uint32(0xFFFFFFFF))
 
 
 class TileMma(Mma):
-    """MMAs with several rows of activations: codes are decoded and multiplied by their scales before them."""
+    """MMAs with several rows of activations: codes are decoded and multiplied by their scales first."""
 
-    def __init__(self, config: Config, ring: WeightStages):
-        super().__init__(config, ring, acc_scale(config.operands.fmt, config.operands.decodes_both))
+    def __init__(self, config: Config, weight: WeightStages):
+        super().__init__(config, weight, acc_scale(config.operands.fmt, config.operands.decodes_both))
         self.dtype = DSL_DTYPES[config.operands.dtype]
 
     def _load(self, stage, existing, consumer: Consumer, smem) -> tuple[list, list]:
-        """A lane's codes of its two rows in a stage, and their factors."""
-        rows, scale_rows = ((row, row + 8) for row in (consumer.row, consumer.scale_row))
-        codes = [self.ring.codes(smem.codes, stage, row, consumer.quad) for row in rows]
+        """Load a lane's codes of its two rows of the weight from a stage, and their factors."""
+        rows, scale_rows = ((row, row + 8) for row in (consumer.column, consumer.scale_row))
+        codes = [self.weight.codes(smem.codes, stage, row, consumer.quad) for row in rows]
         factors = [
-            self.ring.factors(smem.scales, stage, row, consumer.quad, existing, self.dtype) for row in scale_rows
+            self.weight.factors(smem.scales, stage, row, consumer.quad, existing, self.dtype) for row in scale_rows
         ]
         return codes, factors
 
 
 class WarpMma(TileMma):
-    """MMAs of a warp (mma.sync). A stage of activations is a whole chunk."""
+    """MMAs of a warp (mma.sync). A stage of activations is a whole k tile."""
 
-    def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
+    def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
         c = self.config
-        stage, parity, token_stage, token_parity, _ = stages
+        stage, parity, a_stage, a_parity, _ = stages
         smem.weight_pipeline.wait_full(stage, parity)
-        codes, factors = self._load(stage, self._existing(first + i, consumer, part), consumer, smem)
-        for word in range(self.ring.words):
-            pairs = self.ring.pairs(codes, factors, word, self.dtype)
+        codes, factors = self._load(stage, self._existing(first + i, consumer, work), consumer, smem)
+        for word in range(self.weight.words):
+            pairs = self.weight.pairs(codes, factors, word, self.dtype)
             if word == 0:
-                smem.a_pipeline.wait_full(token_stage, token_parity)
-            at = tokens_at(c, token_stage, smem)
-            warp_mma(pairs, word, c.tokens, at, c.arranged.token_bytes, consumer.lane, sums, self.dtype)
-            if word == self.ring.words // 2:
-                # All lanes have read their codes. (That this MMA takes a word of the last load does not ensure it:
-                # ptxas moves it, and so the first use of a load, behind the arrival.)
+                smem.a_pipeline.wait_full(a_stage, a_parity)
+            at = activations_at(c, a_stage, smem)
+            warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
+            if word == self.weight.words // 2:
+                # All lanes must have read their codes. This MMA takes a word of the last load, but does not order the
+                # loads: ptxas moves it, and so the first use of a load, past the arrival.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
-        if not c.arranges:
+        if not c.rearranges:
             fence_async()
         cute.arch.sync_warp()
-        smem.a_pipeline.arrive_empty(token_stage, consumer.leads)
-        return Stages(stage, parity, *smem.a_pipeline.next(token_stage, token_parity), token_stage)
+        smem.a_pipeline.arrive_empty(a_stage, consumer.leads)
+        return Stages(stage, parity, *smem.a_pipeline.next(a_stage, a_parity), a_stage)
 
 
 class WarpgroupMma(TileMma):
-    """MMAs of a warpgroup (wgmma). Those of a word run while the next is decoded."""
+    """MMAs of a warpgroup (wgmma). A word's MMAs run while the next word is decoded."""
 
     def start_of(self, smem) -> Callable:
         c = self.config
-        sizes = c.tokens, c.span * K_TILE // QUARTERS, c.token_stages
-        return warpgroup_mma(self.dtype, *sizes, (0, 1, 2), smem.tokens)
+        sizes = c.tile_m, c.slices_per_stage * K_TILE // K_SLICES, c.a_stages
+        return warpgroup_mma(self.dtype, *sizes, (0, 1, 2), smem.activations)
 
-    def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
+    def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
         c = self.config
-        stage, parity, token_stage, token_parity, last = stages
-        words = QUARTER_WORDS * c.span
+        stage, parity, a_stage, a_parity, last = stages
+        words = SLICE_WORDS * c.slices_per_stage
         smem.weight_pipeline.wait_full(stage, parity)
-        codes, factors = self._load(stage, self._existing(first + i, consumer, part), consumer, smem)
-        for word in range(self.ring.words):
-            pairs = self.ring.pairs(codes, factors, word, self.dtype)
+        codes, factors = self._load(stage, self._existing(first + i, consumer, work), consumer, smem)
+        for word in range(self.weight.words):
+            pairs = self.weight.pairs(codes, factors, word, self.dtype)
             if word % words == 0:
-                smem.a_pipeline.wait_full(token_stage, token_parity)
-            start(pairs, word % words, token_stage, adds if word == 0 else True, sums)
-            if word == self.ring.words // 2:
-                # All lanes have read their codes, since this wgmma takes a word of the last load. (An arrival does
-                # not wait for loads whose results are not used yet: on an H200 copies overtook them.)
+                smem.a_pipeline.wait_full(a_stage, a_parity)
+            start(pairs, word % words, a_stage, adds if word == 0 else True, acc)
+            if word == self.weight.words // 2:
+                # All lanes have read their codes, because this wgmma takes a word of the last load. (An arrival does
+                # not wait for loads whose results are not used yet: on an H200, copies overtook them.)
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
-            # The MMAs of the word before are done, and its registers free.
+            # The previous word's MMAs have ended, and its registers are free.
             warpgroup.wait_group(1)
             if word % words == 0:
                 leads = consumer.leads if word else ptx.select(i > 0, consumer.leads, Uint32(0))
                 smem.a_pipeline.arrive_empty(last, leads)
             if word % words == words - 1:
-                last = token_stage
-                token_stage, token_parity = smem.a_pipeline.next(token_stage, token_parity)
-        return Stages(stage, parity, token_stage, token_parity, last)
+                last = a_stage
+                a_stage, a_parity = smem.a_pipeline.next(a_stage, a_parity)
+        return Stages(stage, parity, a_stage, a_parity, last)
 
     def wait(self) -> None:
         warpgroup.wait_group(0)
@@ -209,3 +333,145 @@ class WarpgroupMma(TileMma):
     def end(self, stages: Stages, consumer: Consumer, smem) -> None:
         self.wait()
         smem.a_pipeline.arrive_empty(stages.last, consumer.leads)
+
+
+class RowMma(Mma):
+    """MMAs of a warp with its columns and one row of activations.
+
+    A lane has four accumulators: of columns ``column`` and ``column + 8`` of the result, and of two blocks each.
+
+    Attributes:
+        exponent: accumulators of products of codes are true sums times 2 to the minus ``exponent``.
+    """
+
+    exponent = 2 * CODE_EXPONENT
+
+    def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
+        self.has_factors = activations.has_factors
+        # The factors of bfloat16 include the codes' power of two. FP4 has codes on both sides.
+        exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
+        if exponent is None or activations.config.prologue_quant is not None:
+            exponent = self.exponent
+        super().__init__(config, weight, 2.0**exponent)
+
+    def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
+        stage, parity, a_stage, a_parity, _ = stages
+        smem.weight_pipeline.wait_full(stage, parity)
+        smem.a_pipeline.wait_full(a_stage, a_parity)
+        existing, quad = self._existing(first + i, consumer, work), consumer.quad
+        rows, scale_rows = ((row, row + 8) for row in (consumer.column, consumer.scale_row))
+        codes = [self.weight.codes(smem.codes, stage, row, quad) for row in rows]
+        scales = [self._scales(smem.scales, stage, row, quad, existing) for row in scale_rows]
+        at = a_stage * ROW_STAGE_BYTES
+        if self.has_factors:
+            factors = self._factors(smem.activations + cute.assume(at + ROW_BYTES + quad * 16, divby=16))
+            scales = [[ptx.mul_rn(s, f) for s, f in zip(row, factors, strict=True)] for row in scales]
+        # The lane's elements of the activations are the elements of the column's block, or zero.
+        column, quarter = consumer.lane // QUAD, at + quad * (ROW_BYTES // QUAD)
+        places = [ptx.select(column == 2 * quad + h, quarter, Int32(ZEROS_AT)) for h in range(2)]
+        for half in range(2):
+            total = [Float32(0.0)] * 4
+            for word in range(half * 4, half * 4 + 4):
+                place = smem.activations + cute.assume(places[word // 2 % 2] + word * 16, divby=16)
+                row = load_words(cute.make_tensor(cute.recast_ptr(place, dtype=Uint32), cute.make_layout(4)))
+                pairs = [float16_pairs(words[word]) for words in codes]
+                for step in range(2):
+                    weights = [pairs[r][2 * step + high] for high in range(2) for r in range(2)]
+                    total = ptx.mma_16x8x16(weights, row[2 * step : 2 * step + 2], total, "f16")
+            for e in range(4):
+                acc[e] = ptx.fma_rn(total[e], scales[e // 2][2 * half + e % 2], acc[e])
+            if half == 0:
+                smem.weight_pipeline.release(stage, consumer.leads)
+        cute.arch.sync_warp()
+        smem.a_pipeline.arrive_empty(a_stage, consumer.leads)
+        return self._after(stages, smem)
+
+    def _scales(self, scales_at: cute.Pointer, stage, row, quad, existing) -> list:
+        """Return the scales of a lane's four blocks of a row, in fp32."""
+        bytes_ = self.weight.scales(scales_at, stage, row, quad, existing)
+        pairs = [ptx.f16x2_of_e4m3x2(half) for half in (bytes_ & Uint32(0xFFFF), bytes_ >> 16)]
+        return [ptx.unpack_f16(pair, half) for pair in pairs for half in range(2)]
+
+    def _factors(self, at: cute.Pointer) -> list:
+        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        return [ptx.float_of(word) for word in words]
+
+    def reduce(self, acc) -> None:
+        """Add up the blocks, so that every lane of a quad has the sums of both columns in ``acc[0]`` and ``acc[2]``."""
+        for i in (0, 2):
+            total = ptx.add_rn(acc[i], acc[i + 1])
+            for step in (1, 2):
+                total = ptx.add_rn(total, cute.arch.shuffle_sync_bfly(total, step))
+            acc[i] = total
+
+
+class CodeMma(RowMma):
+    """MMAs of a warpgroup (wgmma, FP8) with its columns and one row of codes; accumulators as in ``RowMma``."""
+
+    exponent = 2 * E4M3_EXPONENT
+
+    def start_of(self, smem) -> Callable:
+        """Return a function that starts the MMAs of half a k tile.
+
+        It takes the lane's words of e4m3, the half's index, the stage of activations, and accumulators to overwrite.
+        """
+
+        def tiled() -> cute.TiledMma:
+            shape, mode = (WGMMA_M, ATOM_M, CODE_MMA_K), OperandMajorMode.K
+            sources = warpgroup.OperandSource.RMEM, mode, mode
+            return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
+
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+        atoms = self.config.a_stages * CODE_ATOMS
+        layout = cute.tile_to_shape(atom, (ATOM_M, ATOM_ROW_BYTES, atoms), order=(0, 1, 2))
+        activations = cute.make_tensor(
+            cute.recast_ptr(smem.activations, layout.inner, dtype=Float8E4M3FN), layout.outer
+        )
+        mma = tiled()
+        operand = mma.make_fragment_B(mma.get_slice(0).partition_B(activations))
+
+        def start(words, half: int, stage, acc) -> None:
+            layout = cute.make_layout(((4, 2, 2), 1, STEPS), stride=((1, 4, 8), 0, 16))
+            weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
+            mma = tiled()
+            accumulators = cute.make_tensor(acc.iterator, mma.partition_shape_C((WGMMA_M, ATOM_M)))
+            atom = stage * CODE_ATOMS + half
+            warpgroup.fence()
+            for step in range(STEPS):
+                mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(mma, accumulators, weights[None, None, step], operand[None, None, step, atom], accumulators)
+            warpgroup.commit_group()
+
+        return start
+
+    def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
+        stage, parity, a_stage, a_parity, _ = stages
+        smem.weight_pipeline.wait_full(stage, parity)
+        existing, quad = self._existing(first + i, consumer, work), consumer.quad
+        codes = [self.weight.codes(smem.codes, stage, row, quad) for row in (consumer.column, consumer.column + 8)]
+        rows = (consumer.scale_row, consumer.scale_row + 8)
+        scales = [self._scales(smem.scales, stage, row, quad, existing) for row in rows]
+        smem.weight_pipeline.release(stage, consumer.leads)
+        totals = []
+        for half in range(HALVES):
+            words = cute.make_rmem_tensor((4 * STEPS,), Uint32)
+            for step in range(STEPS):
+                for r, row in enumerate(codes):
+                    for j, four in enumerate(e4m3_words(row[half * STEPS + step])):
+                        words[4 * step + 2 * j + r] = four
+            if half == 0:
+                smem.a_pipeline.wait_full(a_stage, a_parity)
+            total = cute.make_rmem_tensor((self.config.acc_size,), Float32)
+            start(words, half, a_stage, total)
+            totals.append(total)
+        factors_at = a_stage * (CODE_ATOMS * ATOM_BYTES) + FACTORS_AT + quad * 16
+        factors = self._factors(smem.activations + cute.assume(factors_at, divby=16))
+        for half, total in enumerate(totals):
+            warpgroup.wait_group(HALVES - 1 - half)
+            for e in range(self.config.acc_size):
+                at = 2 * half + e % 2
+                scale = ptx.mul_rn(scales[e // 2][at], factors[at])
+                acc[e] = ptx.fma_rn(total[e], scale, acc[e])
+        cute.arch.sync_warp()
+        smem.a_pipeline.arrive_empty(a_stage, consumer.leads)
+        return self._after(stages, smem)

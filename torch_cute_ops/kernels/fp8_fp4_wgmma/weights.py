@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles, by_expert
-from torch_cute_ops.kernels.common.fp4.decode import scale_argument
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem, Tile
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.fp4.decode import E4M3_EXPONENT
+from torch_cute_ops.kernels.common.fp4.codes import E4M3_EXPONENT
 
 CODE_SCALE: Final = 2.0**E4M3_EXPONENT
 """Codes as e4m3 (``e4m3_words``) are to be multiplied by it."""

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
-from torch_cute_ops.kernels.common.fp4.decode import e4m3_words
+from torch_cute_ops.kernels.common.fp4.codes import e4m3_words
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines import LineStages

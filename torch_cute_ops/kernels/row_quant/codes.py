@@ -9,7 +9,7 @@ from cutlass import Float32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack
-from torch_cute_ops.kernels.common.fp4.encode import fp4_block
+from torch_cute_ops.kernels.common.fp4.codes import fp4_block
 from torch_cute_ops.kernels.common.fp8.encode import Divisor, divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import Config

@@ -15,7 +15,7 @@ from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K,
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
-from torch_cute_ops.kernels.common.fp4.decode import scale_argument
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

@@ -116,7 +116,7 @@ class TokenLister:
         """Rearrange the activations of the ``total`` tokens ``token_ids``, of ``k_tiles`` chunks from ``first_k_tile``
         on: of elements ``first_k ... first_k + width`` of their rows."""
         layout = self.layout
-        pieces = self.activations.pieces
+        pieces = self.activations.k_groups
         elements = self.activations.config.k_tile
         tid, _, _ = cute.arch.thread_idx()
         for i in range(tid, total * (k_tiles * pieces), layout.threads):

@@ -1,28 +1,27 @@
-"""Activations rearranged for MMAs with an FP4 weight: in the weight's order of k, and decoded if they are in FP4.
+"""Activations rearranged for MMAs with an FP4 weight, and decoded if they are in FP4.
 
-A lane reads the weight's codes as they lie in memory and decodes eight at a time into pairs (``kernels.common.
-fp4_weights``). So its elements of k come in another order, and the activations are brought into the same. Of a chunk of
-256 elements of k (or 128), quarter ``q`` belongs to lane ``q`` of a quad. A *piece* is eight elements of each quarter,
-which two k16 steps of an MMA take:
+A lane reads the weight's codes as they lie in memory and decodes eight at a time into pairs
+(``kernels.common.fp4.codes``). Its elements of k therefore come in another order, and the activations are brought into
+the same order. In a k tile of 256 elements (or 128), quarter ``q`` belongs to lane ``q`` of a quad. A *k group* is
+eight elements of each quarter, which two k16 steps of an MMA take:
 
-    step = 2 · piece + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
+    step = 2 · k_group + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
 for element ``e`` of pair ``h``. Elements from K on are zero.
 
-For wgmma the rearranged bytes are those of its operand in shared memory: tiles of 8 tokens x 64 positions, 1,024 bytes,
-in which the 16-byte pieces of each row of 128 bytes are permuted by the 128-byte swizzle (PTX ISA,
-"Matrix-descriptor"). The tile of token group ``g`` and positions ``64 · c ...`` is number ``c · groups + g``, so that
-one bulk copy brings the tiles of neighbouring tokens. (GEMMs over experts have one chunk after the other for each group
-of eight tokens.)
+For wgmma, the rearranged bytes are the operand in shared memory: atoms of 8 tokens x 64 positions, 1,024 bytes, in
+which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA, "Matrix-descriptor"). The
+atom of token group ``g`` and positions ``64 · c ...`` is number ``c · groups + g``, so that one bulk copy brings the
+atoms of neighbouring tokens. (GEMMs over experts store, for each group of eight tokens, one k tile after the other.)
 
-For mma.sync a token has 512 bytes (or 256) of a chunk, and the next token follows. Its piece ``p`` is 64 bytes, at
-place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. So eight lanes
-that read two neighbouring tokens have no bank conflicts. Where tokens are copied one by one, piece ``p`` is at
-place ``p``, and the next token follows after an odd number of pieces.
+For mma.sync, a token's 512 (or 256) bytes of a k tile are contiguous, and the next token follows. Its k group ``p`` is
+64 bytes, at place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. Eight
+lanes that read two neighbouring tokens thus have no bank conflicts. If tokens are copied one by one, k group ``p`` is
+at place ``p``, and the next token follows after an odd number of k groups.
 
-With a gate in front (``gated``) a row as given is gate and up, a lane reads both, and what it rearranges is
-``silu(gate) · up``, rounded to their dtype. Activations of 16 bits may be quantised to FP4 first (``quantises``): lanes
-that have the pieces of a block find its scale together, so all lanes of a warp come to ``store``, each with a piece.
+With ``prologue_gate``, a given row is gate and up. A lane reads both, and rearranges ``silu(gate) · up``, rounded to
+their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that have a block's k
+groups find its scale together, so all lanes of a warp call ``store``, each with a k group.
 """
 
 from functools import reduce
@@ -34,60 +33,60 @@ from cutlass import Float32, Int64, Uint8, Uint32
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import silu_mul
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack, store_words, unpack
-from torch_cute_ops.kernels.common.fp4.decode import decode, pair_activations, scale_argument, scale_factors
-from torch_cute_ops.kernels.common.fp4.encode import fp4_block
+from torch_cute_ops.kernels.common.fp4.codes import decode, fp4_block, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, ActivationLayout
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand
-STEPS_BYTES: Final = 64  # of two k16 steps of a token
+K_GROUP_BYTES: Final = 64  # bytes of a k group of a token, rearranged
 
 
 class Activations:
-    """A matrix of activations, and how a thread rearranges one piece of a chunk of one token.
+    """A matrix of activations. A thread rearranges one k group of one token.
 
     Attributes:
-        pieces: pieces of a chunk.
-        spread: whether chunks may begin in the middle of a tile of scales.
-        apart: how many lanes on the next piece of a token is, where activations are quantised.
+        config: format of the activations.
+        k_groups: k groups of a k tile.
+        spread: whether k tiles may begin in the middle of a tile of scales.
+        apart: distance, in lanes, of neighbouring k groups of a token, if activations are quantised.
     """
 
     def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = ATOM_M):
         self.config, self.spread, self.apart = config, spread, apart
-        self.pieces = config.k_tile // QUAD // 8
+        self.k_groups = config.k_tile // QUAD // 8
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
-        """The matrix, and its scales if it is in FP4; or the global scale by which it is quantised."""
+        """Return the arguments for the matrix and for its scales (FP4), or for the global scale of its quantisation."""
         c, m = self.config, Dim("m")
         if c.layout is None:
-            k = Dim("k", divisibility=64 if c.gated else 32)
-            scale = TensorArg("Float32", (1,), (1,), align=4) if c.quantises == "scaled" else None
+            k = Dim("k", divisibility=64 if c.prologue_gate else 32)
+            scale = TensorArg("Float32", (1,), (1,), align=4) if c.prologue_quant == "scaled" else None
             return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), scale
         half = Dim("a_bytes", divisibility=16)
         a = TensorArg("Uint8", (m, half), (half, 1), align=16)
         return a, scale_argument(c.fmt, Dim("a_scale_rows"), Dim("a_blocks"), align=1)
 
     def width(self, a):
-        """Elements of k."""
-        if self.config.gated:
+        """Return K."""
+        if self.config.prologue_gate:
             return a.shape[1] // 2
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
-    def read(self, a, scale, token, start, left, piece, after: int = 0) -> list:
-        """Load a piece for ``store``: for each quarter its words as they lie in memory.
+    def read(self, a, scale, token, start, left, k_group, after: int = 0) -> list:
+        """Load a k group for ``store``: for each quarter, its words as they lie in memory.
 
         Args:
             a, scale: the matrix and its scales.
             token: row of the matrix.
-            start: first element of k of the chunk.
-            left: elements of the chunk that exist; others are zero.
-            piece, after: which piece: ``piece + after``, of which ``after`` is a constant.
+            start: first element of k of the k tile.
+            left: number of existing elements from ``start`` on; others are zero.
+            k_group, after: index of the k group, ``k_group + after``. ``after`` is a constant.
         """
         c, k = self.config, self.width(a)
-        offset = self.offset(a, token, k) + start + piece * 8
+        offset = self.offset(a, token, k) + start + k_group * 8
         begins = [q * (c.k_tile // QUAD) + after * 8 for q in range(QUAD)]
-        exists = [piece * 8 + begin < left for begin in begins]
+        exists = [k_group * 8 + begin < left for begin in begins]
         if c.layout is None:
             places = self.places(a, offset, k)
             pairs = zip(begins, exists, strict=True)
@@ -99,10 +98,10 @@ class Activations:
         bytes_at = cute.recast_ptr(scale.iterator, dtype=Uint8)
         after = [begin // size for begin in begins]
         if self.spread:
-            # In which tile a quarter's blocks are depends on where the chunk begins.
-            places = [(bytes_at + row + c.layout.block_offset(block + each) + piece * 8 // size, 0) for each in after]
+            # The tile of a quarter's scales depends on where the k tile begins.
+            places = [(bytes_at + row + c.layout.block_offset(block + each) + k_group * 8 // size, 0) for each in after]
         else:
-            byte_at = bytes_at + (row + c.layout.block_offset(block)) + piece * 8 // size
+            byte_at = bytes_at + (row + c.layout.block_offset(block)) + k_group * 8 // size
             places = [(byte_at, c.layout.block_offset(each)) for each in after]
         return [
             [*ptx.load_if(at, there, 1, begin // 2), ptx.load_narrow_if(byte_at, there, 1, constant)]
@@ -110,59 +109,65 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Elements before a token's row, which has ``k``, or gate and up."""
-        return Int64(token) * (a.shape[1] if self.config.gated else k)
+        """Return the number of elements before a token's row, which has ``k`` elements, or gate and up."""
+        return Int64(token) * (a.shape[1] if self.config.prologue_gate else k)
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
-        """Where 16-bit elements lie, by their ``offset``: those of a row, or those of gate and of up."""
+        """Return the addresses of 16-bit elements at ``offset``: one in a row, or one in gate and one in up."""
         at = a.iterator + cute.assume(offset, divby=8)
-        return [at, at + cute.assume(k, divby=8)] if self.config.gated else [at]
+        return [at, at + cute.assume(k, divby=8)] if self.config.prologue_gate else [at]
 
     def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
-        """Load eight elements, ``offset`` bytes behind each of the places; zeros, unless they exist."""
+        """Load eight elements, ``offset`` bytes after each of the addresses; zeros if they do not exist."""
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
-    def gated(self, words: list) -> list:
-        """Eight elements of 16 bits, of what ``words`` has loaded: behind the gate, if there is one, as
-        ``kernels.row_quant`` computes and rounds it."""
-        return pack(self.values(words), self.a_dtype) if self.config.gated else words
+    def gated(self, loaded: list) -> list:
+        """Return eight packed 16-bit elements, gated if there is a gate, as ``kernels.row_quant`` computes it.
+
+        ``loaded`` is a result of ``words``.
+        """
+        return pack(self.values(loaded), self.a_dtype) if self.config.prologue_gate else loaded
 
     def values(self, words: list) -> list[Float32]:
-        """The same before they are rounded."""
-        if not self.config.gated:
+        """Return the same elements in fp32, before they are rounded."""
+        if not self.config.prologue_gate:
             return unpack(words, self.a_dtype)
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
         return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
 
     def quantised(self, words: list) -> list:
-        """The codes of eight elements, of what ``read`` has loaded, and the scale byte of their block."""
+        """Quantise eight elements that ``read`` has loaded: return their codes and the scale byte of their block."""
         c, global_scale = self.config, None
-        if c.quantises == "scaled":
+        if c.prologue_quant == "scaled":
             *words, global_scale = words
         values = self.values(words)
         amax = reduce(ptx.max_abs_nan, values, Float32(0.0))
-        for pieces in range(c.fmt.block_size // 16):
-            amax = ptx.max_abs_nan(amax, cute.arch.shuffle_sync_bfly(amax, self.apart << pieces))
+        for i in range(c.fmt.block_size // 16):
+            amax = ptx.max_abs_nan(amax, cute.arch.shuffle_sync_bfly(amax, self.apart << i))
         (codes,), byte = fp4_block(values, amax, global_scale, c.fmt, has_e2m1_cvt=False, part=len(values))
         return [codes, byte]
 
-    def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
-        """Convert what ``read`` has loaded, and store it to its place in a chunk that starts at ``base``.
+    def store(self, quarters: list, groups, k_group, token, base: cute.Pointer) -> None:
+        """Convert a k group that ``read`` has loaded, and store it in the k tile that begins at ``base``.
 
-        ``groups`` are the chunk's groups of eight tokens, which only the layout for wgmma depends on; ``token`` is the
-        place among its tokens.
+        Args:
+            quarters: result of ``read``.
+            groups: groups of eight tokens of the k tile; only the layout for wgmma depends on it.
+            k_group: index of the k group.
+            token: index of the token in the k tile.
+            base: address of the k tile.
         """
         words = [self._converted(quarter) for quarter in quarters]
         if self.config.by_warp:
-            offset = token * self.config.token_bytes + (piece ^ (token % 2)) * STEPS_BYTES
-            start = base + cute.assume(offset, divby=STEPS_BYTES)
+            offset = token * self.config.token_bytes + (k_group ^ (token % 2)) * K_GROUP_BYTES
+            start = base + cute.assume(offset, divby=K_GROUP_BYTES)
             for q, quarter in enumerate(words):
                 to = cute.recast_ptr(start + q * 16, dtype=Uint32)
                 store_words(quarter, cute.make_tensor(to, cute.make_layout(QUAD)))
             return
         row = token % ATOM_M
         for half in range(2):
-            step = piece * 2 + half
+            step = k_group * 2 + half
             tile = step // 4 * groups + token // ATOM_M
             start = base + cute.assume(tile * ATOM_BYTES + row * ATOM_ROW_BYTES, divby=ATOM_ROW_BYTES)
             for h in range(2):
@@ -170,34 +175,37 @@ class Activations:
                 to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
-    def store_row(self, quarters: list, piece, base: cute.Pointer) -> None:
-        """The same, to a chunk of one token, contiguous from ``base`` on: as in the first row of a tile, one line after
-        the other, for ``copy_rows``; or for mma.sync piece after piece, for a pitch of an odd number of pieces."""
+    def store_row(self, quarters: list, k_group, base: cute.Pointer) -> None:
+        """Convert a k group and store it in a k tile of one token, contiguous from ``base`` on.
+
+        For ``copy_rows``, the lines are stored as in the first row of an atom. For mma.sync, k groups follow each
+        other, for a pitch of an odd number of k groups.
+        """
         words = [self._converted(quarter) for quarter in quarters]
         if not self.config.by_warp:
             words = [[quarter[i] for quarter in words] for i in range(QUAD)]
         for i, line in enumerate(words):
-            at = base + cute.assume(piece * STEPS_BYTES + i * 16, divby=16)
+            at = base + cute.assume(k_group * K_GROUP_BYTES + i * 16, divby=16)
             to = cute.recast_ptr(at, dtype=Uint32)
             store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
-        """A warp starts the copies (``cp.async``) of eight tokens of a chunk of 256 elements to ``base`` in shared
-        memory, for wgmma.
+        """Start the copies (``cp.async``) of eight tokens of a k tile to ``base`` in shared memory, for wgmma.
 
-        Four lanes have a token, number ``lane // 4``, if it ``exists``: ``row`` is where ``store_row`` has stored it.
+        The k tile has 256 elements. Four lanes of the warp copy token ``lane // 4`` if it ``exists``, from ``row``,
+        where ``store_row`` has stored it.
         """
         line, quarter = lane // QUAD, lane % QUAD
-        pieces = ATOM_ROW_BYTES // 16
+        vectors = ATOM_ROW_BYTES // 16
         for first in range(0, self.config.token_bytes // 16, QUAD):
-            place = first // pieces * ATOM_BYTES + line * ATOM_ROW_BYTES + ((first % pieces + quarter) ^ line) * 16
+            place = first // vectors * ATOM_BYTES + line * ATOM_ROW_BYTES + ((first % vectors + quarter) ^ line) * 16
             source = row + cute.assume((first + quarter) * 16, divby=16)
             ptx.copy_async_16(base + cute.assume(place, divby=16), source, exists)
 
     def _converted(self, words: list) -> list:
-        """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""
+        """Return eight elements in the MMAs' dtype, in the order in which ``decode`` pairs codes."""
         c = self.config
-        if c.quantises is not None:
+        if c.prologue_quant is not None:
             words = self.quantised(words)
         elif c.layout is None:
             words = self.gated(words)

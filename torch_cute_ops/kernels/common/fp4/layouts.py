@@ -1,6 +1,4 @@
-"""Sizes of activations that are rearranged for MMAs with an FP4 weight (``kernels.common.fp4.activations``): no device
-code. Limits of the kernels that decode FP4 weights: no device code. Sizes of the chunks of an FP4 weight in shared
-memory: no device code."""
+"""Operands of GEMMs with an FP4 weight, and their layouts in shared memory: no device code."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,38 +10,40 @@ from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.runtime.arch import Arch
 
-# activation layout
-#
-# Sizes of activations that are rearranged for MMAs with an FP4 weight (``kernels.common.fp4.activations``): no device
-# code.
-
 K_TILE: Final = 256
-"""Elements of k that are rearranged together; GEMMs over experts may use half of it."""
+"""Elements of a k tile: 128 bytes of codes, a cache line. GEMMs over experts may use half of it."""
 ATOM_M: Final = 8
+"""Tokens of a swizzle atom of activations: 8 tokens x 64 elements of 16 bits."""
 ATOM_ROW_BYTES: Final = 128
-"""Bytes of a token in a tile."""
+"""Bytes of a token in a swizzle atom."""
 ATOM_BYTES: Final = ATOM_M * ATOM_ROW_BYTES
-"""Bytes of a tile of 8 tokens x 64 positions of 16 bits."""
-Quantises = Literal["plain", "scaled"]
+"""Bytes of a swizzle atom."""
+SCALE_TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
+"""Rows of a tile of scales. Tiles are copied whole."""
+SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
+"""Bytes of a tile of scales, 128 rows x 4 blocks."""
+BOX_BYTES: Final = 16
+"""Fewest bytes of a row in a box of a tensor map."""
+PrologueQuant = Literal["plain", "scaled"]
+"""Quantisation of activations to FP4 before the GEMM, without or with a global scale."""
 
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """How activations are read, and rearranged.
+    """Format of activations and of their rearranged form, the MMAs' operand (``kernels.common.fp4.activations``).
 
     Attributes:
-        a_dtype: dtype of the activations as given: uint8 for FP4 codes, else bfloat16 or float16.
-        dtype: dtype of what is written, which the MMAs take: that of the activations; float16 or bfloat16 for FP4
-            codes; bfloat16 for float16 activations beside MXFP4 weights, which are rounded
-            (``FP4Format.operand_dtype``).
+        a_dtype: dtype of the given activations: uint8 for FP4 codes, else bfloat16 or float16.
+        dtype: dtype of the rearranged activations. 16-bit activations keep theirs, except that float16 becomes bfloat16
+            for an MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
         fmt: format of the weight, and of activations in FP4.
-        layout: scale layout of activations in FP4; ``None`` for 16-bit ones.
-        by_warp: whether the layout is that of warp-level MMAs (mma.sync), not that of wgmma.
+        layout: scale layout of activations in FP4, or None for 16-bit activations.
+        by_warp: whether the layout is for warp-level MMAs (mma.sync), not for wgmma.
         k_tile: elements of k that are rearranged together.
-        gated: whether a row as given is 2K elements of 16 bits, gate and up, of which ``silu(gate) · up`` is a row of
-            activations, rounded to their dtype where it is not quantised.
-        quantises: whether what is given, in 16 bits, is quantised to FP4 first, as ``kernels.row_quant`` does it:
-            ``"scaled"`` with a global scale, ``"plain"`` without one.
+        prologue_gate: whether a given row is 2K elements of 16 bits, gate and up. ``silu(gate) · up`` is then a row of
+            activations, rounded to its dtype unless it is quantised.
+        prologue_quant: how 16-bit activations are quantised to FP4 first, as in ``kernels.row_quant``, or None if they
+            are not.
     """
 
     a_dtype: torch.dtype
@@ -52,57 +52,39 @@ class ActivationLayout:
     layout: ScaleLayout | None
     by_warp: bool
     k_tile: int
-    gated: bool = field(default=False, kw_only=True)
-    quantises: Quantises | None = field(default=None, kw_only=True)
+    prologue_gate: bool = field(default=False, kw_only=True)
+    prologue_quant: PrologueQuant | None = field(default=None, kw_only=True)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in a chunk."""
+        """Bytes of a token in a k tile."""
         return self.k_tile * self.dtype.itemsize
 
     def reason_unsupported(self) -> str | None:
-        """Why such activations cannot be rearranged; ``None`` if they can."""
+        """Return the reason that such activations cannot be rearranged, or None if they can."""
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
-            return f"activations in {self.a_dtype} with {scales}: those in FP4 are uint8 and have scales, others none"
-        if (self.gated or self.quantises) and self.layout is not None:
-            return "activations in FP4 have no gate in front, and are not quantised again"
-        held = torch.float16 if self.quantises else self.a_dtype
+            return (
+                f"activations in {self.a_dtype} with {scales}: FP4 activations are uint8 and have scales, 16-bit none"
+            )
+        if (self.prologue_gate or self.prologue_quant) and self.layout is not None:
+            return "a gate or a quantisation before the GEMM takes 16-bit activations, not FP4"
+        held = torch.float16 if self.prologue_quant else self.a_dtype
         if self.layout is None and self.dtype != self.fmt.operand_dtype(held):
-            return f"activations in {self.a_dtype} are not multiplied as {self.dtype} beside {self.fmt.name} weights"
+            return f"activations in {self.a_dtype} are not multiplied as {self.dtype} with {self.fmt.name} weights"
         return None
-
-
-# limits
-#
-# Limits of the kernels that decode FP4 weights: no device code.
-
-
-def reason_undecodable(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arch) -> str | None:
-    """Why ``dtype`` cannot hold decoded weights, or ``arch`` cannot hold a CTA; ``None`` if both can."""
-    if dtype == torch.float16 and fmt != NVFP4:
-        return f"decoded {fmt.name} weights exceed float16"
-    if smem_bytes > arch.smem_per_cta:
-        return f"needs {smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
-    return None
-
-
-# weight chunks
-#
-# Sizes of the chunks of an FP4 weight in shared memory: no device code.
-
-SCALE_TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
-"""Rows of a tile of scales; tiles are copied whole."""
-SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
-"""Bytes of a tile of scales, 128 rows x 4 blocks."""
-BOX_BYTES: Final = 16
-"""The least bytes of a row in a box of a tensor map."""
 
 
 @dataclass(frozen=True)
 class WeightTile:
-    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows, a multiple of 8. ``spread``: whether their k may begin
-    in the middle of a tile of scales; rows may anyway."""
+    """A k tile of a weight tile in shared memory: FP4 codes and block scales.
+
+    Attributes:
+        fmt, layout: format and scale layout of the weight.
+        tile_n: rows of the weight, a multiple of 8.
+        k_tile: elements of k, 256 or 128.
+        spread: whether the k of an expert may begin in the middle of a tile of scales. (Rows may in any case.)
+    """
 
     fmt: FP4Format
     layout: ScaleLayout
@@ -112,43 +94,103 @@ class WeightTile:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of codes of a row in a chunk: a whole cache line, or half of one."""
+        """Bytes of codes of a row: a cache line, or half of one."""
         return self.k_tile // 2
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row in a chunk."""
+        """Blocks of a row."""
         return self.k_tile // self.fmt.block_size
 
     @property
     def scale_columns(self) -> int:
-        """Scales of a row in a stage: those of a chunk; spread, of whole tiles around it."""
+        """Scales of a row in a stage: one per block; if ``spread``, all of the tiles that the blocks touch."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @property
     def code_bytes(self) -> int:
-        """Codes of a chunk."""
+        """Bytes of codes."""
         return self.tile_n * self.row_bytes
 
     @property
     def scale_row_tiles(self) -> int:
-        """Most tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
+        """Most tiles of scales that the rows span; 0 in the linear layout."""
         last_start = SCALE_TILE_ROWS - math.gcd(self.tile_n, SCALE_TILE_ROWS)
         return 0 if self.layout.is_linear else -(-(last_start + self.tile_n) // SCALE_TILE_ROWS)
 
     @property
     def scale_bytes(self) -> int:
-        """Scales of a chunk."""
+        """Bytes of scales."""
         return (self.scale_row_tiles * SCALE_TILE_ROWS or self.tile_n) * self.scale_columns
 
     @property
     def reason_not_copied(self) -> str | None:
-        """Why a tensor map cannot copy a chunk's scales; ``None`` if one can, or none is needed."""
+        """Reason that a tensor map cannot copy the scales, or None if it can or is not needed."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
             return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
         return None
 
     @property
     def size_bytes(self) -> int:
-        """A chunk, codes and scales."""
+        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class FP4Operands:
+    """Formats of the activations and the weight of a wgmma GEMM with an FP4 weight.
+
+    The tensors have M rows of activations, N rows of the weight and K elements of k. ``a`` is (M, K), or (M, K/2)
+    codes. ``b`` is (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3, or
+    uint8 for ue8m0: (M, K/B) and (N, K/B) or, tiled, (rows, blocks) padded to whole tiles. 16-bit activations have no
+    scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
+    the global scale, (1,) float32, or None.
+
+    Attributes:
+        a_dtype: dtype of the activations: uint8 for FP4 codes, else bfloat16 or float16.
+        dtype: dtype of the MMAs' operands, the decoded weight and the activations: bfloat16, or float16 (NVFP4 only).
+        fmt, layout: format and scale layout of the weight.
+        a_layout: scale layout of activations in FP4, or None for 16-bit activations.
+        prologue_gate: whether the activations are ``silu(gate) · up`` of the two halves of each row of ``a``.
+        prologue_quant: how the activations are quantised to ``fmt`` first, or None if they are not.
+    """
+
+    a_dtype: torch.dtype
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: ScaleLayout
+    a_layout: ScaleLayout | None
+    prologue_gate: bool = False
+    prologue_quant: PrologueQuant | None = None
+
+    @property
+    def decodes_both(self) -> bool:
+        """Whether activations, too, are multiplied as decoded FP4 numbers."""
+        return self.a_layout is not None or self.prologue_quant is not None
+
+    def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
+        """Return the layout of the rearranged activations, for MMAs of warps or of warpgroups."""
+        kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout
+        prologue = {"prologue_gate": self.prologue_gate, "prologue_quant": self.prologue_quant}
+        return ActivationLayout(*kinds, by_warp, k_tile, **prologue)
+
+    def reason_unsupported(
+        self, arranged: ActivationLayout, weight_tile: WeightTile, smem_bytes: int, arch: Arch
+    ) -> str | None:
+        """Return the reason that a kernel with these layouts cannot run on ``arch``, or None if it can."""
+        if not arch.has_wgmma:
+            return f"{arch.name} has no wgmma instructions"
+        return (
+            weight_tile.reason_not_copied
+            or arranged.reason_unsupported()
+            or reason_undecodable(self.dtype, self.fmt, smem_bytes, arch)
+        )
+
+
+def reason_undecodable(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arch) -> str | None:
+    """Return the reason that ``dtype`` cannot hold decoded weights or ``arch`` cannot hold a CTA, or None."""
+    if dtype == torch.float16 and fmt != NVFP4:
+        return f"decoded {fmt.name} weights exceed float16"
+    if smem_bytes > arch.smem_per_cta:
+        return f"needs {smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+    return None

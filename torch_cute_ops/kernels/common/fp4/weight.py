@@ -1,11 +1,12 @@
-"""Chunks of an FP4 weight in a ring of stages in shared memory: how they are copied there, and how lanes read them.
+"""K tiles of an FP4 weight in stages of shared memory: copies to them, and loads by lanes.
 
-A chunk is 256 elements of k of some rows. Its codes are 128 bytes a row, a whole cache line, and one box of a tensor
-map with the 128-byte swizzle (a chunk of 128 elements is half a line, with the 64-byte swizzle). Its scales are whole
-tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows. Where the k of a weight is
-that of several experts, one after the other, a chunk ends where its expert does. Experts of an odd number of half tiles
-(``WeightTile.spread``) begin by turns with the first half of a tile and with the second, their *phase*, 0 or 1; a
-chunk then has up to one tile more.
+A k tile is 256 elements of k of ``tile_n`` rows. Its codes are 128 bytes per row, a cache line, and one box of a tensor
+map with the 128-byte swizzle. (A k tile of 128 elements is half a line, with the 64-byte swizzle.) Its scales are whole
+tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows.
+
+If a weight's k consists of several experts' ranges, one after the other, a k tile ends where its expert ends. Experts
+with an odd number of half scale tiles (``WeightTile.spread``) begin alternately with the first and the second half of a
+scale tile. This half is their *phase*, 0 or 1. A k tile then touches up to one scale tile more.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +22,20 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp4.activations import QUAD
-from torch_cute_ops.kernels.common.fp4.decode import decode, rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.kernels.common.fp4.codes import decode, rows_of_bytes, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp4.layouts import SCALE_TILE_BYTES, SCALE_TILE_ROWS, WeightTile
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class WeightCopies(NamedTuple):
-    """The copies of a weight: tensor maps, and views of the weight and of the stages as their boxes. Without a tensor
-    map for scales, these are copied in bulk from ``scales`` to ``scales_at``."""
+    """Copies of a weight to the stages.
+
+    Attributes:
+        codes_copy, codes_from, codes_to: TMA copy of codes; boxes of the weight in memory and in the stages.
+        scale_copy, scales_from, scales_to: TMA copy of linear scales, likewise; None for tiled scales.
+        scales: all scales in memory, from which tiled scales are copied in bulk.
+        scales_at: the stages' scales in shared memory.
+    """
 
     codes_copy: Any
     codes_from: cute.Tensor
@@ -41,10 +48,11 @@ class WeightCopies(NamedTuple):
 
 
 class WeightStages:
-    """A ring of ``stages`` tile.
+    """K tiles of a weight in ``stages`` stages.
 
     Attributes:
-        words: words of codes of a lane in a row of a chunk; each is two k16 steps.
+        words: words of codes that a lane has in a row of a k tile; each is two k16 steps. (Other attributes are
+            properties of ``WeightTile``.)
     """
 
     def __init__(self, tile: WeightTile, stages: int):
@@ -55,7 +63,7 @@ class WeightStages:
         self.row_bytes, self.words = tile.row_bytes, tile.row_bytes // QUAD // 4
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
-        """The weight (K/2, N) and its scales."""
+        """Return the arguments for the weight (K/2, N) and its scales."""
         half = Dim("k_bytes", divisibility=16)
         linear = self.layout.is_linear
         blocks = Dim("blocks", divisibility=16 if linear else TILE_BLOCKS)
@@ -64,7 +72,7 @@ class WeightStages:
         return codes, scale_argument(self.fmt, scale_rows, blocks)
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
+        """Return tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
         b, scale = rows_of_bytes(b, scale)
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
@@ -81,13 +89,13 @@ class WeightStages:
         return cpasync.make_tiled_tma_atom(load, cute.make_tensor(matrix.iterator, view), layout, box)
 
     def _codes_layout(self, stages: int):
-        """Codes in shared memory, (rows, line, stages)."""
+        """Return the layout of codes in shared memory, (rows, bytes of a row, stages)."""
         kinds = warpgroup.SmemLayoutAtomKind
         atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.row_bytes], Uint8)
         return cute.tile_to_shape(atom, (self.tile_n, self.row_bytes, stages), order=(0, 1, 2))
 
     def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> WeightCopies:
-        """The copies to stages whose codes and scales lie there in shared memory."""
+        """Return the copies to stages with codes at ``codes_at`` and scales at ``scales_at`` in shared memory."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
@@ -111,45 +119,51 @@ class WeightStages:
         )
 
     def prefetch(self, maps: tuple) -> None:
-        """Have the tensor maps read before they are used."""
+        """Prefetch the tensor maps."""
         codes_copy, _, scale_copy, _ = maps
         cpasync.prefetch_descriptor(codes_copy)
         if scale_copy is not None:
             cpasync.prefetch_descriptor(scale_copy)
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
-        """The boxes in shared memory, by stage, and in memory, by tile of rows, chunk and expert."""
+        """Return the boxes in shared memory, by stage, and in memory, by n tile, k tile and expert."""
         tiled = cute.local_tile(matrix, (self.tile_n, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
         )
 
     @cute.jit
-    def load(self, tile, chunk, expert, stage, barrier, weight, n, blocks):
-        """Start the copies of a chunk, with one arrival at ``barrier``, which expects their bytes.
+    def load(self, n_tile, k_tile, expert, stage, barrier, weight, n, blocks):
+        """Start the copies of a k tile. Arrive once at ``barrier``, which expects their bytes.
 
-        ``weight`` is what ``open`` returns, ``n`` the weight's rows, ``blocks`` the blocks of a row, of one expert.
+        Args:
+            n_tile, k_tile, expert: indices of the k tile.
+            stage: stage to copy to.
+            barrier: the stage's full barrier.
+            weight: result of ``open``.
+            n: rows of the weight.
+            blocks: blocks of a row, of one expert.
         """
         if const_expr(self.layout.is_linear):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + self.scale_bytes)
-            source = weight.scales_from[None, tile, chunk, expert]
+            source = weight.scales_from[None, n_tile, k_tile, expert]
             self._copy(weight.scale_copy, source, weight.scales_to[None, stage], barrier)
         else:
-            # A row of tiles is contiguous.
-            column = chunk * (self.blocks // TILE_BLOCKS)
+            # A row of scale tiles is contiguous.
+            column = k_tile * (self.blocks // TILE_BLOCKS)
             if const_expr(self.spread):
                 before = expert * blocks // TILE_BLOCKS
-                own = cutlass.min(blocks - chunk * self.blocks, Int32(self.blocks))
+                own = cutlass.min(blocks - k_tile * self.blocks, Int32(self.blocks))
                 size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE_BYTES
             else:
-                # An expert's blocks are whole tiles, unless it is the only one.
+                # An expert's blocks are whole scale tiles, unless there is only one expert.
                 columns = cute.ceil_div(blocks, TILE_BLOCKS)
                 before = expert * columns
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE_BYTES
             pitch = weight.scales.shape[1] // TILE_BLOCKS
-            first = tile * self.tile_n // SCALE_TILE_ROWS
-            row_tiles = cutlass.min(cute.ceil_div(n, SCALE_TILE_ROWS) - first, self._scale_row_tiles(tile))
+            first = n_tile * self.tile_n // SCALE_TILE_ROWS
+            row_tiles = cutlass.min(cute.ceil_div(n, SCALE_TILE_ROWS) - first, self._scale_row_tiles(n_tile))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * row_tiles)
                 for i in range_constexpr(self.scale_row_tiles):
@@ -163,62 +177,68 @@ class WeightStages:
                             barrier,
                             policy=ptx.EVICT_FIRST,
                         )
-        codes = weight.codes_from[None, tile, chunk, expert]
+        codes = weight.codes_from[None, n_tile, k_tile, expert]
         self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
 
-    def first_scale_row(self, tile) -> Any:
-        """Where the rows of a tile of the weight begin in the first tile of scales of a stage."""
+    def first_scale_row(self, n_tile) -> Any:
+        """Return the row of a stage's first scale tile at which the weight tile begins."""
         return (
-            0 if self.layout.is_linear or self.tile_n % SCALE_TILE_ROWS == 0 else tile * self.tile_n % SCALE_TILE_ROWS
+            0 if self.layout.is_linear or self.tile_n % SCALE_TILE_ROWS == 0 else n_tile * self.tile_n % SCALE_TILE_ROWS
         )
 
-    def _scale_row_tiles(self, tile) -> Int32:
-        """Tiles of scales that a tile of the weight spans along the rows."""
+    def _scale_row_tiles(self, n_tile) -> Int32:
+        """Return the number of scale tiles that a weight tile spans along the rows."""
         if self.tile_n % SCALE_TILE_ROWS == 0 or SCALE_TILE_ROWS % self.tile_n == 0:
             return Int32(self.scale_row_tiles)
-        return Int32(cute.ceil_div(self.first_scale_row(tile) + self.tile_n, SCALE_TILE_ROWS))
+        return Int32(cute.ceil_div(self.first_scale_row(n_tile) + self.tile_n, SCALE_TILE_ROWS))
 
     def _copy(self, copy, source, target, barrier) -> None:
-        """Start a copy by TMA of what is read once."""
+        """Start a TMA copy of data that is read once."""
         cute.copy(copy, source, target, tma_bar_ptr=barrier, cache_policy=Int64(ptx.EVICT_FIRST))
 
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
-        """A lane's words of a row: its quarter of the chunk."""
+        """Load a lane's words of a row: its quarter of the k tile."""
         words = []
-        pieces = self.row_bytes // VECTOR_BYTES
-        # The swizzle permutes pieces by the number of the 128 bytes that they are in.
+        vectors = self.row_bytes // VECTOR_BYTES
+        # The swizzle permutes vectors by the index of their line of 128 bytes.
         line = row if self.row_bytes == 128 else row // (128 // self.row_bytes)
-        for i in range(pieces // QUAD):
-            piece = (quad * (pieces // QUAD) + i) ^ (line % pieces)
-            offset = stage * self.code_bytes + row * self.row_bytes + piece * VECTOR_BYTES
+        for i in range(vectors // QUAD):
+            vector = (quad * (vectors // QUAD) + i) ^ (line % vectors)
+            offset = stage * self.code_bytes + row * self.row_bytes + vector * VECTOR_BYTES
             at = codes_at + cute.assume(offset, divby=VECTOR_BYTES)
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 
     def existing(self, left, quad) -> Uint32:
-        """The mask of a lane's scales of a chunk of which ``left`` blocks exist, for ``factors``."""
+        """Return the mask of a lane's scales in a k tile of which ``left`` blocks exist, for ``factors``."""
         count = self.blocks // QUAD
         exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
         return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, existing, dtype, phase=None) -> list:
-        """The factors of a lane's blocks of a row.
+        """Return the factors of a lane's blocks of a row.
 
-        ``row`` counts from the first row of a tile of scales. ``existing`` masks the scales of blocks that exist,
-        others get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
+        Args:
+            scales_at: the stages' scales.
+            stage: index of the stage.
+            row: row, counted from the first row of the stage's first scale tile.
+            quad: index of the lane among the four that share the row.
+            existing: mask of the existing blocks' scales, or None if all exist. Other factors are zero.
+            dtype: dtype of the MMAs' operands.
+            phase: phase of the expert, or None for 0.
         """
         bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
         together = 1 if self.fmt == MXFP4 else 2
         shifts = range(0, 8 * (self.blocks // QUAD), 8 * together)
-        parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]
-        parts[:-1] = [part & Uint32((1 << 8 * together) - 1) for part in parts[:-1]]
-        return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
+        words = [bytes_ >> shift if shift else bytes_ for shift in shifts]
+        words[:-1] = [word & Uint32((1 << 8 * together) - 1) for word in words[:-1]]
+        return [factor for word in words for factor in scale_factors(word, dtype, self.fmt)]
 
     def scales(self, scales_at: cute.Pointer, stage, row, quad, existing, phase=None) -> Uint32:
-        """The bytes of a lane's scales of a row, the first in the lowest; arguments as of ``factors``."""
+        """Return the bytes of a lane's scales of a row, the first one lowest; arguments as in ``factors``."""
         count = self.blocks // QUAD
         block = quad * count
-        # In a stage the scales lie as those of a matrix of its size.
+        # The scales of a stage have the layout of a matrix of that size.
         column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
         row_offset = self.layout.row_offset(row, self.scale_columns)
         place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
@@ -226,12 +246,12 @@ class WeightStages:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if existing is not None:
-            # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
+            # Scales of missing blocks may be anything, and 0 times NaN is not 0.
             bytes_ = bytes_ & existing
         return bytes_
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
-        """What ``decode`` makes of the ``word``-th word of each row."""
+        """Decode the ``word``-th word of each row."""
         per_factor = self.words // len(factors[0])
         rows = zip(codes, factors, strict=True)
         return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]

@@ -1,0 +1,382 @@
+"""Work of a CTA, its shared memory, and the loads that fill its pipelines.
+
+The producer warp copies the weight, and the activations if another kernel has rearranged them. Otherwise the decoder
+warps rearrange the activations, and the consumers the first k tiles.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import pack, prefetch, store_words, unpack
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async
+from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.codes import e4m3_words, float16_pairs, pair_activations
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, K_TILE, ActivationLayout
+from torch_cute_ops.kernels.common.fp4.weight import WeightStages
+from torch_cute_ops.kernels.fp4_wgmma.config import K_SLICES, K_TILE_BLOCKS, ROW_BYTES, Config
+
+HALVES: Final = 2
+"""Halves of a k tile of one row of codes, each an operand of MMAs."""
+STEPS: Final = 4
+"""Words of a lane's codes in half a k tile, each for an MMA of 32 elements of k."""
+FACTORS_AT: Final = HALVES * ATOM_BYTES
+"""Offset of the blocks' factors in a stage of one row of codes."""
+LARGEST_EXPONENT: Final = 15
+"""Exponent that the largest element of a block of bfloat16 gets: the largest of float16, whose mantissa is longer."""
+CODE_EXPONENT: Final = 14
+"""``float16_pairs`` decodes to e2m1 · 2^-14."""
+
+
+class Workspace(NamedTuple):
+    """Parts of the workspace, with sizes as in ``Config.workspace_bytes``.
+
+    Attributes:
+        activations: rearranged activations.
+        factors: (tile_m, experts, m tiles) float32; None without experts.
+        partial_sums: partial sums of CTAs, float32.
+        flags: int32, one per CTA and warpgroup: whether its partial sums are complete.
+    """
+
+    activations: cute.Tensor
+    factors: cute.Tensor | None
+    partial_sums: cute.Tensor
+    flags: cute.Tensor
+
+
+class Work(NamedTuple):
+    """Work of a CTA, and the operands.
+
+    An *iteration* multiplies one k tile. Iteration ``i`` of an m tile is k tile ``i % k_tiles`` of n tile
+    ``i // k_tiles``.
+
+    Attributes:
+        n, m: sizes of the result.
+        k_tiles, blocks: k tiles and blocks of a row of the weight.
+        m_tile, m_tiles: index of the CTA's m tile; number of m tiles.
+        cta, num_ctas: index of the CTA among its m tile's CTAs; their number.
+        begin, end: range of the CTA's iterations.
+        iterations: number of iterations of an m tile.
+        a, a_scale: the activations, and their scales or None.
+        alpha, bias: operands of the epilogue, or None.
+        out: the result.
+        workspace: the workspace, or None if the CTAs rearrange the activations.
+        prefetch: matrix to prefetch into L2, or None.
+    """
+
+    n: Int32
+    m: Int32
+    k_tiles: Int32
+    blocks: Int32
+    m_tile: Int32
+    m_tiles: Int32
+    cta: Int32
+    num_ctas: Int32
+    begin: Int32
+    end: Int32
+    iterations: Int64
+    a: cute.Tensor
+    a_scale: cute.Tensor | None
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    out: cute.Tensor
+    workspace: Workspace | None
+    prefetch: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Shared memory of a CTA.
+
+    Attributes:
+        codes, scales: stages of the weight. Partial sums replace the codes in the end.
+        activations, factors: stages of the activations.
+        received: partial sums that the cluster's CTAs have sent.
+        weight_pipeline, a_pipeline: pipelines of the weight and of the activations.
+        received_full: mbarrier: all partial sums have been received.
+    """
+
+    codes: cute.Pointer
+    activations: cute.Pointer
+    scales: cute.Pointer
+    factors: cute.Pointer
+    received: cute.Pointer
+    weight_pipeline: Pipeline
+    a_pipeline: Pipeline
+    received_full: cute.Pointer
+
+
+def work_tile_before(iteration, work: Work) -> tuple:
+    """Return the CTA's work tile that ends before ``iteration``: n tile, first k tile, and number of k tiles."""
+    n_tile = (iteration - 1) // work.k_tiles
+    first = cutlass.max(work.begin, n_tile * work.k_tiles)
+    return n_tile, first - n_tile * work.k_tiles, iteration - first
+
+
+def existing_sizes(config: Config, work: Work) -> tuple[Int32, Int32]:
+    """Return the numbers of existing rows and columns of a cluster's tile of the result."""
+    first_column = work.begin // work.k_tiles * config.tile_n
+    rows = cutlass.min(work.m - work.m_tile * config.tile_m, Int32(config.tile_m))
+    return rows, cutlass.min(work.n - first_column, Int32(config.tile_n))
+
+
+def activations_at(config: Config, stage, smem: Smem) -> cute.Pointer:
+    """Return the address of a stage of activations."""
+    size = config.a_stage_bytes
+    return smem.activations + cute.assume(stage * size, divby=math.gcd(size, ATOM_BYTES))
+
+
+class Loads:
+    """Loads that fill the pipelines of one ``Config``."""
+
+    def __init__(self, config: Config, weight: WeightStages, activations: Activations):
+        self.config, self.weight, self.activations = config, weight, activations
+        # K groups of a lane: of a group of eight tokens, in a step; and steps of a k tile
+        self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
+        k_groups = self.each * config.m_atoms // config.a_full_arrivals
+        self.together = min(config.max_k_groups, k_groups)
+        self.steps = k_groups // self.together
+
+    @cute.jit
+    def produce(self, copies, work, smem):
+        """Copy all k tiles that the CTA multiplies, in order, as the producer warp.
+
+        ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
+        previous kernel has ended. If that is the op's own kernel, which rearranges the activations, this is safe: it
+        lets this kernel start only after its own wait for all earlier kernels. A static weight needs no wait
+        (``kernels.common.core.launch``), and this warp reads nothing else.
+        """
+        c = self.config
+        full, loaded = smem.weight_pipeline.full, Int32(0)
+        if const_expr(c.pdl and c.ahead is not None):
+            if const_expr(c.ahead > 0):
+                iteration = work.end
+                ahead = cutlass.min(work.end - work.begin, Int32(c.ahead))
+                while loaded < ahead:
+                    n_tile, first, count = work_tile_before(iteration, work)
+                    for i in range(cutlass.min(count, ahead - loaded)):
+                        self.weight.load(n_tile, first + i, 0, loaded, full + loaded, copies, work.n, work.blocks)
+                        loaded += 1
+                    iteration -= count
+            cute.arch.griddepcontrol_wait()
+        # With parity 1, a wait for an unused stage returns at once.
+        stage, parity = Int32(0), Int32(1)
+        a_stage, a_parity = Int32(0), Int32(1)
+        iteration = work.end
+        done = Int32(0)
+        while iteration > work.begin:
+            n_tile, first, count = work_tile_before(iteration, work)
+            for i in range(count):
+                if done >= loaded:
+                    smem.weight_pipeline.wait_empty(stage, parity)
+                    self.weight.load(n_tile, first + i, 0, stage, full + stage, copies, work.n, work.blocks)
+                done += 1
+                stage, parity = smem.weight_pipeline.next(stage, parity)
+                if const_expr(not c.rearranges):
+                    for k_slice in range_constexpr(0, K_SLICES, c.slices_per_stage):
+                        smem.a_pipeline.wait_empty(a_stage, a_parity)
+                        self._load_activations(first + i, k_slice, a_stage, work, smem)
+                        a_stage, a_parity = smem.a_pipeline.next(a_stage, a_parity)
+            iteration -= count
+        if const_expr(c.prefetches):
+            prefetch(work.prefetch, work.m_tile * work.num_ctas + work.cta, work.m_tiles * work.num_ctas)
+
+    @cute.jit
+    def rearrange_first(self, tid, work, smem):
+        """Rearrange the activations of the first k tiles, as all consumers, while the weight is being copied."""
+        c = self.config
+        k_tiles = cutlass.min(work.end - work.begin, Int32(c.first_k_tiles))
+        k_groups, threads = self.activations.k_groups, c.consumer_warps * 32
+        for item in cutlass.range(tid, k_tiles * (k_groups * c.tile_m), threads, unroll=1):
+            row, k_group, k_tile = item % c.tile_m, item // c.tile_m % k_groups, item // (c.tile_m * k_groups)
+            start = (work.begin % work.k_tiles + k_tile) * K_TILE
+            token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
+            left = work.blocks * c.operands.fmt.block_size - start
+            words = self.activations.read(work.a, work.a_scale, token, start, left, k_group)
+            self.activations.store(words, c.m_atoms, k_group, row, activations_at(c, k_tile, smem))
+        if const_expr(not c.by_warp):
+            # wgmma reads shared memory through the async proxy.
+            fence_async()
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        ptx.arrive_if(smem.a_pipeline.full + cutlass.min(tid, k_tiles - 1), Uint32(tid < k_tiles))
+
+    @cute.jit
+    def rearrange(self, decoder, lane, work, smem):
+        """Rearrange activations from memory to their stages, as decoder warp number ``decoder``.
+
+        Groups of decoders take turns at k tiles, after the first ones if the consumers rearrange these. The warps of a
+        group take turns at groups of eight tokens.
+        """
+        c = self.config
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        group, warp = decoder // c.a_full_arrivals, decoder % c.a_full_arrivals
+        rows = min(c.tile_m, ATOM_M)
+        for use in range(c.first_k_tiles + group, work.end - work.begin, c.decoder_groups):
+            start = (work.begin % work.k_tiles + use) * K_TILE
+            stage = use % c.a_stages
+            base = activations_at(c, stage, smem)
+            # Not unrolled, for lack of registers
+            for step in cutlass.range(self.steps, unroll=1):
+                items = [
+                    ((atom * c.a_full_arrivals + warp) * ATOM_M + lane % rows, lane // rows + first, after)
+                    for atom, first, after in self._k_groups_of(step)
+                ]
+                read = []
+                for row, k_group, after in items:
+                    # Missing tokens take the last token's values; their results are not stored.
+                    token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
+                    left = work.blocks * c.operands.fmt.block_size - start
+                    read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))
+                if step == 0:
+                    ptx.wait(smem.a_pipeline.empty + stage, (use // c.a_stages + 1) % 2)
+                for (row, k_group, after), words in zip(items, read, strict=True):
+                    self.activations.store(words, c.m_atoms, k_group + after, row, base)
+            if const_expr(not c.by_warp):
+                # wgmma reads shared memory through the async proxy.
+                fence_async()
+            cute.arch.sync_warp()
+            ptx.arrive_if(smem.a_pipeline.full + stage, Uint32(lane == 0))
+
+    def _k_groups_of(self, step) -> list[tuple]:
+        """Return the k groups that a lane loads in a step.
+
+        Each is the group of tokens among the warp's, and the index of the first lane's k group, as a sum whose second
+        term is constant.
+        """
+        width = self.activations.k_groups // self.each
+        if self.together < self.each:  # gated activations, by groups of several decoders
+            at = [step * self.together + i for i in range(self.together)]
+            return [(i // self.each, i % self.each * width, 0) for i in at]
+        groups = self.together // self.each
+        return [(step * groups + i, 0, j * width) for i in range(groups) for j in range(self.each)]
+
+    @cute.jit
+    def _load_activations(self, k_tile, k_slice: int, stage, work, smem):
+        """Start the copies of a stage of activations, from ``k_slice`` of a k tile on.
+
+        The stage of a k tile's last slice also receives the expert's factors.
+        """
+        c = self.config
+        barrier = smem.a_pipeline.full + stage
+        has_factors = c.expert_k is not None and k_slice + c.slices_per_stage == K_SLICES
+        with cute.arch.elect_one():
+            size = c.a_stage_bytes + (c.factor_bytes if has_factors else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+            # Contiguous in memory: a k tile in the layout for mma.sync, a slice in the layout for wgmma.
+            copies = 1 if c.by_warp else c.slices_per_stage
+            size = c.a_stage_bytes // copies
+            for i in range_constexpr(copies):
+                at = (k_tile * K_SLICES + k_slice) // c.slices_per_stage * copies + i
+                source = (Int64(at) * work.m_tiles + work.m_tile) * size
+                target = stage * c.a_stage_bytes + i * size
+                ptx.copy_bulk(
+                    smem.activations + cute.assume(target, divby=ATOM_BYTES),
+                    work.workspace.activations.iterator + cute.assume(source, divby=ATOM_BYTES),
+                    size,
+                    barrier,
+                )
+            if const_expr(has_factors):
+                source = work.workspace.factors[None, k_tile // (c.expert_k // K_TILE), work.m_tile].iterator
+                target = cute.assume(stage * c.factor_bytes, divby=4 * ATOM_M)
+                ptx.copy_bulk(smem.factors + target, cute.recast_ptr(source, dtype=Uint8), c.factor_bytes, barrier)
+
+
+class RowActivations(Activations):
+    """One row of activations for ``mma.RowMma``, in k groups of eight elements: half a block.
+
+    A lane rearranges half a block, and its neighbour the other half. In a stage they follow each other, as float16 in
+    the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``), follow.
+    """
+
+    def __init__(self, config: ActivationLayout):
+        super().__init__(config, apart=1)
+        self.k_groups = 2 * K_TILE_BLOCKS
+        self.has_factors = self.a_dtype is not Float16 or config.prologue_quant is not None
+
+    def read(self, a, scale, token, start, left, k_group, after: int = 0) -> list:
+        """Load a k group for ``store``; arguments as in ``Activations.read``."""
+        c, k = self.config, self.width(a)
+        size = c.fmt.block_size
+        exists = k_group * 8 < left
+        offset = self.offset(a, token, k) + start + k_group * 8
+        if c.layout is None:
+            words = self.words(self.places(a, offset, k), exists)
+            return words if scale is None else [*words, scale[0]]
+        codes = ptx.load_if(a.iterator + cute.assume(offset // 2, divby=4), exists, 1)
+        place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size + k_group // 2)
+        byte = ptx.load_narrow_if(cute.recast_ptr(scale.iterator, dtype=Uint8) + place, exists, 1)
+        return [*codes, byte]
+
+    def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:
+        """Convert a k group that ``read`` has loaded, and store it in the stage that begins at ``base``.
+
+        All lanes of a warp call this method, with consecutive k groups.
+        """
+        factor, c = None, self.config
+        if c.layout is not None or c.prologue_quant is not None:
+            codes, factor = self._codes(words)
+            words = float16_pairs(codes)
+        else:
+            words = self.gated(words)
+            if self.has_factors:
+                words, factor = self._in_range(words)
+            words = pair_activations(words, Float16)
+        to = cute.recast_ptr(base + cute.assume(k_group * 16, divby=16), dtype=Uint32)
+        store_words(words, cute.make_tensor(to, cute.make_layout(4)))
+        if factor is not None:
+            self._store_factor(factor, k_group, base + ROW_BYTES)
+
+    def _store_factor(self, factor: Float32, k_group, factors: cute.Pointer) -> None:
+        at = factors + cute.assume(k_group // 2 * 4, divby=4)
+        ptx.store_shared_if(at, ptx.bits_of(factor), k_group % 2 == 0)
+
+    def _codes(self, words: list) -> tuple:
+        """Return a word of codes, given or quantised, and the factor of its block."""
+        codes, byte = words if self.config.prologue_quant is None else self.quantised(words)
+        return codes, ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
+
+    def _in_range(self, words: list) -> tuple[list, Float32]:
+        """Convert half a block of bfloat16 to float16.
+
+        Return the words and the block's factor, a power of two that includes the codes' power. The conversion is exact
+        except for elements below 2^-32 of the block's largest, which become multiples of 2^-40 of the largest.
+        """
+        largest = Uint32(0)
+        for word in words:
+            for half in (word & Uint32(0x7FFF0000), (word << 16) & Uint32(0x7FFF0000)):
+                largest = ptx.select(half > largest, half, largest)
+        other = cute.arch.shuffle_sync_bfly(largest, 1)
+        # Exponent field of fp32, clamped so that the exponents of both powers of two fit
+        field = ptx.select(other > largest, other, largest) >> 23
+        least, most = Uint32(1 + LARGEST_EXPONENT), Uint32(254)
+        field = ptx.select(field < least, least, field)
+        field = ptx.select(field > most, most, field)
+        multiplier = ptx.float_of((Uint32(2 * 127 + LARGEST_EXPONENT) - field) << 23)
+        factor = ptx.float_of((field - Uint32(LARGEST_EXPONENT - CODE_EXPONENT)) << 23)
+        values = [ptx.mul_rn(value, multiplier) for value in unpack(words, BFloat16)]
+        return pack(values, Float16), factor
+
+
+class CodeActivations(RowActivations):
+    """One row of FP4 activations for ``mma.CodeMma``, in k groups as in ``RowActivations``.
+
+    They are stored as operands: 8 columns by 128 elements of e4m3, permuted by the 128-byte swizzle. All other elements
+    of a stage stay zero.
+    """
+
+    def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:
+        codes, factor = self._codes(words)
+        quad, word = k_group // (HALVES * STEPS), k_group % (HALVES * STEPS)
+        half, step = word // STEPS, word % STEPS
+        column = quad * 2 + step // 2
+        line = base + cute.assume(half * ATOM_BYTES + column * ATOM_ROW_BYTES + quad * 4, divby=4)
+        for i, four in enumerate(e4m3_words(codes)):
+            at = line + cute.assume(((step * 2 + i) ^ column) * 16, divby=16)
+            cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))[0] = four
+        self._store_factor(factor, k_group, base + FACTORS_AT)
