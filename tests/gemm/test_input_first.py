@@ -133,7 +133,7 @@ def test_kernels(name, dtype, given):
         return  # which has no tiles of one row
     (one,) = backend.kernels(problem, tactic, arch)
     operands = one.config.operands
-    assert (operands.gated, operands.quantises) == (problem.gates_input, problem.quantises_input)
+    assert (operands.prologue_gate, operands.prologue_quant) == (problem.gates_input, problem.quantises_input)
     assert (operands.a_dtype, operands.a_layout) == (dtype, None)
     assert replace(one.config, operands=fp4_operands(problem.of_activations)) == second.config
     assert backend.checks_operands(problem, tactic)

@@ -53,7 +53,7 @@ def test_no_more_than_the_first_bytes(monkeypatch):
     """Each once, of a limit that is more than one request."""
     most = 4112
     monkeypatch.setattr(memory, "PREFETCH_BYTES", most)
-    case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, rows=160)
+    case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, tile_n=160)
     b, scale = random_matrix(328, 512, NVFP4, "128x4", CPU)
     matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)
     a = torch.randn(9, 512).half()

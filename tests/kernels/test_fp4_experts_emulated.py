@@ -97,10 +97,12 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 512, FP32, bias_dtype=FP32), 9, 8, 3, 192, "even", 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 5, 8, 4, 192, "odd", None),
-    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
-    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
-    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
-    Experts(WgmmaCase(FP16, NVFP4, "linear", "linear", 128, Epilogue(FP16), width=512), 20, 136, 2, 512, "one", 3, 4),
+    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), expert_k=256), 13, 392, 5, 256, "dense", 7, 3),
+    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), expert_k=512), 40, 136, 3, 512, "few", 1, 2),
+    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), expert_k=256), 70, 40, 4, 256, "dense", 2, 1),
+    Experts(
+        WgmmaCase(FP16, NVFP4, "linear", "linear", 128, Epilogue(FP16), expert_k=512), 20, 136, 2, 512, "one", 3, 4
+    ),
 ]
 
 
@@ -139,7 +141,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     factors, bias = alpha.t().contiguous().t(), None
     given: tuple[Any, ...]
     if by_warpgroups:
-        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.num_ctas, shares=shares)
+        size = -(-one.m // case.tile_m) * kernel.config.workspace_bytes(k, one.num_ctas, has_partial_sums=shares)
         workspace = poisoned(size, dtype=torch.uint8)
         shared = None, one.num_ctas, int(shares)
         given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
@@ -204,7 +206,9 @@ def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
 # Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
 # the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
 UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
-FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 136, 8, 256, "dense", 0, 1)
+FACTORS = Experts(
+    WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), expert_k=256), 13, 136, 8, 256, "dense", 0, 1
+)
 
 
 @pytest.mark.parametrize(

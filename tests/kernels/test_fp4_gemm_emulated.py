@@ -66,7 +66,7 @@ def mma(
     arch: str = HOPPER,
     a_layout: str | None = None,
 ) -> Any:
-    """``operands``: dtype, format, layout, tokens and splits; ``sizes``: M, N, K."""
+    """``operands``: dtype, format, layout, tokens and split_k; ``sizes``: M, N, K."""
     one = Mma(MmaCase(*operands, Epilogue(*epilogue), arch, a_layout=a_layout), sizes, seed)
     return pytest.param(one, id=one.id)
 
@@ -278,102 +278,196 @@ class Wgmma(NamedTuple):
 
     case: WgmmaCase
     sizes: tuple[int, int, int]
-    workers: int
-    shares: bool
+    num_ctas: int
+    has_partial_sums: bool
     seed: int | None
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.workers or self.case.splits}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.num_ctas or self.case.split_k}"
 
 
 def wgmma(
     *operands: Any,
     epilogue: tuple[Any, ...],
     sizes: tuple[int, int, int],
-    splits: int = 0,
-    workers: int = 0,
-    shares: bool = False,
+    split_k: int = 0,
+    num_ctas: int = 0,
+    has_partial_sums: bool = False,
     seed: Any = 0,
     a_dtype: Any = None,
-    rows: int | None = None,
-    gated: bool = False,
+    tile_n: int | None = None,
+    prologue_gate: bool = False,
     prefetches: bool = False,
 ) -> Any:
     """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K; ``rows``:
     of the weight's tile, ``None`` for the most; ``gated``: whether the activations are SwiGLU of what is given."""
     case = WgmmaCase(
-        *operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows, gated=gated, prefetches=prefetches
+        *operands,
+        Epilogue(*epilogue),
+        split_k,
+        a_dtype=a_dtype,
+        tile_n=tile_n,
+        prologue_gate=prologue_gate,
+        prefetches=prefetches,
     )
-    one = Wgmma(case, sizes, workers, shares, seed)
+    one = Wgmma(case, sizes, num_ctas, has_partial_sums, seed)
     return pytest.param(one, id=one.id)
 
 
 # Rows, columns and k beyond which there is nothing; parts of several tiles; more chunks than stages.
 WGMMAS = [
-    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32, "one"), sizes=(3, 264, 544), workers=2, seed=None),
-    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "column", FP32), sizes=(5, 40, 288), workers=1),
-    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "one", FP32), sizes=(9, 504, 1088), workers=4, shares=True),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32, "one"), sizes=(3, 264, 544), num_ctas=2, seed=None),
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "column", FP32), sizes=(5, 40, 288), num_ctas=1),
     wgmma(
-        *(FP16, NVFP4, "linear", None, 16), epilogue=(FP16, "one"), sizes=(9, 520, 512), workers=3, shares=True, seed=3
+        FP16,
+        NVFP4,
+        "128x4",
+        "8x4",
+        8,
+        epilogue=(FP32, "one", FP32),
+        sizes=(9, 504, 1088),
+        num_ctas=4,
+        has_partial_sums=True,
+    ),
+    wgmma(
+        *(FP16, NVFP4, "linear", None, 16),
+        epilogue=(FP16, "one"),
+        sizes=(9, 520, 512),
+        num_ctas=3,
+        has_partial_sums=True,
+        seed=3,
     ),
     wgmma(
         *(BF16, NVFP4, "128x4", None, 64),
         epilogue=(FP32, "column", FP32),
         sizes=(70, 136, 800),
-        workers=2,
-        shares=True,
+        num_ctas=2,
+        has_partial_sums=True,
         seed=1,
     ),
-    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(BF16, None, BF16), sizes=(130, 136, 544), workers=2, seed=2),
-    wgmma(FP16, NVFP4, "linear", "linear", 256, epilogue=(FP32,), sizes=(20, 136, 256), workers=2, seed=None),
-    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 264, 2592), splits=1),
-    wgmma(BF16, NVFP4, "128x4", None, 32, epilogue=(FP32, "column", FP32), sizes=(40, 136, 800), splits=2, seed=1),
-    wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), splits=5, seed=2),
-    wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), splits=3, seed=3),
-    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), splits=3, seed=5),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(BF16, None, BF16), sizes=(130, 136, 544), num_ctas=2, seed=2),
+    wgmma(FP16, NVFP4, "linear", "linear", 256, epilogue=(FP32,), sizes=(20, 136, 256), num_ctas=2, seed=None),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 264, 2592), split_k=1),
+    wgmma(BF16, NVFP4, "128x4", None, 32, epilogue=(FP32, "column", FP32), sizes=(40, 136, 800), split_k=2, seed=1),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), split_k=5, seed=2),
+    wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), split_k=3, seed=3),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), split_k=3, seed=5),
     # Tiles that begin in the middle of a tile of scales, the last one short; warps that take chunks in turn, and more
     # chunks than stages
-    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "column"), sizes=(3, 520, 800), splits=2, rows=224),
-    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 2080), splits=1, rows=160, seed=1),
-    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), splits=1, rows=208, seed=None),
-    wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), splits=1, rows=192, seed=2),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "column"), sizes=(3, 520, 800), split_k=2, tile_n=224),
+    wgmma(
+        BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 2080), split_k=1, tile_n=160, seed=1
+    ),
+    wgmma(
+        FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), split_k=1, tile_n=208, seed=None
+    ),
+    wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), split_k=1, tile_n=192, seed=2),
     # Chunks that arrive out of order, three times as many as stages, of which a warp has every second or fourth
     *(
-        wgmma(FP16, NVFP4, "128x4", "128x4", 8, epilogue=(FP32,), sizes=(2, rows, k), splits=1, rows=rows, seed=seed)
-        for rows, k in ((224, 3840), (208, 4608))
+        wgmma(
+            FP16,
+            NVFP4,
+            "128x4",
+            "128x4",
+            8,
+            epilogue=(FP32,),
+            sizes=(2, tile_n, k),
+            split_k=1,
+            tile_n=tile_n,
+            seed=seed,
+        )
+        for tile_n, k in ((224, 3840), (208, 4608))
         for seed in (4, 5)
     ),
-    wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), splits=3, rows=192, seed=3),
+    wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), split_k=3, tile_n=192, seed=3),
     # Tiles of one row: of three kinds of activations; warps that take chunks in turn; more chunks than stages; clusters
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), splits=1),
-    wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32, "column", FP32), sizes=(2, 200, 768), splits=3, seed=None),
-    wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16), sizes=(3, 520, 1568), splits=2, seed=1),
-    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 224, 3840), splits=1, rows=224, seed=4),
-    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 256, 3840), splits=1, seed=4),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1),
+    wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32, "column", FP32), sizes=(2, 200, 768), split_k=3, seed=None),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16), sizes=(3, 520, 1568), split_k=2, seed=1),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 224, 3840), split_k=1, tile_n=224, seed=4),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 256, 3840), split_k=1, seed=4),
     wgmma(
-        BF16, NVFP4, "linear", "linear", 1, epilogue=(FP16, "one"), sizes=(2, 392, 1536), splits=3, rows=192, seed=None
+        BF16,
+        NVFP4,
+        "linear",
+        "linear",
+        1,
+        epilogue=(FP16, "one"),
+        sizes=(2, 392, 1536),
+        split_k=3,
+        tile_n=192,
+        seed=None,
     ),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), splits=1, rows=208, seed=5),
-    wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), splits=2, rows=160, seed=2),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), split_k=1, tile_n=208, seed=5),
+    wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), split_k=2, tile_n=160, seed=2),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
-    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),
-    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), num_ctas=1, a_dtype=FP16),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), split_k=2, a_dtype=FP16),
     # A gate in front: of one row, and of eight, by the CTAs, the last chunk short, and more chunks than stages; of more
     # rows; and by a kernel of its own
-    wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), splits=2, prefetches=True),
-    wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), splits=1, seed=1, prefetches=True),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), splits=1, gated=True),
-    wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32,), sizes=(2, 200, 768), splits=3, seed=None, gated=True),
+    wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), split_k=2, prefetches=True),
+    wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), split_k=1, seed=1, prefetches=True),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1, prologue_gate=True),
     wgmma(
-        BF16, NVFP4, "128x4", None, 1, epilogue=(FP16,), sizes=(1, 208, 4640), splits=2, rows=208, seed=5, gated=True
+        FP16, NVFP4, "linear", None, 1, epilogue=(FP32,), sizes=(2, 200, 768), split_k=3, seed=None, prologue_gate=True
     ),
-    wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(9, 264, 2080), splits=1, seed=1, gated=True),
-    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(8, 424, 2336), splits=2, rows=208, gated=True),
-    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(3, 136, 544), splits=2, a_dtype=FP16, gated=True),
-    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "one"), sizes=(9, 296, 1088), splits=5, gated=True),
-    wgmma(BF16, NVFP4, "128x4", None, 32, epilogue=(FP32,), sizes=(40, 136, 800), splits=2, seed=1, gated=True),
-    wgmma(FP16, NVFP4, "128x4", None, 64, epilogue=(BF16,), sizes=(70, 136, 800), workers=2, shares=True, gated=True),
+    wgmma(
+        BF16,
+        NVFP4,
+        "128x4",
+        None,
+        1,
+        epilogue=(FP16,),
+        sizes=(1, 208, 4640),
+        split_k=2,
+        tile_n=208,
+        seed=5,
+        prologue_gate=True,
+    ),
+    wgmma(
+        BF16,
+        NVFP4,
+        "128x4",
+        None,
+        8,
+        epilogue=(BF16, "one"),
+        sizes=(9, 264, 2080),
+        split_k=1,
+        seed=1,
+        prologue_gate=True,
+    ),
+    wgmma(
+        FP16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(8, 424, 2336), split_k=2, tile_n=208, prologue_gate=True
+    ),
+    wgmma(
+        BF16,
+        MXFP4,
+        "128x4",
+        None,
+        8,
+        epilogue=(FP32,),
+        sizes=(3, 136, 544),
+        split_k=2,
+        a_dtype=FP16,
+        prologue_gate=True,
+    ),
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "one"), sizes=(9, 296, 1088), split_k=5, prologue_gate=True),
+    wgmma(
+        BF16, NVFP4, "128x4", None, 32, epilogue=(FP32,), sizes=(40, 136, 800), split_k=2, seed=1, prologue_gate=True
+    ),
+    wgmma(
+        FP16,
+        NVFP4,
+        "128x4",
+        None,
+        64,
+        epilogue=(BF16,),
+        sizes=(70, 136, 800),
+        num_ctas=2,
+        has_partial_sums=True,
+        prologue_gate=True,
+    ),
 ]
 
 
@@ -392,16 +486,16 @@ def multiply_by_warpgroups(
     torch.manual_seed(k)
     case = one.case
     a, a_scale = exact_activations(case, m, k)
-    passed, a = behind_a_gate(a) if case.gated else (a, a)
+    passed, a = behind_a_gate(a) if case.prologue_gate else (a, a)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     config = case.kernel.config
-    size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
-    workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
+    size = -(-m // case.tile_m) * config.workspace_bytes(k, one.num_ctas, has_partial_sums=one.has_partial_sums)
+    workspace = None if config.rearranges else poisoned(size, dtype=torch.uint8)
     prefetched = to_prefetch(case)
-    shared = workspace, prefetched, one.workers, int(one.shares)
+    shared = workspace, prefetched, one.num_ctas, int(one.has_partial_sums)
     given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written
@@ -421,11 +515,11 @@ def test_gemm_by_warpgroups(one: Wgmma) -> None:
 
 # A cluster with several tiles, and more chunks than stages
 STATIC = [
-    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), splits=1),
-    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), splits=2, a_dtype=FP16),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(2, 136, 2080), splits=1),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(1, 136, 2080), splits=1, gated=True),
-    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(3, 136, 2336), splits=2, gated=True),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), split_k=1),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), split_k=2, a_dtype=FP16),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(2, 136, 2080), split_k=1),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(1, 136, 2080), split_k=1, prologue_gate=True),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(3, 136, 2336), split_k=2, prologue_gate=True),
 ]
 
 
@@ -448,15 +542,15 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
     """Else the configurations are equal, and one kernel serves both."""
-    for tokens, splits, differs in ((8, 2, True), (32, 1, True), (8, 0, False), (64, 3, False)):
-        case = WgmmaCase(BF16, NVFP4, "128x4", None, tokens, Epilogue(BF16), splits)
+    for tile_m, split_k, differs in ((8, 2, True), (32, 1, True), (8, 0, False), (64, 3, False)):
+        case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k)
         assert (case.kernel.config != replace(case, static_weight=True).kernel.config) == differs
         operands, arch = case.kernel.config.operands, ARCHS[case.arch]
-        given = {"operands": operands, "epilogue": case.epilogue, "tokens": tokens, "splits": splits, "arch": arch}
+        given = {"operands": operands, "epilogue": case.epilogue, "tile_m": tile_m, "split_k": split_k, "arch": arch}
         assert fp4_wgmma.plan(**given, pdl=False, static_weight=True) == fp4_wgmma.plan(**given, pdl=False)
 
 
-@pytest.mark.parametrize(("tokens", "splits", "static", "ahead"), [
+@pytest.mark.parametrize(("tile_m", "split_k", "static", "ahead"), [
     pytest.param(8, 2, False, 0, id="another may write it"),
     pytest.param(1, 2, True, None, id="static, one row"),
     pytest.param(8, 2, True, None, id="static"),
@@ -466,9 +560,9 @@ def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> Non
     pytest.param(64, 3, False, 1, id="behind one, decoding is the limit"),
     pytest.param(256, 0, False, 1, id="behind one, 256 rows"),
 ])  # fmt: skip
-def test_how_much_is_copied_before_the_wait(tokens: int, splits: int, static: bool, ahead: int | str | None) -> None:
+def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: bool, ahead: int | str | None) -> None:
     """Nothing, a chunk, or as much as fits."""
-    case = WgmmaCase(BF16, NVFP4, "128x4", None, tokens, Epilogue(BF16), splits, static_weight=static)
+    case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k, static_weight=static)
     config = case.kernel.config
     assert config.ahead == (config.stages if ahead == "stages" else ahead)
 

@@ -35,8 +35,8 @@ from torch_cute_ops.kernels import fp4_wgmma, row_quant
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
-GATED = [one for one in WGMMAS if one.values[0].case.gated]
-READ_AHEAD = [one for one in STATIC if one.values[0].case.gated]
+GATED = [one for one in WGMMAS if one.values[0].case.prologue_gate]
+READ_AHEAD = [one for one in STATIC if one.values[0].case.prologue_gate]
 
 
 @pytest.mark.parametrize("one", READ_AHEAD)
@@ -65,13 +65,13 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
     run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, behind, None, None, 0.0, None, None, None, 132))
     results = []
     for a, config in (
-        (behind, replace(case, gated=False).kernel.config),
+        (behind, replace(case, prologue_gate=False).kernel.config),
         (rows, replace(case.kernel.config, pdl=overlap)),
     ):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-        size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
-        workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-        shared = workspace, None, one.workers, int(one.shares)
+        size = -(-m // case.tile_m) * config.workspace_bytes(k, one.num_ctas, has_partial_sums=one.has_partial_sums)
+        workspace = None if config.rearranges else poisoned(size, dtype=torch.uint8)
+        shared = workspace, None, one.num_ctas, int(one.has_partial_sums)
         given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
         run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
         results.append(out)
@@ -92,12 +92,16 @@ def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
 
 @pytest.mark.parametrize("value", ["overflow", "largest", "gate of -inf", "gate of NaN"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_a_gate_of_special_values(tokens: int, dtype: torch.dtype, value: str) -> None:
+@pytest.mark.parametrize("tile_m", [1, 8])
+def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -> None:
     """Of one row, where products pass the largest number of the dtype, or nearly; and where silu is NaN: as silu_mul
     has it, in the last block of k, behind which chunks have nothing."""
     one = Wgmma(
-        WgmmaCase(dtype, NVFP4, "128x4", None, tokens, Epilogue(FP32), 1, gated=True), (1, 136, 288), 0, False, 0
+        WgmmaCase(dtype, NVFP4, "128x4", None, tile_m, Epilogue(FP32), 1, prologue_gate=True),
+        (1, 136, 288),
+        0,
+        False,
+        0,
     )
     (_, _, k), most = one.sizes, torch.finfo(dtype).max
     torch.manual_seed(k)
@@ -112,8 +116,12 @@ def test_a_gate_of_special_values(tokens: int, dtype: torch.dtype, value: str) -
 
 
 # A CTA has more chunks than stages. See ``test_fp4_gemm_emulated`` for its waits.
-ROW = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, gated=True), (1, 136, 7168), 0, False, None)
-ROWS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, gated=True), (8, 136, 3072), 0, False, None)
+ROW = Wgmma(
+    WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate=True), (1, 136, 7168), 0, False, None
+)
+ROWS = Wgmma(
+    WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prologue_gate=True), (8, 136, 3072), 0, False, None
+)
 # What orders activations, taken away
 by_edit = pytest.mark.parametrize(
     "edit",
@@ -145,43 +153,45 @@ def test_what_orders_gated_activations_is_enough(one: Wgmma) -> None:
 def quantised(
     a_dtype: torch.dtype,
     layout: str,
-    splits: int,
-    quantises: Any,
+    split_k: int,
+    prologue_quant: Any,
     *,
     epilogue: tuple[Any, ...] = (FP32,),
-    gated: bool = False,
-    rows: int | None = None,
+    prologue_gate: bool = False,
+    tile_n: int | None = None,
     sizes: tuple[int, int, int],
-    tokens: int = 1,
+    tile_m: int = 1,
     fmt: FP4Format = NVFP4,
 ) -> Wgmma:
-    operands = fmt.operand_dtype(FP16), fmt, layout, None, tokens, Epilogue(*epilogue), splits
-    case = WgmmaCase(*operands, a_dtype=a_dtype, rows=rows, gated=gated, quantises=quantises)
+    operands = fmt.operand_dtype(FP16), fmt, layout, None, tile_m, Epilogue(*epilogue), split_k
+    case = WgmmaCase(
+        *operands, a_dtype=a_dtype, tile_n=tile_n, prologue_gate=prologue_gate, prologue_quant=prologue_quant
+    )
     return Wgmma(case, sizes, 0, False, None)
 
 
 # The last chunk short; several rows; warps that take chunks in turn; more chunks than stages; clusters
 QUANTISED = [
-    quantised(BF16, "128x4", 1, "scaled", gated=True, sizes=(1, 136, 544)),
+    quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 544)),
     quantised(FP16, "linear", 2, "plain", epilogue=(FP32, "column", FP32), sizes=(2, 200, 768)),
-    quantised(BF16, "128x4", 2, "scaled", epilogue=(FP32, "one"), rows=208, sizes=(1, 208, 4640)),
-    quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), gated=True, rows=224, sizes=(1, 224, 3872)),
-    quantised(FP16, "linear", 3, "scaled", gated=True, sizes=(2, 136, 768)),
-    quantised(BF16, "128x4", 1, "plain", epilogue=(FP16, "one"), rows=160, sizes=(1, 168, 1056)),
-    quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tokens=8),
-    quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), gated=True, sizes=(9, 136, 768), tokens=8),
+    quantised(BF16, "128x4", 2, "scaled", epilogue=(FP32, "one"), tile_n=208, sizes=(1, 208, 4640)),
+    quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), prologue_gate=True, tile_n=224, sizes=(1, 224, 3872)),
+    quantised(FP16, "linear", 3, "scaled", prologue_gate=True, sizes=(2, 136, 768)),
+    quantised(BF16, "128x4", 1, "plain", epilogue=(FP16, "one"), tile_n=160, sizes=(1, 168, 1056)),
+    quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tile_m=8),
+    quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), prologue_gate=True, sizes=(9, 136, 768), tile_m=8),
 ]
 # A block is four pieces
 MXFP4_ROWS = [
-    quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tokens=8, fmt=MXFP4),
-    quantised(BF16, "128x4", 1, "plain", gated=True, sizes=(5, 264, 544), tokens=8, fmt=MXFP4),
+    quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tile_m=8, fmt=MXFP4),
+    quantised(BF16, "128x4", 1, "plain", prologue_gate=True, sizes=(5, 264, 544), tile_m=8, fmt=MXFP4),
 ]
 by_quantised = pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED])
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def global_scale_of(one: Wgmma, value: float) -> torch.Tensor | None:
-    return torch.tensor([value]) if one.case.quantises == "scaled" else None
+    return torch.tensor([value]) if one.case.prologue_quant == "scaled" else None
 
 
 def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +203,7 @@ def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tens
     numbers.scatter_(2, largest, 6.0)
     numbers *= torch.randint(0, 2, numbers.shape).sub(0.5).sign() * torch.randint(-2, 2, largest.shape).exp2()
     value = numbers if global_scale is None else numbers / global_scale
-    if not case.gated:
+    if not case.prologue_gate:
         return value.view(m, k).to(case.a_dtype), numbers.view(m, k)
     gate = torch.tensor([32.0, 64.0])[torch.randint(2, largest.shape)].expand(numbers.shape).clone()
     up = value / gate
@@ -236,7 +246,9 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     the GEMM of these, and of the one that quantises."""
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]
-    spec = row_quant.RowQuantSpec.for_fp4_rows(rows.dtype, k, case.gated, case.format, layout, global_scale is not None)
+    spec = row_quant.RowQuantSpec.for_fp4_rows(
+        rows.dtype, k, case.prologue_gate, case.format, layout, global_scale is not None
+    )
     codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), case.format, layout))
     a_scale = a_scale.view(case.format.scale_dtype)
     given = row_quant.Arguments(
@@ -245,7 +257,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     run_kernel(row_quant.RowQuantKernel(row_quant.plan(spec, arch, pdl=True)), arch, *given)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
-    behind = replace(case, gated=False, quantises=None, a_dtype=None, a_layout=case.layout)
+    behind = replace(case, prologue_gate=False, prologue_quant=None, a_dtype=None, a_layout=case.layout)
     results = []
     for operand, its_scale, which in ((codes, a_scale, behind), (rows, global_scale, case)):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
@@ -262,7 +274,7 @@ def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
     for seed in (0, 1):
         size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
         rows = torch.randn(m, k) * size
-        if case.gated:
+        if case.prologue_gate:
             rows = torch.cat((torch.randn(m, k) * 4, rows), 1)
         *_, want, got = by_two_kernels(one._replace(seed=seed), rows.to(case.a_dtype), global_scale_of(one, 3.7))
         assert torch.equal(got, want)
@@ -289,7 +301,7 @@ def test_special_values_are_quantised(one: Wgmma) -> None:
     (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)
     torch.manual_seed(n)
     value = special_rows(m, k)
-    if case.gated:
+    if case.prologue_gate:
         # Of 32 the gate makes the same 32; NaN is a gate too, and not one of up alone.
         gate = torch.full((m, k), 32.0).masked_fill(value.isnan(), torch.nan)
         rows = torch.cat((gate, value.nan_to_num(1.0, neginf=-torch.inf) / 32), 1).to(case.a_dtype)
@@ -320,8 +332,8 @@ def test_special_values_are_quantised(one: Wgmma) -> None:
 
 QUANTISED_AHEAD = [
     quantised(BF16, "128x4", 1, "scaled", sizes=(1, 136, 2080)),
-    quantised(BF16, "128x4", 1, "scaled", gated=True, sizes=(1, 136, 2080)),
-    quantised(BF16, "128x4", 1, "scaled", sizes=(4, 136, 2080), tokens=8),
+    quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 2080)),
+    quantised(BF16, "128x4", 1, "scaled", sizes=(4, 136, 2080), tile_m=8),
 ]
 
 
@@ -343,8 +355,8 @@ def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
 
 # As ``ROW``
 QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
-GATED_ROW = quantised(FP16, "128x4", 2, "plain", gated=True, sizes=(1, 136, 7168))
-QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tokens=8)
+GATED_ROW = quantised(FP16, "128x4", 2, "plain", prologue_gate=True, sizes=(1, 136, 7168))
+QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile_m=8)
 
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])

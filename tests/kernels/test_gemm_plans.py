@@ -13,7 +13,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 HOPPER, BLACKWELL = ARCHS["sm_90a"], ARCHS["sm_100a"]
 MMA = MmaCase(FP16, NVFP4, "128x4", 16, 2, Epilogue(BF16), "sm_90a").kernel.config
 WGMMA = WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(BF16)).kernel.config
-OVER_EXPERTS = WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(BF16), width=256).kernel.config
+OVER_EXPERTS = WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(BF16), expert_k=256).kernel.config
 EXPERTS = ExpertsCase(FP16, NVFP4, "128x4", None, 16, 64, BF16).kernel.config
 FP8 = FP8GemmCase("fp8_wgmma", "plain", (16, 128, 1), Epilogue(BF16)).kernel.config
 GROUPED = FP8GemmCase("fp8_wgmma", "counted", (16, 128, 1), Epilogue(BF16)).kernel.config
@@ -63,7 +63,7 @@ def test_alpha_of_a_grouped_gemm(config):
 @pytest.mark.parametrize("epilogue", [Epilogue(BF16, "one"), Epilogue(BF16, "column"), Epilogue(BF16, None, BF16)])
 def test_over_experts_there_is_no_epilogue(epilogue):
     assert reason(OVER_EXPERTS, epilogue=epilogue) == (
-        "over experts there is no bias, and alpha is that of tokens and experts"
+        "over experts there is no bias, and alpha has a factor per token and expert"
     )
 
 
@@ -78,9 +78,9 @@ def test_dtypes_of_activations(config):
     assert reason_of_operands(config, a_dtype=codes, a_layout=tiled) is None
     assert reason_of_operands(config, a_dtype=FP16, dtype=BF16, fmt=MXFP4) is None
     assert reason_of_operands(config, a_dtype=BF16, dtype=BF16) is None
-    assert "are not multiplied as torch.bfloat16 beside nvfp4" in reason_of_operands(config, a_dtype=FP16, dtype=BF16)
-    assert "are not multiplied as torch.float16 beside nvfp4" in reason_of_operands(config, a_dtype=BF16)
-    assert "beside mxfp4" in reason_of_operands(config, a_dtype=FP16, fmt=MXFP4)
+    assert "are not multiplied as torch.bfloat16 with nvfp4" in reason_of_operands(config, a_dtype=FP16, dtype=BF16)
+    assert "are not multiplied as torch.float16 with nvfp4" in reason_of_operands(config, a_dtype=BF16)
+    assert "with mxfp4" in reason_of_operands(config, a_dtype=FP16, fmt=MXFP4)
     assert "torch.uint8 with no scales" in reason_of_operands(config, a_dtype=codes)
     assert "torch.float16 with scales" in reason_of_operands(config, a_layout=tiled)
 

@@ -45,7 +45,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     """What is launched, and what ptxas says about each of it: first the one that multiplies, or is for many rows."""
     arch, config = ARCHS[case.arch], kernel.config
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
-    apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
+    apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.rearranges)
     # Few tokens are routed, and permuted, by one kernel, more by two; of few, rows are read past L1.
     either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"

@@ -216,17 +216,17 @@ def compute_fp4_mma(config: Any, *args: Any) -> None:
 def compute_fp4_wgmma(config: Any, *args: Any) -> None:
     call = fp4_wgmma_kernel.Arguments(*args)
     a, b, out = call.a, call.b, call.out
-    tiles = -(-len(a) // config.tokens)
-    assert config.arranges or call.workspace.numel() == tiles * config.workspace_bytes(
-        2 * len(b), call.workers, shares=bool(call.shares)
+    tiles = -(-len(a) // config.tile_m)
+    assert config.rearranges or call.workspace.numel() == tiles * config.workspace_bytes(
+        2 * len(b), call.num_ctas, has_partial_sums=bool(call.has_partial_sums)
     )
     operands, a_scale, a_layout = config.operands, call.a_scale, config.operands.a_layout
-    if operands.quantises is not None:
-        value, a_layout = silu_mul_rows(a) if operands.gated else a.float(), operands.layout
+    if operands.prologue_quant is not None:
+        value, a_layout = silu_mul_rows(a) if operands.prologue_gate else a.float(), operands.layout
         a, a_scale = quantize_rows(value, operands.fmt, a_scale, a_layout.name)
-    elif operands.gated:
+    elif operands.prologue_gate:
         a = silu_mul_rows(a).to(a.dtype)
-    gemm = fp4_gemm if config.width is None else expert_gemm
+    gemm = fp4_gemm if config.expert_k is None else expert_gemm
     rest = call.alpha, call.bias, out.dtype, operands.fmt, a_layout, operands.layout
     write(out, gemm(a, a_scale, b.t(), call.b_scale, *rest))
 

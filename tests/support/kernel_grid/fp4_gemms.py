@@ -38,18 +38,21 @@ WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
     (BF16, MXFP4, "128x4", None),
     (BF16, MXFP4, "128x4", "128x4"),
 )
-"""What a weight and activations may be beside each other on sm_90a: dtype of the MMAs, format, layouts of scales."""
+"""Supported operands on sm_90a: dtype of the MMAs, format, scale layouts of the weight and of FP4 activations."""
 
 
 @dataclass(frozen=True)
 class MmaCase(KernelCase):
-    """An FP4 GEMM by mma.sync and the architecture to compile it for."""
+    """An FP4 GEMM by mma.sync and the architecture to compile it for.
+
+    Attributes are arguments of ``fp4_mma.plan``; layouts are given by name.
+    """
 
     dtype: torch.dtype
     format: FP4Format
     layout: str
-    tokens: int
-    splits: int
+    tile_m: int
+    split_k: int
     epilogue: Epilogue
     arch: str
     ctas_per_sm: int = 1
@@ -57,23 +60,23 @@ class MmaCase(KernelCase):
 
     @property
     def id(self) -> str:
-        tile = f"{self.tokens}x{self.splits}x{self.ctas_per_sm}"
+        tile = f"{self.tile_m}x{self.split_k}x{self.ctas_per_sm}"
         return fp4_gemm_id("mma", self, *filter(None, (self.a_layout,)), tile, epilogue_id(self.epilogue))
 
     @property
     def role(self) -> Any:
-        return type(self), self.tokens, self.ctas_per_sm, self.arch, self.a_layout is None
+        return type(self), self.tile_m, self.ctas_per_sm, self.arch, self.a_layout is None
 
     @property
     def kernel(self) -> Any:
-        """As the backend builds it; ``None`` if the architecture has no room for it."""
+        """Kernel that the backend builds, or None if it does not fit the architecture."""
         config = fp4_mma.plan(
             dtype=self.dtype,
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
             epilogue=self.epilogue,
-            tokens=self.tokens,
-            splits=self.splits,
+            tile_m=self.tile_m,
+            split_k=self.split_k,
             ctas_per_sm=self.ctas_per_sm,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
@@ -91,14 +94,8 @@ def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
 
 def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
     a_layout = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout]
-    gated = isinstance(case, WgmmaCase) and case.gated
-    quantises = case.quantises if isinstance(case, WgmmaCase) else None
-    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout, gated, quantises)
-
-
-def planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
-    """As the backend plans it; ``given``: what only this family's kernels have."""
-    return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
+    prologue = (case.prologue_gate, case.prologue_quant) if isinstance(case, WgmmaCase) else ()
+    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout, *prologue)
 
 
 def planned_experts(family: Any, case: ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
@@ -112,48 +109,65 @@ def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
 
 @dataclass(frozen=True)
 class WgmmaCase(KernelCase):
-    """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
-    16 bits, if not ``dtype``; ``gated``: whether these are SwiGLU of what is given; ``quantises``: whether, and how,
-    they are quantised first; ``prefetches``: whether something is brought into L2."""
+    """An FP4 GEMM by wgmma, with the kernel that rearranges its activations, if there is one.
+
+    Attributes:
+        dtype, format, layout, a_layout: operands, as in ``WARPGROUP_KINDS``.
+        tile_m, tile_n, split_k, expert_k, epilogue, static_weight, prefetches: as in ``fp4_wgmma.plan``.
+        arch: architecture to compile for.
+        a_dtype: dtype of 16-bit activations, or None for ``dtype``.
+        prologue_gate, prologue_quant: as in ``FP4Operands``.
+    """
 
     dtype: torch.dtype
     format: FP4Format
     layout: str
     a_layout: str | None
-    tokens: int
+    tile_m: int
     epilogue: Epilogue
-    splits: int = 0
-    width: int | None = None
+    split_k: int = 0
+    expert_k: int | None = None
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
     static_weight: bool = False
-    rows: int | None = None
-    gated: bool = False
-    quantises: PrologueQuant | None = None
+    tile_n: int | None = None
+    prologue_gate: bool = False
+    prologue_quant: PrologueQuant | None = None
     prefetches: bool = False
 
     @property
     def id(self) -> str:
-        sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
-        sums += "" if self.rows is None else f"x{self.rows}"
-        made = (*["gated"] * self.gated, *[f"quantised-{self.quantises}"] * (self.quantises is not None))
+        tile = f"{self.tile_m}by{self.split_k}" if self.expert_k is None else f"{self.tile_m}of{self.expert_k}"
+        tile += "" if self.tile_n is None else f"x{self.tile_n}"
+        quant = self.prologue_quant
+        made = (*["gated"] * self.prologue_gate, *[f"quantised-{quant}"] * (quant is not None))
         hints = (*["static"] * self.static_weight, *["prefetching"] * self.prefetches)
         kind = "-".join(("wgmma", *hints, *made))
-        return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
+        return fp4_gemm_id(kind, self, activations_id(self), tile, epilogue_id(self.epilogue))
 
     @property
     def role(self) -> Any:
         if self.static_weight or self.epilogue in PER_COLUMN:
             return self
         kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
-        made = self.gated, self.quantises, self.prefetches
-        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, *made
+        made = self.prologue_gate, self.prologue_quant, self.prefetches
+        return type(self), kind, self.tile_m, self.split_k > 0, self.expert_k is None, self.tile_n, *made
 
     @property
     def kernel(self) -> Any:
-        """As the backend builds it."""
-        given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits, "rows": self.rows}
-        config = planned(fp4_wgmma, self, **given, static_weight=self.static_weight, prefetches=self.prefetches)
+        """Kernel that the backend builds."""
+        config = fp4_wgmma.plan(
+            operands=_operands(self),
+            epilogue=self.epilogue,
+            expert_k=self.expert_k,
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            split_k=self.split_k,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+            static_weight=self.static_weight,
+            prefetches=self.prefetches,
+        )
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
@@ -237,77 +251,83 @@ class GatedExpertsCase(KernelCase):
 
 
 def mma_cases(every: bool) -> list[MmaCase]:
-    """Every tile and number of CTAs for every architecture, with all operand dtypes or one in turn; and so the rest."""
+    """Return cases of every tile and number of CTAs per SM for every architecture.
+
+    Each has all operand dtypes if ``every``, else one in turn. Other parameters take turns.
+    """
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
-    splits, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
+    split_k, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
     layouts = itertools.cycle(("linear", "128x4"))
     tiles = tuple(itertools.product((8, 16, 32, 64), (1, 2)))
     cases = []
-    for (i, (tokens, ctas_per_sm)), (j, arch), (k, kind) in itertools.product(*map(enumerate, (tiles, ARCHS, kinds))):
+    for (i, (tile_m, ctas_per_sm)), (j, arch), (k, kind) in itertools.product(*map(enumerate, (tiles, ARCHS, kinds))):
         if not every and k != (i + j) % len(kinds):
             continue
-        case = MmaCase(*kind, next(layouts), tokens, next(splits), next(finish), arch, ctas_per_sm)
+        case = MmaCase(*kind, next(layouts), tile_m, next(split_k), next(finish), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)
-    # FP4 activations, whose codes are multiplied
+    # FP4 activations, multiplied as codes
     kinds = ((NVFP4, "128x4"), (MXFP4, "linear"), (NVFP4, "linear"), (MXFP4, "8x4"))
-    for i, (tokens, ctas_per_sm) in enumerate(tiles):
+    for i, (tile_m, ctas_per_sm) in enumerate(tiles):
         every_kind = tuple(itertools.product(DESKTOP, kinds))
         for arch, (fmt, a_layout) in every_kind if every else [every_kind[3 * i % len(every_kind)]]:
             layout = weight_layout(SCALE_LAYOUTS[a_layout]).name
-            case = MmaCase(torch.uint8, fmt, layout, tokens, next(splits), next(finish), arch, ctas_per_sm, a_layout)
+            case = MmaCase(torch.uint8, fmt, layout, tile_m, next(split_k), next(finish), arch, ctas_per_sm, a_layout)
             if case.kernel is not None:
                 cases.append(case)
     return cases
 
 
 def wgmma_cases(every: bool) -> list[WgmmaCase]:
-    """Kinds of operands with tiles: all of them, or a third; epilogues in turn, ``PER_COLUMN`` with each tile."""
+    """Return cases of all pairs of operands and tiles if ``every``, else a third of them.
+
+    Epilogues take turns, and each tile has those of ``PER_COLUMN``.
+    """
     light, heavy = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(PER_COLUMN)
-    tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)]
+    tiles = [(tile_m, 0) for tile_m in (8, 16, 32, 64, 128, 256)]
     tiles += [(8, 1), (16, 8), (32, 3), (64, 3), (128, 8)]
     plain = [
-        WgmmaCase(*kind, tokens, next(heavy if kind in WARPGROUP_KINDS[:3] else light), splits)
-        for kind, (tokens, splits) in together(WARPGROUP_KINDS, tiles, every)
+        WgmmaCase(*kind, tile_m, next(heavy if kind in WARPGROUP_KINDS[:3] else light), split_k)
+        for kind, (tile_m, split_k) in together(WARPGROUP_KINDS, tiles, every)
     ]
-    # Activations that are rounded to bfloat16, by a kernel of their own and by the CTAs themselves.
+    # Activations that are rounded to bfloat16, by a kernel before the GEMM and by the CTAs themselves.
     rounded = [
-        WgmmaCase(BF16, MXFP4, "128x4", None, tokens, Epilogue(FP16), splits, a_dtype=FP16)
-        for tokens, splits in ((64, 0), (8, 2), (32, 1))
+        WgmmaCase(BF16, MXFP4, "128x4", None, tile_m, Epilogue(FP16), split_k, a_dtype=FP16)
+        for tile_m, split_k in ((64, 0), (8, 2), (32, 1))
     ]
     static = [
-        WgmmaCase(*kind, tokens, epilogue, splits, static_weight=True)
-        for kind, (tokens, splits), epilogue in zip(
+        WgmmaCase(*kind, tile_m, epilogue, split_k, static_weight=True)
+        for kind, (tile_m, split_k), epilogue in zip(
             (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
         )
     ]
     static += [
-        WgmmaCase(*kind, tokens, Epilogue(FP16), 2, prefetches=True, static_weight=tokens < 16)
-        for kind, tokens in zip(WARPGROUP_KINDS[1:4], (1, 8, 16), strict=True)
-        if tokens > 1 or kind[1] is NVFP4
+        WgmmaCase(*kind, tile_m, Epilogue(FP16), 2, prefetches=True, static_weight=tile_m < 16)
+        for kind, tile_m in zip(WARPGROUP_KINDS[1:4], (1, 8, 16), strict=True)
+        if tile_m > 1 or kind[1] is NVFP4
     ]
     row_kinds = [kind for kind in WARPGROUP_KINDS if kind[1] is NVFP4]
     static += [
-        WgmmaCase(*kind, 1, next(heavy if rows == 224 else light), 1 + rows % 3, static_weight=rows == 208, rows=rows)
-        for kind, rows in together(row_kinds, fp4_wgmma.ROWS[1], every)
+        WgmmaCase(*kind, 1, next(heavy if n == 224 else light), 1 + n % 3, static_weight=n == 208, tile_n=n)
+        for kind, n in together(row_kinds, fp4_wgmma.TILES_N[1], every)
     ]
-    tiles = [(tokens, rows) for tokens, every_rows in fp4_wgmma.ROWS.items() for rows in every_rows[1:] if tokens > 1]
-    fewer_rows = [
-        WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), 1 + rows % 3, rows=rows)
-        for kind, (tokens, rows) in together(WARPGROUP_KINDS, tiles, every)
+    tiles = [(tile_m, tile_n) for tile_m, every_n in fp4_wgmma.TILES_N.items() for tile_n in every_n[1:] if tile_m > 1]
+    fewer_columns = [
+        WgmmaCase(*kind, tile_m, next(heavy if tile_n == 224 else light), 1 + tile_n % 3, tile_n=tile_n)
+        for kind, (tile_m, tile_n) in together(WARPGROUP_KINDS, tiles, every)
     ]
     sixteen_bit = [kind for kind in WARPGROUP_KINDS if kind[3] is None]
     tiles = [(1, 2, 208), (8, 2, 256), (8, 2, 224), (16, 2, 192), (32, 3, 256), (64, 0, None), (128, 0, None)]
     gated = [
-        WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), splits, rows=rows, gated=True)
-        for kind, (tokens, splits, rows) in together(sixteen_bit, tiles, every)
-        if tokens > 1 or kind[1] is NVFP4
+        WgmmaCase(*kind, tile_m, next(heavy if tile_n == 224 else light), split_k, tile_n=tile_n, prologue_gate=True)
+        for kind, (tile_m, split_k, tile_n) in together(sixteen_bit, tiles, every)
+        if tile_m > 1 or kind[1] is NVFP4
     ]
     quantised = [
-        WgmmaCase(FP16, NVFP4, layout, None, 1, next(heavy if rows == 224 else light), splits, rows=rows, **given)
-        for given, (layout, splits, rows) in together(
+        WgmmaCase(FP16, NVFP4, layout, None, 1, next(heavy if n == 224 else light), split_k, tile_n=n, **given)
+        for given, (layout, split_k, n) in together(
             [
-                {"a_dtype": dtype, "gated": gated, "quantises": quantises}
+                {"a_dtype": dtype, "prologue_gate": gated, "prologue_quant": quantises}
                 for dtype in (BF16, FP16)
                 for gated in (True, False)
                 for quantises in QUANTISES
@@ -316,17 +336,17 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
             every,
         )
     ]
-    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
+    outs, experts_k = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
-        + fewer_rows
+        + fewer_columns
         + rounded
         + static
         + gated
         + quantised
         + [
-            WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
-            for kind, tokens in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
+            WgmmaCase(*kind, tile_m, Epilogue(next(outs)), expert_k=next(experts_k))
+            for kind, tile_m in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
         ]
     )
 

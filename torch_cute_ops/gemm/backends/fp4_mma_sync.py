@@ -51,26 +51,26 @@ class FP4MmaSync(FP4KernelBackend):
         return reason_not_words(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        chunks = -(-problem.k // fp4_mma.CHUNK)
-        widest = cost.smallest_tile(fp4_mma.TOKEN_TILES, m)
-        every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
+        chunks = -(-problem.k // fp4_mma.K_TILE)
+        widest = cost.smallest_tile(fp4_mma.TILES_M, m)
+        every = itertools.product(fp4_mma.TILES_M, SPLITS, CTAS_PER_SM)
         tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
         return self.buildable(problem, tactics, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, splits, ctas_per_sm = map(int, tactic)
-        ctas = -(-problem.n // fp4_mma.ROWS) * -(-m // tokens) * splits
+        ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tokens) * splits
         slots = cost.places(target.sms * ctas_per_sm, splits)
         waves = -(-ctas // slots)
         # A CTA of a partial wave takes as long as in a full one: it reads at its share of the bandwidth.
-        weight = fp4_mma.ROWS * problem.b.row_bytes(problem.k)
+        weight = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
         native = target.arch is not None and _multiplies_codes(problem, target.arch)
         row_bytes = problem.a.row_bytes(problem.k) if native else 2 * problem.k
         activations = 0.5 * tokens * row_bytes  # from L2, at about twice the bandwidth of memory
         read = (weight + activations) / splits
-        flops = 2 * fp4_mma.ROWS * tokens * problem.k // splits
+        flops = 2 * fp4_mma.TILE_N * tokens * problem.k // splits
         multiplied = cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY
-        decoded = cost.weight_seconds(fp4_mma.ROWS * problem.k // splits * ctas_per_sm, DECODE_CLOCKS)
+        decoded = cost.weight_seconds(fp4_mma.TILE_N * problem.k // splits * ctas_per_sm, DECODE_CLOCKS)
         computed = multiplied / FP4_RATE if native else cost.overlapped(decoded, multiplied, order=2)
         busy = cost.overlapped(computed, read / (cost.bytes_per_second(target) / slots), order=4)
         return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * (problem.a.is_fp4 and not native)
@@ -83,8 +83,8 @@ class FP4MmaSync(FP4KernelBackend):
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             epilogue=problem.epilogue,
-            tokens=tokens,
-            splits=splits,
+            tile_m=tokens,
+            split_k=splits,
             ctas_per_sm=ctas_per_sm,
             arch=arch,
             pdl=settings.PDL,

@@ -14,8 +14,7 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     PAIR_BYTES,
     TokenListLayout,
 )
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, WeightTile
-from torch_cute_ops.kernels.common.fp4.layouts import FP4Operands
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
 from torch_cute_ops.runtime.arch import Arch
 
 TILE_N: Final = WGMMA_M

@@ -9,8 +9,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
 from torch_cute_ops.kernels.common.experts.layouts import M_TILE_LIST_BYTES, MAX_SCANNED_TOKENS, TokenListLayout
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, WeightTile
-from torch_cute_ops.kernels.common.fp4.layouts import FP4Operands
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
 from torch_cute_ops.runtime.arch import Arch
 
 CONSUMER_WARPS: Final = 16

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM by mma.sync. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -19,36 +19,36 @@ from torch_cute_ops.kernels.common.fp4.codes import (
     scale_argument,
     scale_factors,
 )
-from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Arguments, Config
+from torch_cute_ops.kernels.fp4_mma.config import K_TILE, THREADS, TILE_N, Arguments, Config
 from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, multiply_codes
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-LINE = 128  # bytes of codes of a row in a chunk
+LINE = 128  # bytes of codes of a row in a k tile
 QUAD = 4  # lanes that share a row of an mma operand
-TILE = 8  # rows of activations of one mma
+TILE = 8  # rows of activations of one MMA
 
 
-class Part(NamedTuple):
-    """A thread's part of its CTA's tile, and the operands.
+class Work(NamedTuple):
+    """Work of a thread in its CTA's tile, and the operands.
 
     Attributes:
         tid: index of the thread in its CTA.
-        row: the first of the thread's two rows of the weight in the tile; the other is ``row + 8``.
-        quad: of the lane, among the four that share these rows.
-        token: of the lane, among the eight of an MMA.
-        first_row, first_token: of the tile.
+        row: first of the thread's two rows of the weight in the tile; the second is ``row + 8``.
+        quad: index of the lane among the four that share these rows.
+        token: index of the lane's row of activations among the eight of an MMA.
+        first_column, first_row: first column and row of the tile in the result.
         k, n, m: sizes of the GEMM.
-        blocks: of a row of the weight.
-        a, b, scale: the activations, and the weight by rows with its scales as bytes.
-        a_scale: the scales of activations that are codes, as bytes.
+        blocks: number of blocks of a row of the weight.
+        a, b, scale: the activations, (M, K) or codes; the weight by rows, and its scales as bytes.
+        a_scale: scales of activations in FP4, as bytes, or None.
     """
 
     tid: Int32
     row: Int32
     quad: Int32
     token: Int32
+    first_column: Int32
     first_row: Int32
-    first_token: Int32
     k: Int32
     n: Int32
     m: Int32
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class FP4MmaKernel:
-    """The kernel of one ``Config``."""
+    """Kernel of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -90,16 +90,15 @@ class FP4MmaKernel:
         b, scale = rows_of_bytes(b, b_scale)
         if const_expr(self.native):
             a_scale = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
-        # In one dimension, where a grid may have 2^31 CTAs: all tiles of the weight for a tile of activations, then for
-        # the next.
-        tiles = cute.ceil_div(b.shape[0], ROWS) * cute.ceil_div(a.shape[0], c.tokens)
-        ctas = ctas_unless_overlapping(tiles * c.splits, (out,), (a, a_scale, b, scale, alpha, bias))
+        # A one-dimensional grid may have 2^31 CTAs. All n tiles of an m tile come first, then the next m tile's.
+        tiles = cute.ceil_div(b.shape[0], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
+        ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, scale, alpha, bias))
         self.kernel(a, a_scale, b, scale, alpha, bias, out).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100,
-            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
+            cluster=[c.split_k, 1, 1] if const_expr(c.split_k > 1) else None,
             stream=stream,
             use_pdl=c.pdl,
         )
@@ -109,21 +108,21 @@ class FP4MmaKernel:
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        row_tiles = cute.ceil_div(b.shape[0], ROWS)
-        tile = cta // c.splits
+        n_tiles = cute.ceil_div(b.shape[0], TILE_N)
+        tile = cta // c.split_k
         lane = tid % 32
         k = a.shape[1] * 2 if const_expr(self.native) else a.shape[1]
-        chunks = cute.ceil_div(k, CHUNK)
-        rank = cta % c.splits
-        first = rank * chunks // c.splits
-        count = (rank + 1) * chunks // c.splits - first
-        part = Part(
+        k_tiles = cute.ceil_div(k, K_TILE)
+        rank = cta % c.split_k
+        first = rank * k_tiles // c.split_k
+        count = (rank + 1) * k_tiles // c.split_k - first
+        work = Work(
             tid=tid,
             row=tid // 32 * 16 + lane // QUAD,
             quad=lane % QUAD,
             token=lane // QUAD,
-            first_row=tile % row_tiles * ROWS,
-            first_token=tile // row_tiles * c.tokens,
+            first_column=tile % n_tiles * TILE_N,
+            first_row=tile // n_tiles * c.tile_m,
             k=k,
             n=b.shape[0],
             m=a.shape[0],
@@ -138,40 +137,40 @@ class FP4MmaKernel:
             cute.arch.griddepcontrol_wait()
         for i in range_constexpr(c.stages - 1):
             if i < count:
-                self._load(first + i, i, base, part)
+                self._load(first + i, i, base, work)
             cute.arch.cp_async_commit_group()
-        sums = cute.make_rmem_tensor((c.tokens // TILE * 4,), Float32)
-        sums.fill(0.0)
+        acc = cute.make_rmem_tensor((c.tile_m // TILE * 4,), Float32)
+        acc.fill(0.0)
         if const_expr(not self.native):
             cute.arch.cp_async_wait_group(c.stages - 2)
             if count > 0:
-                self._rearrange(0, base, part)
+                self._rearrange(0, base, work)
         for i in range(count):
-            # This thread's copies have arrived: of this chunk, and of the next one, which it rearranges.
+            # This thread's copies of this k tile and of the next one, which it rearranges, must have arrived.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:
-                    self._rearrange((i + 1) % c.stages, base, part)
-            # All copies of this chunk have arrived, and all warps are done with the one before, whose stage is next.
+                    self._rearrange((i + 1) % c.stages, base, work)
+            # All copies of this k tile have arrived, and all warps have read the previous k tile, whose stage is next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
-                self._load(first + ahead, ahead % c.stages, base, part)
+                self._load(first + ahead, ahead % c.stages, base, work)
             cute.arch.cp_async_commit_group()
             if const_expr(self.native):
                 stage = i % c.stages
-                operands = [at(stage, base) for at in (self._codes_at, self._scales_at, self._tokens_at)]
-                multiply_codes(c, first + i, operands, sums, part)
+                operands = [at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at)]
+                multiply_codes(c, first + i, operands, acc, work)
             else:
-                self._multiply(first + i, i % c.stages, sums, base, part)
+                self._multiply(first + i, i % c.stages, acc, base, work)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
-        sum_tile = c.sum_tile
-        terms = self.epilogue.terms(alpha, bias, *thread_columns(sum_tile, THREADS, tid, part.first_row), part.n)
-        store_partial_sums(sum_tile, sums, base, part.row, part.quad)
-        if const_expr(c.splits > 1):
+        partial_sums = c.partial_sums
+        terms = self.epilogue.terms(alpha, bias, *thread_columns(partial_sums, THREADS, tid, work.first_column), work.n)
+        store_partial_sums(partial_sums, acc, base, work.row, work.quad)
+        if const_expr(c.split_k > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -179,14 +178,16 @@ class FP4MmaKernel:
         finish = self.epilogue.finisher(
             self.epilogue.factor(alpha), terms, 1.0 if const_expr(self.native) else acc_scale(c.fmt)
         )
-        reduce_partial_sums(sum_tile, c.splits, THREADS, finish, out, base, rank, tid, part.first_token, part.first_row)
-        if const_expr(c.splits > 1):
-            # No CTA may end while another still reads its sums.
+        reduce_partial_sums(
+            partial_sums, c.split_k, THREADS, finish, out, base, rank, tid, work.first_row, work.first_column
+        )
+        if const_expr(c.split_k > 1):
+            # No CTA may end while another one still reads its partial sums.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    # Copies. A stage holds codes, scales, activations. Pieces of 16 bytes are permuted within a row, so that lanes that
-    # read at once have no bank conflicts.
+    # Copies. A stage holds codes, scales and activations. Vectors of 16 bytes are permuted within a row, so that lanes
+    # that read at once have no bank conflicts.
 
     def _codes_at(self, stage, base) -> cute.Pointer:
         return base + cute.assume(Int32(stage) * self.config.stage_bytes, divby=128)
@@ -194,133 +195,135 @@ class FP4MmaKernel:
     def _scales_at(self, stage, base) -> cute.Pointer:
         return self._codes_at(stage, base) + self.config.code_bytes
 
-    def _tokens_at(self, stage, base) -> cute.Pointer:
+    def _activations_at(self, stage, base) -> cute.Pointer:
         return self._scales_at(stage, base) + self.config.scale_bytes
 
     @cute.jit
-    def _load(self, chunk, stage, base, part):
-        """Start this thread's copies of a chunk."""
+    def _load(self, k_tile, stage, base, work):
+        """Start this thread's copies of a k tile."""
         c = self.config
-        codes, scales, tokens = (at(stage, base) for at in (self._codes_at, self._scales_at, self._tokens_at))
+        codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         for i in range_constexpr(c.code_bytes // 16 // THREADS):
-            piece = part.tid + i * THREADS
-            row, column = piece // (LINE // 16), piece % (LINE // 16)
-            begin = chunk * LINE + column * 16
-            exists = (part.first_row + row < part.n) & (begin < part.k // 2)
-            source = part.b.iterator + self._offset(part.first_row + row, part.k // 2, begin, exists, 16)
+            vector = work.tid + i * THREADS
+            row, column = vector // (LINE // 16), vector % (LINE // 16)
+            begin = k_tile * LINE + column * 16
+            exists = (work.first_column + row < work.n) & (begin < work.k // 2)
+            source = work.b.iterator + self._offset(work.first_column + row, work.k // 2, begin, exists, 16)
             ptx.copy_async_16(codes + self._code_place(row, column), source, exists)
-        self._load_scales(chunk, scales, part)
+        self._load_scales(k_tile, scales, work)
         if const_expr(self.native):
-            load_activations(c, chunk, tokens, part)
+            load_activations(c, k_tile, activations, work)
         else:
-            self._load_activations(chunk, tokens, part)
+            self._load_activations(k_tile, activations, work)
 
     @cute.jit
-    def _load_activations(self, chunk, tokens, part):
+    def _load_activations(self, k_tile, activations, work):
         c = self.config
-        row_bytes = CHUNK * c.dtype.itemsize
-        for i in range_constexpr(c.token_bytes // 16 // THREADS):
-            piece = part.tid + i * THREADS
-            row, column = piece // (row_bytes // 16), piece % (row_bytes // 16)
-            begin = chunk * CHUNK + column * (16 // c.dtype.itemsize)
-            exists = (part.first_token + row < part.m) & (begin < part.k)
-            source = part.a.iterator + self._offset(part.first_token + row, part.k, begin, exists, 8)
-            ptx.copy_async_16(tokens + self._token_place(row, column), source, exists)
+        row_bytes = K_TILE * c.dtype.itemsize
+        for i in range_constexpr(c.activation_bytes // 16 // THREADS):
+            vector = work.tid + i * THREADS
+            row, column = vector // (row_bytes // 16), vector % (row_bytes // 16)
+            begin = k_tile * K_TILE + column * (16 // c.dtype.itemsize)
+            exists = (work.first_row + row < work.m) & (begin < work.k)
+            source = work.a.iterator + self._offset(work.first_row + row, work.k, begin, exists, 8)
+            ptx.copy_async_16(activations + self._activation_place(row, column), source, exists)
 
     def _offset(self, row, pitch, column, exists, divby: int) -> Int64:
-        """Elements from the start of a matrix, a multiple of ``divby``; 0 for what does not exist."""
+        """Return the offset of an element in a matrix, a multiple of ``divby``, or 0 if it does not exist."""
         offset = Int64(row) * pitch + column
         return cute.assume(ptx.select(exists, offset, Int64(0)), divby=divby)
 
     @cute.jit
-    def _rearrange(self, stage, base, part):
+    def _rearrange(self, stage, base, work):
         """Rearrange the activations that this thread has copied, in place, into the order of the decoded codes."""
         c = self.config
-        row_pieces = CHUNK * c.dtype.itemsize // 16
-        for i in range_constexpr(c.token_bytes // 16 // THREADS):
-            piece = part.tid + i * THREADS
-            place = self._token_place(piece // row_pieces, piece % row_pieces)
-            words = self._words(self._tokens_at(stage, base), place)
-            at = cute.recast_ptr(self._tokens_at(stage, base) + cute.assume(place, divby=16), dtype=Uint32)
+        row_vectors = K_TILE * c.dtype.itemsize // 16
+        for i in range_constexpr(c.activation_bytes // 16 // THREADS):
+            vector = work.tid + i * THREADS
+            place = self._activation_place(vector // row_vectors, vector % row_vectors)
+            words = self._words(self._activations_at(stage, base), place)
+            at = cute.recast_ptr(self._activations_at(stage, base) + cute.assume(place, divby=16), dtype=Uint32)
             store_words(pair_activations(words, self.dtype), cute.make_tensor(at, cute.make_layout(4)))
 
     @cute.jit
-    def _load_scales(self, chunk, scales, part):
+    def _load_scales(self, k_tile, scales, work):
         c = self.config
-        blocks = c.chunk_blocks
+        blocks = c.k_tile_blocks
         if const_expr(c.layout.is_linear):
-            # Rows are multiples of 4 bytes, and no more alignment is known.
+            # Rows are multiples of 4 bytes; no larger alignment is known.
             for i in range_constexpr(c.scale_bytes // 4 // THREADS):
-                piece = part.tid + i * THREADS
-                row, column = piece // (blocks // 4), piece % (blocks // 4)
-                begin = chunk * blocks + column * 4
-                exists = (part.first_row + row < part.n) & (begin < part.blocks)
-                source = part.scale.iterator + self._offset(part.first_row + row, part.blocks, begin, exists, 4)
+                vector = work.tid + i * THREADS
+                row, column = vector // (blocks // 4), vector % (blocks // 4)
+                begin = k_tile * blocks + column * 4
+                exists = (work.first_column + row < work.n) & (begin < work.blocks)
+                source = work.scale.iterator + self._offset(work.first_column + row, work.blocks, begin, exists, 4)
                 ptx.copy_async_4(scales + (row * blocks + column * 4), source, exists)
         else:
-            # Tiles of 128 rows x 4 blocks, 512 bytes, one after the other.
+            # Contiguous tiles of 128 rows x 4 blocks, 512 bytes
             for i in range_constexpr(c.scale_bytes // 16 // THREADS or 1):
-                piece = part.tid + i * THREADS
-                tiles = cute.ceil_div(part.blocks, 4)
-                tile = chunk * (blocks // 4) + piece // 32
+                vector = work.tid + i * THREADS
+                tiles = cute.ceil_div(work.blocks, 4)
+                tile = k_tile * (blocks // 4) + vector // 32
                 exists = tile < tiles
-                start = Int64(part.first_row // ROWS) * tiles + tile
-                offset = cute.assume(ptx.select(exists, start * 512 + piece % 32 * 16, Int64(0)), divby=16)
-                if piece < c.scale_bytes // 16:
-                    ptx.copy_async_16(scales + piece * 16, part.scale.iterator + offset, exists)
+                start = Int64(work.first_column // TILE_N) * tiles + tile
+                offset = cute.assume(ptx.select(exists, start * 512 + vector % 32 * 16, Int64(0)), divby=16)
+                if vector < c.scale_bytes // 16:
+                    ptx.copy_async_16(scales + vector * 16, work.scale.iterator + offset, exists)
 
     def _code_place(self, row, column) -> Int32:
-        """Offset of the 16 bytes ``column`` of a row of codes; rows that are read at once are in different banks."""
+        """Return the offset of vector ``column`` of a row of codes. Rows read at once are in different banks."""
         if const_expr(self.native):
             return code_place(row, column)
         return row * LINE + (column ^ (row % 2 * 4)) * 16
 
-    def _token_place(self, row, column) -> Int32:
-        """Offset of the 16 bytes ``column`` of a row of activations; what four lanes read at once of two rows is in
-        different banks."""
-        bytes_ = CHUNK * self.config.dtype.itemsize
+    def _activation_place(self, row, column) -> Int32:
+        """Return the offset of vector ``column`` of a row of activations.
+
+        The vectors that four lanes read at once in two rows are in different banks.
+        """
+        bytes_ = K_TILE * self.config.dtype.itemsize
         return row * bytes_ + (column ^ (column // 8 % 2) ^ (row % 2 * 2)) * 16
 
     # MMAs
 
     def _words(self, pointer: cute.Pointer, offset) -> list:
-        """Four words."""
+        """Load four words."""
         at = cute.recast_ptr(pointer + cute.assume(offset, divby=16), dtype=Uint32)
         return load_words(cute.make_tensor(at, cute.make_layout(4)))
 
     @cute.jit
-    def _multiply(self, chunk, stage, sums, base, part):
-        """Add a chunk to the sums."""
+    def _multiply(self, k_tile, stage, acc, base, work):
+        """Multiply a k tile and add to ``acc``."""
         c = self.config
-        codes, scales, tokens = (at(stage, base) for at in (self._codes_at, self._scales_at, self._tokens_at))
+        codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         name = "bf16" if self.dtype is BFloat16 else "f16"
         for half in range_constexpr(2):
             rows = []
             for r in range_constexpr(2):
-                row = part.row + 8 * r
-                words = self._words(codes, self._code_place(row, half * 4 + part.quad))
-                rows.append(decode(words, self._block_scales(scales, chunk, half, row, part), self.dtype, c.fmt))
-            for tile in range_constexpr(c.tokens // TILE):
+                row = work.row + 8 * r
+                words = self._words(codes, self._code_place(row, half * 4 + work.quad))
+                rows.append(decode(words, self._block_scales(scales, k_tile, half, row, work), self.dtype, c.fmt))
+            for tile in range_constexpr(c.tile_m // TILE):
                 for word in range_constexpr(4):
-                    column = half * 16 + part.quad * 4 + word
-                    pairs = self._words(tokens, self._token_place(tile * TILE + part.token, column))
+                    column = half * 16 + work.quad * 4 + word
+                    pairs = self._words(activations, self._activation_place(tile * TILE + work.token, column))
                     for step in range_constexpr(2):
                         (low0, high0), (low1, high1) = rows[0][word][step], rows[1][word][step]
-                        total = [sums[tile * 4 + i] for i in range(4)]
+                        total = [acc[tile * 4 + i] for i in range(4)]
                         total = ptx.mma_16x8x16([low0, low1, high0, high1], pairs[2 * step : 2 * step + 2], total, name)
                         for i in range_constexpr(4):
-                            sums[tile * 4 + i] = total[i]
+                            acc[tile * 4 + i] = total[i]
 
-    def _block_scales(self, scales, chunk, half: int, row, part) -> list:
-        """The factors of the lane's 32 elements in a half of a chunk: two blocks of NVFP4, or one of MXFP4."""
+    def _block_scales(self, scales, k_tile, half: int, row, work) -> list:
+        """Return the factors of the lane's 32 elements in half a k tile: two blocks of NVFP4, or one of MXFP4."""
         c = self.config
         count = 32 // c.fmt.block_size
-        block = half * (c.chunk_blocks // 2) + part.quad * count
-        # The scales of a stage are laid out like those of a matrix of its size.
-        place = c.layout.row_offset(row, c.chunk_blocks) + c.layout.block_offset(block)
+        block = half * (c.k_tile_blocks // 2) + work.quad * count
+        # The scales of a stage have the layout of a matrix of that size.
+        place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(block)
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
-        # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
-        bytes_ = ptx.select(chunk * c.chunk_blocks + block < part.blocks, bytes_, Uint32(0))
+        # Scales of missing blocks may be anything, and 0 times NaN is not 0.
+        bytes_ = ptx.select(k_tile * c.k_tile_blocks + block < work.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)
