@@ -164,18 +164,17 @@ def wanted():
 
 
 def change(*path, to):
-    """Return a function that sets a manifest field to ``to``, or deletes it if None. ``...`` is the first key."""
+    """Return a function that sets a manifest field to ``to``, or deletes it if None."""
 
     def spoil(folder):
         manifest = json.loads((folder / MANIFEST).read_text())
         inner = manifest
         for name in path[:-1]:
-            inner = inner[next(iter(inner)) if name is ... else name]
-        name = next(iter(inner)) if path[-1] is ... else path[-1]
+            inner = inner[name]
         if to is None:
-            del inner[name]
+            del inner[path[-1]]
         else:
-            inner[name] = to
+            inner[path[-1]] = to
         (folder / MANIFEST).write_text(json.dumps(manifest))
 
     return spoil
@@ -197,7 +196,7 @@ LIBRARY = ("archs", "sm_90a")
 REFUSED = {
     "another version": (change("tvm_ffi", to="0.0.1"), "its version of apache-tvm-ffi is 0.0.1, here it is"),
     "other sources": (change("sources", to="abc"), "its digest of the kernel sources is abc, here it is"),
-    "another format": (change("format", to=99), "its format is 99, and this version of torch_cute_ops reads 2"),
+    "another format": (change("format", to=99), "format: expected 2, which this version of torch_cute_ops reads"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is not a bundle: FileNotFoundError"),
     "no JSON": (write(b"{"), "is not a bundle: .*not JSON"),
     "deep JSON": (write(b"[" * 100_000), "is not a bundle: .*nested too deeply"),
@@ -211,22 +210,17 @@ REFUSED = {
         "needs a processor with avx9",
     ),
     "a list": (write(b"[]"), "is not a bundle: .*expected an object"),
-    "no host": (change("host", to=[]), "host: expected a list of strings"),
-    "numbers for a host": (change("host", to=[1]), "host: expected a list of strings"),
+    "no host": (change("host", to=[]), "host: expected one or more strings"),
+    "numbers for a host": (change("host", to=[1]), "host: expected one or more strings"),
     "architectures in a list": (change("archs", to=[]), "archs: expected an object"),
-    "a library in words": (change(*LIBRARY, to="sm_90a.so"), "archs: sm_90a: expected an object"),
-    "no file": (change(*LIBRARY, "file", to=None), "archs: sm_90a: file: expected a name"),
-    "a file with a number": (change(*LIBRARY, "file", to=7), "archs: sm_90a: file: expected a name"),
-    "an absolute file": (change(*LIBRARY, "file", to="/lib/x.so"), "'/lib/x.so' leads out of the bundle"),
-    "a file above": (change(*LIBRARY, "file", to="a/../../x.so"), "'a/../../x.so' leads out of the bundle"),
-    "an absolute runtime": (change("runtime", "file", to="/lib/x.so"), "runtime: .* leads out of the bundle"),
-    "a runtime without digest": (change("runtime", "sha256", to=None), "runtime: sha256: expected 64 hexadecimal"),
-    "a runtime in words": (change("runtime", to="abc"), "runtime: expected an object"),
-    "a digest in words": (change(*LIBRARY, "sha256", to="right"), "archs: sm_90a: sha256: expected 64 hexadecimal"),
-    "kernels in a list": (change(*LIBRARY, "kernels", to=[]), "archs: sm_90a: kernels: expected an object"),
-    "another's function": (change(*LIBRARY, "kernels", ..., to="k0"), "the function of '[0-9a-f]{64}' cannot be 'k0'"),
-    "a function with a number": (change(*LIBRARY, "kernels", ..., to=[[]]), "cannot be of type list"),
-    "a flavour with a path": (change("flavour", to="../cu12"), "flavour: expected cu12, cu13"),
+    "a library in words": (change(*LIBRARY, to="sm_90a.so"), "sm_90a: expected an object"),
+    "no file": (change(*LIBRARY, "file", to=None), "sm_90a: file: expected a string"),
+    "an absolute file": (change(*LIBRARY, "file", to="/lib/x.so"), "/lib/x.so leads out of it"),
+    "a file above": (change(*LIBRARY, "file", to="a/../../x.so"), "a/../../x.so leads out of it"),
+    "an absolute runtime": (change("runtime", "file", to="/lib/x.so"), "/lib/x.so leads out of it"),
+    "a digest in words": (change(*LIBRARY, "sha256", to="right"), "sm_90a: sha256: expected a string like"),
+    "kernels in a list": (change(*LIBRARY, "kernels", to=[]), "sm_90a: kernels: expected an object"),
+    "a flavour with a path": (change("flavour", to="../cu12"), "flavour: expected a string like"),
 } | {
     f"without {name}": (change(name, to=None), f"is not a bundle: .*{name}")
     for name in ("format", "created", "sources", "tvm_ffi", "flavour", "runtime", "host", "archs")

@@ -43,10 +43,10 @@ def other(value):
 
 
 def leaves(value, path=()):
-    """Yield the paths to the fields of a dataclass and of its problem."""
+    """Yield the paths to the fields of a dataclass and of its ``spec``."""
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner) and field.name == "problem":
+        if dataclasses.is_dataclass(inner) and field.name == "spec":
             yield from leaves(inner, (*path, field.name))
         else:
             yield (*path, field.name)

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from torch_cute_ops.runtime import files, settings, toolchain
@@ -47,8 +47,10 @@ class Bundle:
         except (OSError, ValueError) as error:
             raise BundleError(f"{root} is not a bundle: {type(error).__name__}: {error}") from None
         if wrong := _reason_invalid(self.manifest):
-            raise BundleError(f"{root} is not a bundle: {MANIFEST}: {wrong}")
+            raise BundleError(f"{root} is not a bundle: {wrong}")
         self._check_fit()
+        for file in (self.manifest["runtime"], *self.manifest["archs"].values()):
+            self._path(file["file"])
         self._libraries: dict[str, Any] = {}
 
     def _check_fit(self) -> None:
@@ -85,15 +87,14 @@ class Bundle:
         if library is None:
             archs = ", ".join(self.manifest["archs"])
             raise BundleError(f"the bundle {self.root} contains kernels for {archs}; this device is {arch}")
-        symbol = library["kernels"].get(digest)
-        if symbol is None:
+        if digest not in library["kernels"]:
             return None
         if arch not in self._libraries:
             self._libraries[arch] = self._load(library)
         try:
-            function: Callable[..., None] = getattr(self._libraries[arch], symbol)
+            function: Callable[..., None] = getattr(self._libraries[arch], symbol_of(digest))
         except AttributeError:
-            lacking = f"{library['file']} contains no function {symbol}"
+            lacking = f"{library['file']} contains no function {symbol_of(digest)}"
             raise BundleError(f"the bundle {self.root} is damaged: {lacking}") from None
         return function
 
@@ -175,58 +176,41 @@ def symbol_of(digest: str) -> str:
     return f"k{digest[:24]}"
 
 
-_SHA256 = "[0-9a-f]{64}"
+_FILE: Final = {"file": re.compile(r"[^\0]+"), "sha256": re.compile("[0-9a-f]{64}")}
+_LIBRARY: Final = {**_FILE, "kernels": dict}
+_FIELDS: Final = {
+    **dict.fromkeys(("created", "sources", "tvm_ffi"), str),
+    "flavour": re.compile(r"cu\d+"),
+    "runtime": _FILE,
+    "host": list,
+    "archs": dict,
+}
 
 
 def _reason_invalid(manifest: Any) -> str | None:
     """Reason that ``manifest`` is not the manifest of a bundle, or None."""
-    if not isinstance(manifest, dict):
-        return "expected an object"
-    if manifest.get("format") != FORMAT:
-        return f"its format is {_shown(manifest.get('format'))}, and this version of torch_cute_ops reads {FORMAT}"
-    for name in ("created", "sources", "tvm_ffi"):
-        if not isinstance(manifest.get(name), str):
-            return f"{name}: expected a string"
-    if not _matches(r"cu\d+", manifest.get("flavour")):
-        return "flavour: expected cu12, cu13 or similar"
-    host, archs = manifest.get("host"), manifest.get("archs")
-    if not isinstance(host, list) or not host or not all(isinstance(text, str) for text in host):
-        return "host: expected a list of strings"
-    if not isinstance(archs, dict):
-        return "archs: expected an object"
-    if wrong := _reason_invalid_file(manifest.get("runtime")):
-        return f"runtime: {wrong}"
-    for arch, library in archs.items():
-        if wrong := _reason_invalid_file(library) or _reason_invalid_kernels(library.get("kernels")):
-            return f"archs: {arch}: {wrong}"
-    return None
+    if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
+        return f"format: expected {FORMAT}, which this version of torch_cute_ops reads"
+    if wrong := _mismatch(manifest, _FIELDS, MANIFEST):
+        return wrong
+    if not manifest["host"] or not all(isinstance(text, str) for text in manifest["host"]):
+        return "host: expected one or more strings"
+    libraries = (_mismatch(library, _LIBRARY, arch) for arch, library in manifest["archs"].items())
+    return next(filter(None, libraries), None)
 
 
-def _reason_invalid_file(file: Any) -> str | None:
-    if not isinstance(file, dict):
-        return "expected an object"
-    name = file.get("file")
-    if not isinstance(name, str) or not name or "\0" in name:
-        return "file: expected a name"
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        return f"file: {_shown(name)} leads out of the bundle"
-    return None if _matches(_SHA256, file.get("sha256")) else "sha256: expected 64 hexadecimal digits"
+def _mismatch(value: Any, schema: Any, place: str) -> str | None:
+    """Reason that ``value`` does not match ``schema``, or None.
 
-
-def _reason_invalid_kernels(kernels: Any) -> str | None:
-    if not isinstance(kernels, dict):
-        return "kernels: expected an object"
-    for digest, symbol in kernels.items():
-        if not _matches(_SHA256, digest) or symbol != symbol_of(digest):
-            return f"kernels: the function of {_shown(digest)} cannot be {_shown(symbol)}"
-    return None
-
-
-def _matches(pattern: str, text: Any) -> bool:
-    return isinstance(text, str) and re.fullmatch(pattern, text) is not None
-
-
-def _shown(value: Any) -> str:
-    """Format a value of a manifest for a message. The value may be of any type and size."""
-    is_short = value is None or isinstance(value, (str, int, float))
-    return repr(value)[:80] if is_short else f"of type {type(value).__name__}"
+    A schema is a type, the pattern of a string, or a dict of schemas for the fields of an object.
+    """
+    if isinstance(schema, type):
+        kind = {str: "a string", list: "a list", dict: "an object"}[schema]
+        return None if isinstance(value, schema) else f"{place}: expected {kind}"
+    if isinstance(schema, re.Pattern):
+        matches = isinstance(value, str) and schema.fullmatch(value)
+        return None if matches else f"{place}: expected a string like {schema.pattern}"
+    if not isinstance(value, dict):
+        return f"{place}: expected an object"
+    fields = (_mismatch(value.get(name), inner, f"{place}: {name}") for name, inner in schema.items())
+    return next(filter(None, fields), None)

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import sys
 from pathlib import Path
 
 from torch_cute_ops.runtime import once
@@ -42,24 +41,17 @@ def compiler_flavour() -> str | None:
     """
     import cutlass  # chooses a build by the driver
 
-    # In this order: the loaded library's own version, its file name, the only installed build.
+    # The loaded library's own version, else the only installed build.
     major = getattr(getattr(cutlass, "CUDA_VERSION", None), "major", None)
     if isinstance(major, int):
         return f"cu{major}"
-    files = {
-        Path(getattr(module, "__file__", None) or "").name
-        for name, module in list(sys.modules.items())
-        if name.startswith("cutlass.")
-    }
-    found = {match.group(1) for file in files if (match := re.search(r"\.(cu\d+)\..*(so|pyd)$", file))}
-    if not found:
-        found = {
-            name.removeprefix(_LIBRARIES)
-            for name, version in installed_packages().items()
-            if version is not None and name.startswith(f"{_LIBRARIES}cu")
-        }
+    found = [
+        name.removeprefix(_LIBRARIES)
+        for name, version in installed_packages().items()
+        if version is not None and name.startswith(f"{_LIBRARIES}cu")
+    ]
     if len(found) == 1:
-        return found.pop()
+        return found[0]
     once.warn(
         "flavour",
         "cannot tell if the DSL (nvidia-cutlass-dsl %s) compiles for CUDA 12 or 13: kernels of this process stay in "
