@@ -4,6 +4,7 @@ A worker that does not have all classes of a slice writes its partial sums to th
 slice's last class; that one adds them up, and stores the result.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
@@ -11,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, as_vectors, load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline
 from torch_cute_ops.kernels.common.experts.work_tiles import MTileLists, TokenLists
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.fp4_experts.config import TILE_N, Config
@@ -54,7 +56,8 @@ class Work(NamedTuple):
     first_m_tiles: Int32 | None = None
 
 
-class Smem(NamedTuple):
+@dataclass(frozen=True)
+class Smem:
     """Shared memory: the stages of codes, scales, activations (``tokens``) and pairs; the sums of the tile; lists
     of ``m_tiles``; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
 
@@ -64,8 +67,7 @@ class Smem(NamedTuple):
     activations: cute.Pointer
     pairs: cute.Pointer
     m_tiles: MTileLists
-    full: cute.Pointer
-    empty: cute.Pointer
+    pipeline: Pipeline
     turns: cute.Pointer
 
 

@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words
-from torch_cute_ops.kernels.common.core.pipeline import next_stage, release
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factors_argument
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
@@ -167,19 +167,25 @@ class FP4ExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            for i in range_constexpr(c.stages):
-                # One arrival for the weight, one for what the other kernel has listed
-                cute.arch.mbarrier_init(smem.full + i, 2)
-                cute.arch.mbarrier_init(smem.empty + i, N_WARPS * c.k_warps)
+            # Two arrivals fill a stage: for the weight, and for the lists' activations and pairs.
+            smem.pipeline.init(full=2, empty=N_WARPS * c.k_warps)
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        # The sums; and the activations, of which a unit that is not full overwrites only some
+        # Clear the accumulators, and the activations: an m tile with fewer tokens overwrites only some of its rows.
         clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
-        if const_expr(c.pdl and not c.scans):
-            cute.arch.griddepcontrol_wait()
-        self.m_tiles.gather(
-            alpha, lists.counts, tile, work.m, tid, warp, c.consumer_warps, c.threads, (begins, ends), smem.m_tiles
+        self.m_tiles.list_in_cta(
+            alpha,
+            lists.counts,
+            tile,
+            work.m,
+            tid,
+            warp,
+            c.consumer_warps,
+            c.threads,
+            (begins, ends),
+            smem.m_tiles,
+            waits=c.pdl and not c.scans,
         )
         work = work._replace(m_tiles=smem.m_tiles.num_m_tiles[0], first_m_tiles=smem.m_tiles.num_first[0])
         if warp >= c.consumer_warps:
@@ -206,8 +212,7 @@ class FP4ExpertsKernel:
             activations=activations,
             pairs=pairs,
             m_tiles=m_tiles,
-            full=barriers,
-            empty=barriers + c.stages,
+            pipeline=Pipeline.at(barriers, c.stages),
             turns=barriers + 2 * c.stages,
         )
 
@@ -250,7 +255,7 @@ class FP4ExpertsKernel:
             index = self.m_tiles.index_of(m_tile, index, smem.m_tiles)
             for k_tile in range(c.expert_k_tiles):
                 if done >= loaded:
-                    ptx.wait(smem.empty + (first + stage), parity)
+                    smem.pipeline.wait_empty(first + stage, parity)
                     self._load_weight(index, m_tile, k_tile, first + stage, weight, work, smem)
                 self._load_tokens(index, m_tile, k_tile, first + stage, work, smem)
                 done += 1
@@ -265,7 +270,14 @@ class FP4ExpertsKernel:
         expert = smem.m_tiles.experts[index]
         blocks = self.config.width // self.config.operands.fmt.block_size
         self.ring.load(
-            self._n_tile_of(m_tile, work), k_tile, expert, stage, smem.full + stage, weight, work.n, Int32(blocks)
+            self._n_tile_of(m_tile, work),
+            k_tile,
+            expert,
+            stage,
+            smem.pipeline.full + stage,
+            weight,
+            work.n,
+            Int32(blocks),
         )
 
     @cute.jit
@@ -278,7 +290,7 @@ class FP4ExpertsKernel:
         tokens = cutlass.min(m_tiles.counts[index] - position, Int32(c.tile_m))
         target = smem.activations + cute.assume(stage * self.mma.activation_bytes, divby=self.mma.activation_bytes)
         pairs = c.tile_m * PAIR_BYTES
-        barrier = smem.full + stage
+        barrier = smem.pipeline.full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, tokens * self.lister.token_bytes + pairs)
             self.lister.copy_m_tile(work.lists.activations, entry, k_tile, position, tokens, target, barrier)
@@ -346,7 +358,7 @@ class FP4ExpertsKernel:
                 acc.fill(0.0)
             last = stage
             for k_tile in range(c.expert_k_tiles):
-                ptx.wait(smem.full + (first + stage), parity)
+                smem.pipeline.wait_full(first + stage, parity)
                 if const_expr(c.k_warps == 1):
                     self._multiply_k_tile(
                         start, 0, k_tile, first + stage, first + last, scale_row, phase, acc, consumer, smem
@@ -370,11 +382,11 @@ class FP4ExpertsKernel:
                 stage, parity = next_stage(stage, parity, depth)
                 if const_expr(c.by_warp):
                     if k_tile + 1 < c.expert_k_tiles:
-                        release(smem.empty + (first + last), consumer.leads)
+                        smem.pipeline.release(first + last, consumer.leads)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
-            release(smem.empty + (first + last), consumer.leads)
+            smem.pipeline.release(first + last, consumer.leads)
             # After the warp with the same rows that has the part of k before, or the unit before
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
@@ -392,7 +404,7 @@ class FP4ExpertsKernel:
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
         def release_previous() -> None:
-            release(smem.empty + before, consumer.leads, k_tile > 0)
+            smem.pipeline.release(before, consumer.leads, k_tile > 0)
 
         on_done = release_previous if c.expert_k_tiles > 1 else None
         self.mma.multiply(

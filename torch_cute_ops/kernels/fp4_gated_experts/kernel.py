@@ -1,5 +1,6 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -11,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage, release
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
 from torch_cute_ops.kernels.common.experts.factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
@@ -66,7 +67,8 @@ class Work(NamedTuple):
     end: Int32 | None = None
 
 
-class Smem(NamedTuple):
+@dataclass(frozen=True)
+class Smem:
     """Shared memory: the stages of codes and scales, of the gate and of up in turn, and of activations (``tokens``);
     sums of a unit, and its results (``values``); the lists of ``m_tiles``; and barriers, of which a stage's are full,
     or free, and a warp's says that it may add its sums."""
@@ -77,8 +79,7 @@ class Smem(NamedTuple):
     acc: cute.Pointer
     values: cute.Pointer
     m_tiles: MTileLists
-    full: cute.Pointer
-    empty: cute.Pointer
+    pipeline: Pipeline
     turns: cute.Pointer
 
 
@@ -279,22 +280,28 @@ class FP4GatedExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            for i in range_constexpr(c.stages):
-                # One arrival for the gate's rows, one for up's, one for the activations
-                cute.arch.mbarrier_init(smem.full + i, 3)
-                cute.arch.mbarrier_init(smem.empty + i, c.n_warps)
+            # Three arrivals fill a stage: for the gate's weight rows, for up's, and for the activations.
+            smem.pipeline.init(full=3, empty=c.n_warps)
             for i in range_constexpr(CONSUMER_WARPS):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
                 if const_expr(c.pipelines > 1 and i % c.pipelines == 0):
                     # Before the first sums there are none.
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
-        # Of the activations a unit that is not full overwrites only some.
+        # An m tile with fewer tokens overwrites only some rows of the activations.
         clear(smem.activations, c.stages * self.mma.activation_bytes, tid, c.threads)
-        if const_expr(c.pdl and not c.scans):
-            cute.arch.griddepcontrol_wait()
-        self.m_tiles.gather(
-            routing, lists.counts, tile, work.m, tid, warp, CONSUMER_WARPS, c.threads, (None, None), smem.m_tiles
+        self.m_tiles.list_in_cta(
+            routing,
+            lists.counts,
+            tile,
+            work.m,
+            tid,
+            warp,
+            CONSUMER_WARPS,
+            c.threads,
+            (None, None),
+            smem.m_tiles,
+            waits=c.pdl and not c.scans,
         )
         # Lower workers have later shares: what a worker waits for, one before it has.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
@@ -332,8 +339,7 @@ class FP4GatedExpertsKernel:
             acc=acc,
             values=values,
             m_tiles=m_tiles,
-            full=barriers,
-            empty=barriers + c.stages,
+            pipeline=Pipeline.at(barriers, c.stages),
             turns=barriers + 2 * c.stages,
         )
 
@@ -404,7 +410,7 @@ class FP4GatedExpertsKernel:
             begin, end = self._k_tiles(work_tile.k_begin, work_tile.k_end, pipeline)
             for k_tile in range(begin, end, c.pipelines):
                 if issued >= loaded:
-                    empty = smem.empty + (first + stage)
+                    empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
                         # No stage to fill: time to hand over what has been copied.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
@@ -415,7 +421,7 @@ class FP4GatedExpertsKernel:
                 at = (first + stage) * self.mma.activation_bytes
                 target = smem.activations + cute.assume(at, divby=self.mma.activation_bytes)
                 if const_expr(c.by_warp):
-                    full = smem.full + (first + stage)
+                    full = smem.pipeline.full + (first + stage)
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, tokens * self.lister.token_bytes)
                     if lane < tokens:
@@ -451,7 +457,7 @@ class FP4GatedExpertsKernel:
         fence_async()
         cute.arch.sync_warp()
         for i in range(started - keep, unroll=1):
-            ptx.arrive_if(smem.full + (first + (stage + depth - started + i) % depth), Uint32(lane == 0))
+            smem.pipeline.arrive_full(first + (stage + depth - started + i) % depth, Uint32(lane == 0))
 
     def _load_token_word(self, work, expert, position, lane, exists) -> Uint32:
         """Load what says which row a unit's ``lane``-th token is, if there is such a token, for ``_token_from_word``.
@@ -487,7 +493,7 @@ class FP4GatedExpertsKernel:
         blocks = Int32(c.width // c.operands.fmt.block_size)
         for half in range(2):
             tile = (expert * 2 + half) * work.n_tiles + work_tile.n_tile
-            self.ring.load(tile, k_tile, 0, 2 * stage + half, smem.full + stage, weight, work.n, blocks)
+            self.ring.load(tile, k_tile, 0, 2 * stage + half, smem.pipeline.full + stage, weight, work.n, blocks)
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
@@ -526,17 +532,17 @@ class FP4GatedExpertsKernel:
                 begin, end = self._k_tiles(k_split, k_split + 1, pipeline)
                 last = stage
                 for k_tile in range(begin, end, c.pipelines):
-                    ptx.wait(smem.full + (first + stage), parity)
+                    smem.pipeline.wait_full(first + stage, parity)
                     at = first + stage, first + last
                     adds = k_tile > begin
                     self._multiply_k_tile(start, k_tile, *at, adds, expert, first_column, acc, consumer, work, smem)
                     last = stage
                     stage, parity = next_stage(stage, parity, depth)
                     if const_expr(c.by_warp):
-                        release(smem.empty + (first + last), consumer.leads)
+                        smem.pipeline.release(first + last, consumer.leads)
                 if const_expr(not c.by_warp):
                     warpgroup.wait_group(0)
-                    release(smem.empty + (first + last), consumer.leads, begin < end)
+                    smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
                     # After the warp with the same rows that has the chunks, the part or the task before
                     ptx.wait(turn_chain + pipeline, turn)
@@ -566,7 +572,7 @@ class FP4GatedExpertsKernel:
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 
         def release_previous() -> None:
-            release(smem.empty + previous_stage, consumer.leads, adds)
+            smem.pipeline.release(previous_stage, consumer.leads, adds)
 
         on_done = release_previous if c.k_tiles > c.pipelines else None
         self.mma.multiply(start, 0, 1, k_tile, stage, adds, rows, consumer.lane, acc, smem, on_done)

@@ -151,15 +151,17 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             n_tile, m_tile = self._tile(tile, work)
             half = work.rank if const_expr(c.cta_group == 2) else Int32(0)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                ptx.wait(smem.empty + stage, parity)
+                smem.pipeline.wait_empty(stage, parity)
                 base = self._stage_at(stage, smem)
-                self._copy_scales_of(n_tile * c.cta_group + half, m_tile, k_tile, base, smem.full + stage, work)
+                self._copy_scales_of(
+                    n_tile * c.cta_group + half, m_tile, k_tile, base, smem.pipeline.full + stage, work
+                )
                 place = n_tile * c.cta_group + half, k_tile
-                self.mma.copy_box(b_map, b_boxes, MMA_M, base, place, smem.full + stage, ptx.EVICT_FIRST)
+                self.mma.copy_box(b_map, b_boxes, MMA_M, base, place, smem.pipeline.full + stage, ptx.EVICT_FIRST)
                 place = m_tile * c.cta_group + half, k_tile
                 to = base + MMA_M * K_TILE_BYTES
-                self.mma.copy_box(a_map, a_boxes, self.stage.cta_mma_n, to, place, smem.full + stage, None)
-                stage, parity = next_stage(stage, parity, c.stages)
+                self.mma.copy_box(a_map, a_boxes, self.stage.cta_mma_n, to, place, smem.pipeline.full + stage, None)
+                stage, parity = smem.pipeline.next(stage, parity)
             tile += work.pitch
 
     @cute.jit
@@ -204,9 +206,9 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
             for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                ptx.wait(smem.full + stage, parity)
+                smem.pipeline.wait_full(stage, parity)
                 ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1))
-                stage, parity = next_stage(stage, parity, c.stages)
+                stage, parity = smem.pipeline.next(stage, parity)
             tile += work.pitch
 
     @cute.jit
@@ -232,7 +234,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             if const_expr(c.acc_empty_barriers > 0):
                 # Where accumulators overlap: of the tile before, those tmem that both have have been loaded, and so
                 # have all of the one before that.
-                ptx.wait(smem.acc_empty + acc_stage, acc_parity)
+                smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
@@ -246,8 +248,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                     None,
                     smem,
                 )
-            tcgen05.commit(smem.acc_full + accumulator, c.cta_group, c.cta_group == 2)
-            accumulator, unused_parity = next_stage(accumulator, unused_parity, c.accumulators)
+            tcgen05.commit(smem.acc_pipeline.full + accumulator, c.cta_group, c.cta_group == 2)
+            accumulator, unused_parity = smem.acc_pipeline.next(accumulator, unused_parity)
             tile += work.pitch
 
     # Results
@@ -270,7 +272,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             finish = None
             if const_expr(c.split_k == 1):
                 finish = self.epilogue.finisher(factor, self.epilogue.terms(work.alpha, work.bias, row, 1, work.n))
-            ptx.wait(smem.acc_full + accumulator, parity)
+            smem.acc_pipeline.wait_full(accumulator, parity)
             tcgen05.fence_after()
             start = tmem + Uint32(accumulator * c.acc_pitch) + Uint32(tid // 32 * 32 << 16)
             token = m_tile * c.tile_m
@@ -278,14 +280,14 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                 # Those that the accumulators share are the last of the first, and the first of the second.
                 skipped = ptx.select(accumulator == 0, Int32(c.acc_pitch), Int32(0))
                 self._store_acc_columns(start, skipped, c.shared_columns, finish, token, row, tid, work, smem)
-                self._signal_acc_loaded(smem.acc_empty, tid)
+                self._signal_acc_loaded(smem.acc_pipeline.empty, tid)
                 skipped = ptx.select(accumulator == 0, Int32(0), Int32(c.shared_columns))
                 self._store_acc_columns(start, skipped, c.acc_pitch, finish, token, row, tid, work, smem)
             else:
                 self._store_acc_columns(start, Int32(0), c.tile_m, finish, token, row, tid, work, smem)
                 if const_expr(c.acc_empty_barriers > 0):
-                    self._signal_acc_loaded(smem.acc_empty + accumulator, tid)
-            accumulator, parity = next_stage(accumulator, parity, c.accumulators)
+                    self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
+            accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
             tile += work.pitch
 
     @cute.jit

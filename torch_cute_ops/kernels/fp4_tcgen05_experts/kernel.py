@@ -15,12 +15,10 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
-    ACCUMULATORS,
     COLUMNS_PER_LOAD,
     EXPERTS_PER_WORD,
     STORE_COLUMNS,
@@ -264,8 +262,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 while bits != 0:
                     expert = self._expert(bits, word, work_tile)
                     for k_tile in cutlass.range(c.k_tiles, unroll=1):
-                        ptx.wait(smem.empty + stage, parity)
-                        base, barrier = self._stage_at(stage, smem), smem.full + stage
+                        smem.pipeline.wait_empty(stage, parity)
+                        base, barrier = self._stage_at(stage, smem), smem.pipeline.full + stage
                         self._copy_scales_of(work_tile, expert, k_tile, base, barrier, work)
                         place = work_tile.n_tile, k_tile, expert
                         self.mma.copy_box(
@@ -273,7 +271,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                         )
                         place = work_tile.m_tile, k_tile, expert
                         self.mma.copy_box(a_map, a_boxes, MMA_M, base, place, barrier, None)
-                        stage, parity = next_stage(stage, parity, c.stages)
+                        stage, parity = smem.pipeline.next(stage, parity)
                     bits = bits & (bits - 1)
             number += work.pitch
 
@@ -333,13 +331,13 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                     if const_expr(self.stage.spread):
                         # The width is an odd multiple of half a tile of scales.
                         phase = self._expert(bits, word, work_tile) % 2
-                    ptx.wait(smem.acc_empty + accumulator, empty_parity)
+                    smem.acc_pipeline.wait_empty(accumulator, empty_parity)
                     acc = tmem + Uint32(accumulator * c.tile_n)
                     for k_tile in cutlass.range(c.k_tiles, unroll=1):
                         num_mmas = cutlass.min(work.num_mmas - k_tile * MMAS_PER_K_TILE, Int32(MMAS_PER_K_TILE))
                         place = self._multiply_k_tile(place, tmem, acc, num_mmas, first_n, k_tile > 0, phase, smem)
-                    tcgen05.commit(smem.acc_full + accumulator, 1, False)
-                    accumulator, empty_parity = next_stage(accumulator, empty_parity, ACCUMULATORS)
+                    tcgen05.commit(smem.acc_pipeline.full + accumulator, 1, False)
+                    accumulator, empty_parity = smem.acc_pipeline.next(accumulator, empty_parity)
                     bits = bits & (bits - 1)
             number += work.pitch
 
@@ -364,7 +362,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                     biases = None
                     if const_expr(c.bias_dtype is not None):
                         biases = self._load_bias(expert, work_tile, tid, work)
-                    ptx.wait(smem.acc_full + accumulator, parity)
+                    smem.acc_pipeline.wait_full(accumulator, parity)
                     tcgen05.fence_after()
                     counts = factor_counts(factor)
                     if cute.arch.vote_ballot_sync(counts) != 0:
@@ -382,8 +380,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                                         own = self._add_bias(own, at, tid, smem)
                                     for k in range_constexpr(4):
                                         acc[at + k] = ptx.fma_rn(factor, own[k], acc[at + k])
-                    self._signal_acc_loaded(smem.acc_empty + accumulator, tid)
-                    accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
+                    self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
+                    accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
                     bits = bits & (bits - 1)
             self._store_result(acc, number, work_tile, tid, work)
             number += work.pitch

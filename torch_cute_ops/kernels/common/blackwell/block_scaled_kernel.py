@@ -6,6 +6,8 @@ sums is the kernel's own: its ``_produce``, ``_issue_mmas``, ``_run_epilogue`` a
 tiles and chunks, each in the same order.
 """
 
+import itertools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -22,24 +24,23 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
     BlockScaledConfig,
 )
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.pipeline import next_stage
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
 
 WARP = 32
 PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
 LEADER = 0  # the CTA of a pair that issues MMAs
 
 
-class Smem(NamedTuple):
+@dataclass(frozen=True)
+class Smem:
     """Shared memory: the stages, and barriers. A stage is full, in this CTA or its pair's second, or free; columns of
     scales are free; sums are complete, or their columns free. ``columns`` is where those of tensor memory begin."""
 
     stages: cute.Pointer
-    full: cute.Pointer
+    pipeline: Pipeline
     peer_full: cute.Pointer
-    empty: cute.Pointer
     scales_empty: cute.Pointer
-    acc_full: cute.Pointer
-    acc_empty: cute.Pointer
+    acc_pipeline: Pipeline
     tmem: cute.Pointer
 
 
@@ -89,31 +90,33 @@ class BlockScaledKernel:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
         barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
-        ends = [0]
-        for count in (
-            c.stages,
-            c.stages * (self.stage.cta_group - 1),
-            c.stages,
-            SCALE_STAGES,
-            c.accumulators,
-            c.acc_empty_barriers,
-        ):
-            ends.append(ends[-1] + count)
-        return Smem(base, *(barriers + end for end in ends[:-1]), cute.recast_ptr(barriers + ends[-1], dtype=Uint32))
+        peers = c.stages * (self.stage.cta_group - 1)
+        counts = (c.stages, peers, c.stages, SCALE_STAGES, c.accumulators, c.acc_empty_barriers)
+        full, peer_full, empty, scales_empty, acc_full, acc_empty, end = (
+            barriers + start for start in itertools.accumulate(counts, initial=0)
+        )
+        return Smem(
+            stages=base,
+            pipeline=Pipeline(full, empty, c.stages),
+            peer_full=peer_full,
+            scales_empty=scales_empty,
+            acc_pipeline=Pipeline(acc_full, acc_empty, c.accumulators),
+            tmem=cute.recast_ptr(end, dtype=Uint32),
+        )
 
     def _init_barriers(self, smem: Smem) -> None:
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.has_scale_loaders)
+            cute.arch.mbarrier_init(smem.pipeline.full + i, 1 + self.stage.has_scale_loaders)
             if self.stage.cta_group == 2:
                 cute.arch.mbarrier_init(smem.peer_full + i, 1)
-            cute.arch.mbarrier_init(smem.empty + i, 1)
+            cute.arch.mbarrier_init(smem.pipeline.empty + i, 1)
         for i in range(SCALE_STAGES):
             cute.arch.mbarrier_init(smem.scales_empty + i, 1)
         for i in range(c.accumulators):
-            cute.arch.mbarrier_init(smem.acc_full + i, 1)
+            cute.arch.mbarrier_init(smem.acc_pipeline.full + i, 1)
         for i in range(c.acc_empty_barriers):
-            cute.arch.mbarrier_init(smem.acc_empty + i, EPILOGUE_WARPS * self.stage.cta_group)
+            cute.arch.mbarrier_init(smem.acc_pipeline.empty + i, EPILOGUE_WARPS * self.stage.cta_group)
 
     @cute.jit
     def _sync(self):
@@ -191,12 +194,12 @@ class BlockScaledKernel:
         """An arranging warp: where it is the chunk's ``turn``, write linear scales to its stage in the order of tiles.
         So the warps have several chunks in flight. The next turn, stage and parity."""
         if turn == 0:
-            barriers = smem.empty + stage, parity, smem.full + stage
+            barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
             # A warp that left out phases could take one for the next but one, which has the same parity.
-            ptx.wait(smem.empty + stage, parity)
-        return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *next_stage(stage, parity, self.config.stages)
+            smem.pipeline.wait_empty(stage, parity)
+        return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
     def _first_mma_state(self) -> MmaState:
         # With parity 1, tmem that were never used count as free.
@@ -209,17 +212,17 @@ class BlockScaledKernel:
         c = self.config
         pair = self.stage.cta_group == 2
         ptx.wait(smem.scales_empty + at.scale_stage, at.scale_parity)
-        ptx.wait(smem.full + at.stage, at.parity)
+        smem.pipeline.wait_full(at.stage, at.parity)
         if pair:
             ptx.wait(smem.peer_full + at.stage, at.parity)
         tcgen05.fence_after()
         scales = tmem + Uint32(c.acc_columns + at.scale_stage * self.stage.scale_columns)
         stage = Uint32(smem.stages.toint()) + Uint32(at.stage * self.stage.size_bytes)
         self.mma.multiply(acc, stage, scales, num_mmas, first_n, adds, phase)
-        tcgen05.commit(smem.empty + at.stage, self.stage.cta_group, pair)
+        tcgen05.commit(smem.pipeline.empty + at.stage, self.stage.cta_group, pair)
         tcgen05.commit(smem.scales_empty + at.scale_stage, self.stage.cta_group, False)
         return MmaState(
-            *next_stage(at.stage, at.parity, c.stages), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)
+            *smem.pipeline.next(at.stage, at.parity), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)
         )
 
     def _signal_acc_loaded(self, barrier, tid) -> None:

@@ -171,6 +171,12 @@ class ExpertMTiles:
         lists = MTileLists(*(cute.make_tensor(at + start, cute.make_layout(size)) for start, size in places))
         return lists, at + M_TILE_LIST_BYTES // 4
 
+    def list_in_cta(self, *arguments, waits: bool) -> None:
+        """Wait, if this kernel ``waits`` for the lists, for the kernel that makes them; then call ``gather``."""
+        if waits:
+            cute.arch.griddepcontrol_wait()
+        self.gather(*arguments)
+
     @cute.jit
     def gather(
         self,
