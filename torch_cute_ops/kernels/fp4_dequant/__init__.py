@@ -4,8 +4,9 @@ Roles and data path. A thread processes a block at a time: it reads 8 or 16 byte
 or 32 values with 128-bit stores. A CTA works on ``rows_per_cta`` rows at a time, with ``threads_per_row`` threads on
 each, and walks over the rows with the grid's stride. No shared memory is used.
 
-A code is decoded by moving its exponent and significand bits to their place in fp32 and multiplying by 2^126: the e2m1
-subnormal 0.5 becomes an fp32 subnormal first, so the result is exact. The product with the scale is exact too.
+To decode a code, its exponent and significand bits are moved to their place in fp32, and the result is multiplied by
+2^126. The e2m1 subnormal 0.5 becomes an fp32 subnormal first, so that the result is exact. The product with the scale
+is exact too.
 
 Bytes moved for each element: 1/2 + 1/block_size read, the output's itemsize written.
 """

@@ -1,4 +1,4 @@
-"""Configuration of a dequantising kernel: no device code."""
+"""Configuration of a dequantising kernel. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
-        out_dtype: bfloat16, float16 or float32.
+        out_dtype: dtype of the output: bfloat16, float16 or float32.
         width: elements of a row.
         fmt, layout: FP4 format and scale layout.
-        global_scale: whether a global scale is passed.
+        global_scale: True with a global scale.
     """
 
     out_dtype: torch.dtype
@@ -30,12 +30,12 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Number of blocks of a row."""
         return self.width // self.fmt.block_size
 
     @property
     def threads_per_row(self) -> int:
-        """Threads that share a row: a power of two, so that a CTA has whole rows."""
+        """Number of threads that share a row: a power of two, so that a CTA has whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property
@@ -44,17 +44,17 @@ class Config:
 
 
 class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
-    """The run-time arguments, in order, all contiguous; R rows of W elements (``Config.width``).
+    """Run-time arguments, in order, all contiguous, for R rows of W elements (``Config.width``).
 
     Attributes:
         y: (R, W/2) uint8, packed e2m1 codes.
-        scale: uint8, the bytes of the block scales, as the padded matrix of ``Config.layout``.
-        global_scale: (1,) fp32; ``None`` without ``Config.global_scale``.
+        scale: uint8, bytes of the block scales, as the padded matrix of ``Config.layout``.
+        global_scale: (1,) fp32; None without ``Config.global_scale``.
         out: (R, W) of ``Config.out_dtype``.
-        max_ctas: int32, the CTAs that fill the device.
+        max_ctas: int32, number of CTAs that fill the device.
     """
 
 
 def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
-    """The configuration for these properties; every architecture has one."""
+    """Return the configuration for these properties. It fits every architecture."""
     return Config(out_dtype, width, fmt, layout, global_scale)

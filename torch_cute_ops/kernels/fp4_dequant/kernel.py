@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -58,22 +58,22 @@ class FP4DequantKernel:
                 store_words(pack(values, self.out_dtype), self._block(out, row, block, self.out_dtype, c.width))
 
     def _block(self, tensor, row, block, dtype, row_elements: int) -> cute.Tensor:
-        """The words of a block in a contiguous matrix with ``row_elements`` elements a row."""
+        """Return the words of a block in a contiguous matrix with ``row_elements`` elements a row."""
         words = words_per(row_elements // self.config.blocks, dtype)
         start = tensor.iterator + cute.assume(Int64(row) * row_elements, divby=row_elements // self.config.blocks)
         layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
         return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), layout)[None, block]
 
     def _scale(self, byte: Uint32) -> Float32:
-        """The fp32 value of a scale byte."""
+        """Return the fp32 value of a scale byte."""
         if self.config.fmt == NVFP4:
             return ptx.float_of_e4m3(byte)
-        # The byte is the exponent field of fp32, except for 2^-127, which is subnormal, and NaN.
+        # The byte is fp32's exponent field, except for 2^-127, which is subnormal, and NaN.
         bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)
         return ptx.float_of(ptx.select(byte == Uint32(0xFF), Uint32(0x7FC00000), bits))
 
     def _decode(self, words: list, scale: Float32, divisor: Float32 | None) -> list:
-        """The values of packed codes, element 0 in the lowest nibble."""
+        """Return the values of packed codes, element 0 in the lowest nibble."""
         values = []
         for word in words:
             for i in range(8):

@@ -1,45 +1,53 @@
-"""The down-projection of a mixture of experts: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k])``, where
-pairs of a token and an expert whose ``alpha`` is zero cost nothing. For Hopper.
+"""Second GEMM of a mixture of experts, the down-projection, for Hopper.
 
-A call launches two kernels:
+``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``. Pairs of a token and an expert whose
+``alpha`` is zero are not computed. A call launches two kernels:
 
-1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``alpha`` for the tokens that are
-   routed to the expert, and lists them, in their order, with their factors. It rearranges these tokens' activations as
+1. Lists. A CTA for each expert and *token block*, up to 512 tokens, scans its column of ``alpha``, and lists the tokens
+   that are routed to the expert, in their order, with their factors. It rearranges these tokens' activations as
    ``kernels.common.fp4.activations`` describes, decoded if they are in FP4.
-2. GEMM. A unit of work is an expert, up to ``group`` of its tokens, and a slice of 64 rows of ``w``. A worker, a CTA,
-   processes all experts that any token of its tile is routed to; so each byte of a touched expert's weight is read
-   once.
+2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
+   ``w``. A CTA has the m tiles of all experts that any token of its token block is routed to, for one n tile. So each
+   byte of a touched expert's weight is read once for each token block.
 
-Roles in a CTA of the second kernel. 16 warps multiply, four on a unit, 16 rows each: four units at a time, in four
-slots. With up to eight tokens each warp multiplies by itself (mma.sync). The four warps of a wider unit are a
-warpgroup, whose wgmma reads the activations once for all of its rows, and not again for each warp. Each slot has a ring
-of stages, of 256 elements of k each, and a warp that fills it by copies alone: codes and scales of the weight, the
-activations of the unit's tokens, and where their sums are, with their factors. Where the sums leave too little shared
-memory, as in a tile of 512 tokens, a chunk is 128 elements (a fifth slower where both fit); or there are two slots, and
-two warps, or warpgroups, share the k of the same rows (for linear scales, whose boxes have 16 bytes of a row).
+A CTA of the second kernel has up to four *pipelines*, each with one producer warp and its own consumer warps. A
+pipeline computes one m tile at a time, so that a CTA computes up to four m tiles at once. Roles:
 
-A warp keeps a unit's sums in registers. At its end it adds the expert's bias, if there is one, multiplies by the
-factors, in fp32, and adds the products to the sums of the tokens in shared memory, (tokens, 64). Warps that have the
-same rows do that in the order of the units, each after the one before: sums are added up in the order of the experts,
-whatever else is computed.
+1. Producer warps fill stages by copies alone: codes and scales of the weight, the activations of the m tile's tokens,
+   and their pairs (offset of the accumulators, and factor).
+2. 16 consumer warps multiply, four on an m tile, 16 rows of ``w`` each. For up to eight tokens each warp issues its own
+   MMAs (mma.sync). For more tokens the four warps are a warpgroup; its wgmma reads the activations once for all 64
+   rows.
 
-A tile of scales has four blocks. Where a block has 32 elements and an expert's width is an odd multiple of 64, every
-second expert begins in the middle of a tile. A chunk then has up to one tile more, and lanes begin with the second half
-of its first.
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| pipeline | weight, activations, pairs | producer warp | consumer warps | 2 | 4 * k_warps | stages |
+| turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
-Workers. With one class of experts a worker has a slice. With ``classes`` of them, where an expert's class is its number
-modulo ``classes``, the pairs of a slice and a class are divided among as many workers as there are SMs, in equal
-contiguous portions: some classes of one slice, or of two consecutive ones. A worker begins with the second of these and
-writes its partial sums to the workspace for the next worker, which has the slice's last class; that one adds them up
-in the order of the classes, its own last. A worker hardly ever waits, and only for workers of lower
-numbers, whose CTAs have been started before.
+A k tile has 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, a k tile has 128
+elements (20 % slower where both fit); or there are two pipelines, and two warps, or warpgroups, share the k of the same
+rows (for linear scales, whose boxes have 16 bytes of a row).
 
-So a token's result depends on nothing but the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit
-for bit.
+A warp accumulates an m tile in registers. At the end of the expert's k it adds the expert's bias, multiplies by the
+factors, in fp32, and adds the products to the accumulators of the token block in shared memory, (tokens, 64). The warps
+with the same rows form a chain: they take turns in the order of the m tiles. So products are added in the order of the
+experts.
 
-Bytes moved: touched experts' weights and scales once for each tile of tokens; ``alpha`` once, or once for each worker
-if tokens are few; activations of a pair twice in memory, and once for each slice from L2; 8 bytes for each
-partial sum in the workspace.
+A scale tile has four blocks. If a block has 32 elements and an expert's width is an odd multiple of 64, every second
+expert begins in the middle of a scale tile. A k tile then has up to one more scale tile, and lanes begin with the
+second half of the first.
+
+Schedule: with one class of experts, a CTA has one n tile. With ``classes`` classes (an expert's class is its number
+modulo ``classes``), the pairs of an n tile and a class are divided among as many CTAs as SMs, in equal contiguous
+ranges: some classes of one n tile, or of two consecutive ones. A CTA begins with the second n tile and writes its
+partial sums to the workspace. The CTA with the n tile's last class adds them up in the order of the classes, its own
+last. A CTA waits rarely, and only for CTAs with lower numbers, which started before it.
+
+A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
+
+Bytes moved: weights and scales of touched experts once for each token block; ``alpha`` once, or once for each CTA if
+tokens are few; activations of a pair twice in memory, and once for each n tile from L2; 8 bytes for each partial sum in
+the workspace.
 """
 
 from typing import TYPE_CHECKING

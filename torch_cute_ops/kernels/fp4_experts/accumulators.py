@@ -1,7 +1,7 @@
-"""The sums of a tile of tokens and a slice of rows, in shared memory; and how they become results.
+"""Accumulators of a token block and an n tile in shared memory, and their way to the result.
 
-A worker that does not have all classes of a slice writes its partial sums to the workspace for the one that has the
-slice's last class; that one adds them up, and stores the result.
+A CTA without the last class of an n tile writes its partial sums to the workspace. The CTA with the last class adds
+them up and stores the result.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,20 @@ WARP = 32
 
 
 class Work(NamedTuple):
-    """A worker's share of the GEMM, and the operands.
+    """Work of a CTA, and the operands.
 
     Attributes:
         m, n: sizes of the result.
-        cta, num_ctas: the CTA among those of its tile of tokens; their number.
-        tile, first_token: the tile of tokens, and its first.
+        cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
+        tile, first_token: index of the token block, and its first token.
         experts: number of experts.
-        lists: what the other kernel has listed.
-        partial_sums: partial sums of workers, and their flags; ``None`` if there are none.
-        bias: the experts' biases (E, n), or ``None``.
-        out: the result.
-        n_tiles, begins, ends: the two slices of rows that the worker may have classes of, the one of higher number
-            first, since another worker waits for the other's sums; and which classes: those from ``begins`` to
-            ``ends``.
-        m_tiles, first_m_tiles: how many units the worker has, and how many of the first slice.
+        lists: lists of routed tokens, from the first kernel.
+        partial_sums: partial sums of CTAs, and their flags; or None.
+        bias: biases of the experts (E, n), or None.
+        out: result.
+        n_tiles: the CTA's two n tiles, the higher one first, because another CTA waits for its partial sums.
+        begins, ends: range of classes of each n tile.
+        m_tiles, first_m_tiles: number of m tiles of the CTA, and number of m tiles of its first n tile.
     """
 
     m: Int32
@@ -58,8 +57,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory: the stages of codes, scales, activations (``tokens``) and pairs; the sums of the tile; lists
-    of ``m_tiles``; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
+    """Shared memory.
+
+    Attributes:
+        codes, scales, activations, pairs: buffers of the stages.
+        acc: accumulators of the token block.
+        m_tiles: lists of m tiles.
+        pipeline: pipeline of all stages.
+        turns: mbarriers, one for each consumer warp: the warp may add to the accumulators.
+    """
 
     codes: cute.Pointer
     scales: cute.Pointer
@@ -72,31 +78,34 @@ class Smem:
 
 
 class Accumulators:
-    """The sums of one ``Config``: fp32, (tokens, 64), permuted by ``acc_offset``."""
+    """Accumulators of one ``Config``: float32, (tokens, 64), permuted by ``acc_offset``."""
 
     def __init__(self, config: Config):
         self.config = config
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def token_offset(self, token):
-        """Offset of a token's sums, in bytes. ``acc_offset`` permutes groups of eight rows by its low bits, so that
-        tokens are in different banks."""
+        """Return the offset of a token's accumulators in bytes. Its low bits permute groups of eight rows in
+        ``acc_offset``, so that tokens are in different banks."""
         return token * (TILE_N * 4) + token % ATOM_M * 32
 
     def acc_offset(self, token_offset, row):
-        """Offset of a row's sum, in bytes."""
+        """Return the offset of a row's accumulator in bytes."""
         return token_offset ^ (row * 4)
 
     @cute.jit
     def finish_n_tile(self, which: int, tid, work, smem):
-        """Write the partial sums of the worker's first or second slice (``part``) for the worker that has the slice's
-        last class; or add up those of others, and store the result."""
+        """Finish the CTA's first or second n tile (``which``).
+
+        If the CTA lacks the n tile's last class, write its partial sums. Otherwise add up the partial sums of other
+        CTAs, and store the result.
+        """
         c = self.config
         threads = c.consumer_warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         if const_expr(c.pdl and c.scans and which == 0):
-            # The kernel that lists tokens clears the flags; and it has to have ended before the next one starts.
-            # One wait serves both slices.
+            # Wait for the kernel that lists tokens, which clears the flags; it must end before the next kernel starts.
+            # One wait serves both n tiles.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (which == 1) | (work.ends[1] == 0) | (c.classes == 1):
@@ -111,11 +120,11 @@ class Accumulators:
                     self._add_partial_sums(work.n_tiles[which], tid, work, smem)
                 self._store_result(work.n_tiles[which], tid, work, smem)
             if const_expr(which == 0):
-                # The second slice's sums replace these.
+                # The second n tile's accumulators replace these.
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
-        """A worker's partial sums in the workspace, by four, and its flag."""
+        """Return a CTA's partial sums in the workspace, as vectors of four, and its flag."""
         sums, flags = work.partial_sums
         index = work.tile * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=TILE_N * 4)
@@ -123,7 +132,7 @@ class Accumulators:
 
     @cute.jit
     def _store_partial_sums(self, tid, work, smem):
-        """Write the sums to the workspace for another worker, and clear them."""
+        """Write the accumulators to the workspace for another CTA, and clear them."""
         c = self.config
         threads = c.consumer_warps * WARP
         here = as_vectors(smem.acc, c.acc_bytes)
@@ -138,10 +147,10 @@ class Accumulators:
 
     @cute.jit
     def _add_partial_sums(self, n_tile, tid, work, smem):
-        """Add other workers' partial sums of this slice, in the order of their classes; this worker's come last."""
+        """Add other CTAs' partial sums of this n tile, in the order of their classes, before this CTA's own."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
-        # The worker that has the slice's first class: portions are rounded down.
+        # CTA with the n tile's first class: the ranges of CTAs are rounded down.
         work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
         first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
         for cta in range(first, work.cta):
@@ -162,7 +171,7 @@ class Accumulators:
 
     @cute.jit
     def _store_result(self, n_tile, tid, work, smem):
-        """Round the sums, and store them."""
+        """Round the accumulators, and store them."""
         c = self.config
         for piece in range(tid, c.token_block * (TILE_N // 4), c.consumer_warps * WARP):
             token, row = piece // (TILE_N // 4), piece % (TILE_N // 4) * 4

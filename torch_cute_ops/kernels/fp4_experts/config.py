@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM over experts that skips pairs: no device code."""
+"""Configuration of the FP4 GEMM over experts that computes routed pairs only. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -18,57 +18,56 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, 
 from torch_cute_ops.runtime.arch import Arch
 
 TILE_N: Final = WGMMA_M
-"""Rows of the weight of a CTA: those of a warpgroup."""
+"""Rows of the weight of an n tile: the rows of a warpgroup."""
 N_WARPS: Final = TILE_N // 16
-"""Warps that share the rows of a unit, 16 rows each."""
+"""Number of warps that share the rows of an n tile, 16 rows each."""
 WIDTH_MULTIPLE: Final = 64
-"""What an expert's width is a multiple of: half a tile of MXFP4's scales, a whole one of NVFP4's."""
+"""Divisor of an expert's width: half a scale tile of MXFP4, a whole scale tile of NVFP4."""
 PRODUCER_WARPS: Final = 4
-"""Producer warps: one for each slot."""
+"""Number of producer warps: one for each pipeline, and whole warpgroups."""
 TILES_M: Final = (8, 16, 24, 32)
-"""Tokens of a unit."""
+"""Supported ``tile_m``: tokens of an m tile."""
 TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
-"""Tokens of a tile. A wider tile has fewer stages."""
+"""Supported token blocks, in tokens. A larger block has fewer stages."""
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
-"""Elements of k of a chunk, slots (units that a CTA works on at a time), and warps that share the k of 16 rows.
-``plan`` takes the first that fits."""
+"""(elements of a k tile, pipelines, warps that share the k of 16 rows). ``plan`` takes the first that fits."""
 CLASSES: Final = 8
-"""Classes of experts, by their number modulo this, by which work is divided."""
+"""Number of classes of experts by which work is divided. An expert's class is its number modulo this."""
 BARRIER_BYTES: Final = 512
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
-    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, E experts with
-    ``Config.width`` elements of k each, K elements in all; N is a multiple of 8.
+    """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
+    ``Config.width`` elements of k each. N is a multiple of 8.
 
     Attributes:
-        a, a_scale, b, b_scale: as ``FP4Operands`` describes them.
-        alpha: (M, E) float32, any strides; a pair whose factor is zero is not computed.
-        bias: (E, N) float32 or the result's dtype, added to an expert's sum before the factor; or ``None``.
+        a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
+        alpha: (M, E) float32, any strides; pairs with a factor of zero are not computed.
+        bias: (E, N) float32 or the result's dtype, added to an expert's accumulator before the factor; or None.
         out: (M, N), written.
-        workspace: ``Config.workspace_bytes``, uint8, written.
-        num_ctas: CTAs for each tile of tokens, ``Config.num_ctas``.
+        workspace: ``Config.workspace_bytes`` uint8, written.
+        num_ctas: int32, number of CTAs for each token block: ``Config.num_ctas``.
     """
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. N, M and the number of experts are not.
+    """Static properties of a kernel. N, M and the number of experts are not static.
 
     Attributes:
         operands: formats of the activations and of the weight.
         out_dtype: dtype of the result.
         width: elements of k of an expert.
         k_tile: elements of k of a stage.
-        tile_m: tokens of a unit.
-        token_block: tokens of a tile.
-        pipelines: units that a CTA works on at a time.
-        k_warps: warps that share the k of 16 rows of a unit.
-        stages: chunks in flight, of all slots.
-        classes: number of classes of experts. A CTA has some classes of one slice of rows, or of two slices. 1: each
-            CTA has a slice.
-        pdl: whether launches are programmatic dependent launches.
-        bias_dtype: dtype of the experts' biases; ``None``: there are none.
+        tile_m: tokens of an m tile.
+        token_block: tokens of a token block.
+        pipelines: number of m tiles that a CTA computes at a time.
+        k_warps: number of warps that share the k of 16 rows of an m tile.
+        stages: number of stages of all pipelines.
+        classes: number of classes of experts. With several, a CTA has some classes of one or two n tiles; with one, it
+            has all experts of one n tile.
+        pdl: True for programmatic dependent launches.
+        bias_dtype: dtype of the experts' biases, or None without biases.
     """
 
     operands: FP4Operands
@@ -86,94 +85,97 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA of the GEMM."""
+        """Number of threads of a CTA of the GEMM."""
         return 32 * (self.consumer_warps + PRODUCER_WARPS)
 
     @property
     def chain_warps(self) -> int:
-        """Warps that have the same rows, of all slots."""
+        """Number of warps with the same rows, over all pipelines."""
         return self.pipelines * self.k_warps
 
     @property
     def consumer_warps(self) -> int:
-        """Consumer warps."""
+        """Number of consumer warps."""
         return N_WARPS * self.chain_warps
 
     @property
     def by_warp(self) -> bool:
-        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
+        """True if warps issue the MMAs (mma.sync), False if warpgroups do (wgmma)."""
         return self.tile_m <= WARP_MMA_TILE_M
 
     @property
     def expert_k_tiles(self) -> int:
-        """Chunks of an expert."""
+        """Number of k tiles of an expert."""
         return -(-self.width // self.k_tile)
 
     @property
     def spread(self) -> bool:
-        """Whether every second expert begins in the middle of a tile of scales."""
+        """True if every second expert begins in the middle of a scale tile."""
         return self.width % (TILE_BLOCKS * self.operands.fmt.block_size) != 0
 
     @property
     def lists(self) -> TokenListLayout:
-        """The lists of tokens."""
+        """Layout of the lists of tokens."""
         return TokenListLayout(self.token_block, self.tile_m, self.expert_k_tiles, self.arranged.token_bytes)
 
     @property
     def scans(self) -> bool:
-        """Whether the CTAs of the GEMM scan the factors themselves, and so start to read weights before the lists are
-        there."""
+        """True if CTAs of the GEMM scan the factors themselves, and start to read weights before the lists exist."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of consumers, and of other warps."""
+        """Registers per thread: of consumer warps, and of other warps."""
         return 104, 56
 
     @property
     def arranged(self) -> ActivationLayout:
-        """How the activations are rearranged."""
+        """Layout of the rearranged activations."""
         return self.operands.arranged(by_warp=self.by_warp, k_tile=self.k_tile)
 
     @property
     def chunks(self) -> WeightTile:
-        """Chunks of the weight, one a stage."""
+        """Layout of a k tile of the weight, one for each stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, TILE_N, self.k_tile, self.spread)
 
     @property
     def stage_bytes(self) -> int:
-        """A chunk of both operands, and the pairs of the unit's tokens."""
+        """Bytes of a stage: a k tile of both operands, and the pairs of the m tile's tokens."""
         return self.chunks.size_bytes + self.tile_m * (self.arranged.token_bytes + PAIR_BYTES)
 
     @property
     def acc_bytes(self) -> int:
-        """Sums of a tile."""
+        """Bytes of the accumulators of a token block."""
         return self.token_block * TILE_N * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA of the GEMM."""
+        """Bytes of shared memory of a CTA of the GEMM."""
         return self.stages * self.stage_bytes + self.acc_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """CTAs that share the work on a tile: one per SM, unless a CTA would have parts of more than two slices."""
+        """Return the number of CTAs for each token block: one per SM, unless a CTA would have classes of more than
+        two n tiles."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
-        """Bytes of workspace: for each tile and expert the list of its tokens; and, if CTAs share slices, for each tile
-        and worker its partial sums, and a flag. Each of these parts is contiguous over all tiles."""
+        """Return the bytes of workspace.
+
+        It holds a list of tokens for each token block and expert. If CTAs share n tiles, it also holds partial sums and
+        a flag for each token block and CTA. Each kind is contiguous over all token blocks.
+        """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
+        """Reason that the kernel cannot run on ``arch``, or None."""
         reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
         return reason_width_unsupported(self.width) or reason
 
 
 def reason_width_unsupported(width: int) -> str | None:
-    """Why there is no kernel for experts of this width; ``None`` if there is."""
+    """Reason that no kernel supports experts of this width, or None."""
     if width % WIDTH_MULTIPLE:
         return f"an expert's width is {width}; it has to be a multiple of {WIDTH_MULTIPLE}"
     return None
@@ -191,8 +193,8 @@ def plan(
     pdl: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
-    """The configuration with the first of ``PIPELINE_SHAPES``, and then the most stages, that fits into an SM of
-    ``arch``; ``None`` if none does with two stages a slot."""
+    """Return the configuration with the first of ``PIPELINE_SHAPES``, and then the most stages, that fits into an SM
+    of ``arch``. Return None if none fits with two stages for each pipeline."""
     every = (
         (width, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code; the package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -29,15 +29,15 @@ WARP = 32
 
 
 class Consumer(NamedTuple):
-    """A thread of a consumer warp.
+    """Thread of a consumer warp.
 
     Attributes:
-        lane, quad: index in the warp, and among the four lanes that share a row.
-        row: the first of its two rows of the slice; the other is ``row + 8``.
-        leads: whether it arrives at barriers for its warp, 1 or 0.
-        chain_index: index of its warp among those that have the same rows.
-        pipeline, k_warp: which units it has, and which part of their k.
-        turn_chain: the barriers of the warps that have the same rows.
+        lane, quad: index in the warp, and index among the four lanes that share a row.
+        row: first of the lane's two rows of the n tile; the second is ``row + 8``.
+        leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
+        chain_index: index of the warp in its chain, the warps with the same rows.
+        pipeline, k_warp: pipeline of the warp, and index among the warps that share its k.
+        turn_chain: barriers of the chain.
     """
 
     lane: Int32
@@ -107,8 +107,8 @@ class FP4ExpertsKernel:
 
     @cute.kernel
     def list_kernel(self, a, a_scale, alpha, lists, partial_sums, m):
-        """List the tokens of a tile that are routed to an expert, in their order, with their factors, and rearrange
-        their activations."""
+        """List the tokens of a token block that are routed to an expert, with their factors, and rearrange their
+        activations."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, _ = cute.arch.block_idx()
@@ -167,12 +167,12 @@ class FP4ExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # Two arrivals fill a stage: for the weight, and for the lists' activations and pairs.
+            # Two arrivals fill a stage: one for the weight; one for the lists' activations and pairs.
             smem.pipeline.init(full=2, empty=N_WARPS * c.k_warps)
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        # Clear the accumulators, and the activations: an m tile with fewer tokens overwrites only some of its rows.
+        # Clear the accumulators and the activations: an m tile with fewer tokens overwrites only some of its rows.
         clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
             alpha,
@@ -217,7 +217,7 @@ class FP4ExpertsKernel:
         )
 
     def _classes_of_cta(self, cta, num_ctas, n) -> tuple[tuple, tuple, tuple]:
-        """The slices, begins and ends of a worker's ``Work``."""
+        """Return ``n_tiles``, ``begins`` and ``ends`` of a CTA's ``Work``."""
         c = self.config
         if c.classes == 1:
             return (cta, cta), (Int32(0), Int32(1)), (Int32(1), Int32(1))
@@ -229,12 +229,15 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Each slot has its own ring and its own producer warp, so that waits for stages are in order.
+    # Each pipeline has its own stages and its own producer warp, so that waits for stages are in order.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed; the first
-        ones before that, where it may (``unit_lists.MAX_SCANNED_TOKENS``)."""
+        """Fill the stages of a pipeline, as its producer warp.
+
+        If the CTA scans the factors itself, the first k tiles of the weight are copied before the first kernel has
+        ended.
+        """
         c = self.config
         depth = c.stages // c.pipelines
         first = pipeline * depth
@@ -248,7 +251,7 @@ class FP4ExpertsKernel:
                     loaded += 1
                 ahead += c.pipelines
             cute.arch.griddepcontrol_wait()
-        # With parity 1, a stage that was never used counts as free.
+        # Producers start with parity 1, so that unused stages count as empty.
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
         for m_tile in range(pipeline, work.m_tiles, c.pipelines):
@@ -262,11 +265,11 @@ class FP4ExpertsKernel:
                 stage, parity = next_stage(stage, parity, depth)
 
     def _n_tile_of(self, m_tile, work):
-        """The slice that a unit is of."""
+        """Return the n tile to which an m tile belongs."""
         return work.n_tiles[0] if self.config.classes == 1 else ptx.select(m_tile < work.first_m_tiles, *work.n_tiles)
 
     def _load_weight(self, index, m_tile, k_tile, stage, weight, work, smem) -> None:
-        """Start the copies of a chunk of the weight."""
+        """Start the copies of a k tile of the weight."""
         expert = smem.m_tiles.experts[index]
         blocks = self.config.width // self.config.operands.fmt.block_size
         self.ring.load(
@@ -282,7 +285,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _load_tokens(self, index, m_tile, k_tile, stage, work, smem):
-        """Start the copies of a chunk of a unit's activations, and of the unit's pairs."""
+        """Start the copies of a k tile of an m tile's activations, and of its pairs."""
         c = self.config
         m_tiles = smem.m_tiles
         position = (m_tile - m_tiles.begins[index]) * c.tile_m
@@ -303,9 +306,9 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """A consumer warp: 16 rows of every unit of a slot, and its part of their k."""
+        """Compute 16 rows of every m tile of a pipeline, as a consumer warp."""
         c = self.config
-        # The warps of a band share a scheduler of the SM, and are at different points of their units.
+        # The warps of a chain run on the same scheduler of the SM, at different points of their m tiles.
         chain_index, n_warp = warp // N_WARPS, warp % N_WARPS
         lane = tid % WARP
         consumer = Consumer(
@@ -334,12 +337,17 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume_m_tiles(self, begin, end, n_tile, state, consumer, work, smem):
-        """A slot's units of a slice. ``state``: the ring's stage and its parity, and the parity of the warp's turn.
-        Returns the next."""
+        """Compute a pipeline's m tiles of an n tile.
+
+        ``state`` is the stage, its parity, and the parity of the warp's turn.
+
+        Returns:
+            Next state.
+        """
         c = self.config
         depth = c.stages // c.pipelines
         first = consumer.pipeline * depth
-        # A tile of scales has 128 rows, those of two slices.
+        # A scale tile has 128 rows: two n tiles.
         scale_row = consumer.row if c.operands.layout.is_linear else consumer.row + n_tile % 2 * TILE_N
         acc = cute.make_rmem_tensor((c.tile_m // 2,), Float32)
         start = self.mma.start_of(smem.activations)
@@ -387,7 +395,7 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # After the warp with the same rows that has the part of k before, or the unit before
+            # Wait for the previous warp of the chain: it has the previous part of k, or the previous m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1
@@ -399,7 +407,8 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Add a chunk to the sums, with a part of each lane's codes; free the stage ``before``."""
+        """Add a k tile to the accumulator, and release the stage ``before``. A warp multiplies its part of each
+        lane's codes."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
@@ -411,10 +420,10 @@ class FP4ExpertsKernel:
             start, k_warp, c.k_warps, k_tile, stage, k_tile > 0, rows, consumer.lane, acc, smem, on_done, phase
         )
 
-    # Sums
+    # Accumulators
 
     def _bias(self, expert, n_tile, consumer, work) -> list:
-        """An expert's bias of the two rows of a lane. Of the warps that share the k of a unit the first adds it."""
+        """Return an expert's bias of the two rows of a lane. Only the first of the warps that share the k adds it."""
         n = n_tile * TILE_N + consumer.row
         return [
             load_terms(work.bias, expert, n, 8 * r, 1, (n + 8 * r < work.n) & (consumer.k_warp == 0))[0]
@@ -422,8 +431,7 @@ class FP4ExpertsKernel:
         ]
 
     def _pairs(self, stage, consumer, smem) -> tuple[list, list]:
-        """Offsets of the sums of a lane's tokens of a unit, two of each eight, negative where there is no token; and
-        their factors."""
+        """Return the accumulator offsets of a lane's tokens, negative where no token exists, and their factors."""
         c = self.config
         offsets, factors = [], []
         for group in range(c.tile_m // ATOM_M):
@@ -436,12 +444,12 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _add_to_token_block(self, acc, offsets, factors, bias, consumer, smem):
-        """Add a unit's sums, with the bias of the two rows, times the factors, to those of the tile."""
+        """Add a work tile, with the bias of the two rows, times the factors, to the accumulators of the token block."""
         c = self.config
         scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
         positions = [(i, r) for i in range(c.tile_m // 4) for r in range(2)]
         at = [smem.acc + self.accumulators.acc_offset(offsets[i], consumer.row + 8 * r) for i, r in positions]
-        # All are loaded before the first is stored.
+        # Load all accumulators before the first store.
         sums_before = [
             ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, positions, strict=True)
         ]

@@ -1,42 +1,48 @@
-"""The first GEMM of a mixture of experts, with its gate: for Hopper.
+"""First GEMM of a mixture of experts, with its gate, for Hopper.
 
-``y[m, e · I + i] = swiglu(alpha · Σ_k a[m, k] · w[e, i, k] + bias, the same of w[e, I + i, k])``, in 16 bits or
-quantised to FP4, of pairs of a token and an expert whose ``routing`` is not zero; others cost nothing, and nothing is
-written of them. What it writes is what ``kernels.fp4_experts`` reads.
+``y[m, e · I + i] = swiglu(g, u)`` with ``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``, and ``u`` likewise with ``w[e,
+I + i, k]``, in 16 bits or quantised to FP4. Pairs of a token and an expert whose ``routing`` is zero are not computed,
+and nothing is written for them. ``kernels.fp4_experts`` reads the output. A call launches two kernels:
 
-A call launches two kernels:
-
-1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``routing`` for the tokens that are
-   routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
+1. Lists. A CTA for each expert and *token block*, up to 512 tokens, scans its column of ``routing``, and lists the
+   tokens that are routed to the expert, in their order. All CTAs together rearrange the activations of each token once,
    as ``kernels.common.fp4.activations`` describes, decoded if they are in FP4. For few tokens there are no lists, and
-   so few CTAs that those of the second kernel run beside them.
-2. GEMM. A unit of work is an expert and up to ``tile_m`` of its tokens; a task is a unit and a slice of ``tile_n`` rows
-   of its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal
-   shares
-   of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are
-   computed at the same time, by neighbours. In ``Config.split_k`` of k, shares are those of parts: of a task that
-   workers share, each has a run of its parts, and leaves the sums so far in the workspace for the one with the next
-   run. A worker begins with the first parts of a task, and ends with the last parts of another.
+   so few CTAs that they run together with the CTAs of the second kernel.
+2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n`` rows of
+   its weight: half of them gate, half the same columns of up. CTAs share all work tiles equally: work tiles differ only
+   in their number of tokens. N tiles that share scale tiles are computed at the same time, by neighbouring CTAs
+   (*siblings*).
 
-Roles in a CTA of the second kernel. 16 warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has
-both sums of a column; and every ``pipelines``-th chunk of 256 elements of k: the whole CTA works on one task. With up
-to eight tokens each warp multiplies by itself (mma.sync), else as one of a warpgroup (wgmma). Each slot has a ring of
-stages, and a warp that fills it, which goes on with the next task: with codes and scales by TMA and bulk copies, and
-with the rows of the unit's tokens, for warps in bulk, for warpgroups by ``cp.async``, each to its place in the swizzled
-operand. It waits for the latter, of a chunk or two before, fences them, and hands them over; of all chunks, if there is
-no stage to fill.
+Split-K: with ``split_k`` parts of k, CTAs share the parts equally. If several CTAs share a work tile, each has
+consecutive parts, and leaves its partial sums in the workspace for the CTA with the next parts. A CTA begins with the
+first parts of one work tile, and ends with the last parts of another.
 
-A warp keeps the sums of a part of k in registers. At its end the warps with the same rows add them up, in the order of
-their slots, to those of the parts before: each leaves the total for the one after it, and goes on. The last one
-multiplies by ``alpha``, adds the bias, and applies SwiGLU; its threads exchange the results through shared memory,
+Roles in a CTA of the second kernel, which computes one work tile at a time:
+
+1. Each of the *pipelines* has a producer warp. Pipeline p has every ``pipelines``-th k tile (256 elements) from p on.
+   The producer copies codes and scales by TMA and bulk copies, and the rows of the m tile's tokens: in bulk for
+   mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. It waits for the ``cp.async`` copies of
+   a k tile one or two k tiles later, fences them, and arrives. If no stage is empty, it does so at once for all k
+   tiles.
+2. 16 consumer warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has both values of a column,
+   and the k tiles of one pipeline. For up to eight tokens each warp issues its own MMAs (mma.sync), otherwise as one of
+   a warpgroup (wgmma).
+
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| pipeline | gate, up, activations | producer warp | consumer warps | 3 | n_warps | stages |
+| turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | 16 |
+
+A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of their pipelines:
+each adds its accumulator to the sum of the earlier warps and earlier parts, and leaves the sum for the next. The last
+warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the results through shared memory,
 quantise whole blocks, and store them.
 
-So a token's result depends on nothing but the tactic and its own row of ``a``, bit for bit.
+A token's result depends only on the tactic and its own row of ``a``, bit for bit.
 
-Bytes moved: touched experts' weights and scales once for each ``tile_m`` of tokens, from L2 after the first;
-``routing`` once, or once for each worker if tokens are few; activations of a token twice in memory, and those of a pair
-once for each slice from L2. A tile of scales (128 rows) is copied for each slice that has some of its rows, from L2
-after the first.
+Bytes moved: weights and scales of touched experts once for each m tile, from L2 after the first; ``routing`` once, or
+once for each CTA if tokens are few; activations of a token twice in memory, and activations of a pair once for each n
+tile from L2. A scale tile (128 rows) is copied for each n tile with some of its rows, from L2 after the first.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Configuration of the gated FP4 GEMM over experts: no device code."""
+"""Configuration of the gated FP4 GEMM over experts. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, 
 from torch_cute_ops.runtime.arch import Arch
 
 CONSUMER_WARPS: Final = 16
-"""Consumer warps."""
+"""Number of consumer warps."""
 TILES_N: Final = (32, 64, 128, 256)
-"""Rows of the weight of a slice: half of them are of the gate, half of up."""
+"""Supported ``tile_n``: rows of the weight of an n tile, half gate, half up."""
 SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
-"""Parts of k that a worker may have of a task, by rows."""
+"""Supported ``split_k``, keyed by ``tile_n``."""
 TILES_M: Final = (8, 16, 24, 32)
-"""Tokens of a unit."""
+"""Supported ``tile_m``: tokens of an m tile."""
 TOKEN_BLOCKS: Final = (32, 64, 128, 256, 512)
-"""Tokens of a tile, of which there are lists."""
+"""Supported token blocks, in tokens."""
 PIECES_PER_THREAD: Final = 2
-"""Pieces of activations that a thread rearranges, about."""
+"""Number of pieces of activations that a thread rearranges, about."""
 MAX_LIST_CTAS: Final = 64
-"""Most CTAs for each expert that rearrange activations."""
+"""Largest number of CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
 MAX_TWO_ACC_TILE_M: Final = 24
-"""Most tokens of a unit whose sums fit into registers twice."""
+"""Largest ``tile_m`` whose accumulators fit into registers twice."""
 TOKEN_GAP_BYTES: Final = 64
-"""Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
+"""Bytes between the tokens of a stage for mma.sync, against bank conflicts."""
 
 
 class Arguments(
@@ -40,38 +40,39 @@ class Arguments(
         "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
     )
 ):
-    """The run-time arguments, in order. Sizes: M rows of activations, H elements of k, E experts with I columns each.
+    """Run-time arguments, in order, for M rows of activations, H elements of k, and E experts with I columns each.
 
     Attributes:
-        a, a_scale: as ``FP4Operands`` describes them.
-        b: (E, 2 · I, H / 2) codes, contiguous: of each expert the rows of the gate, then those of up.
-        b_scale: their scales: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
-        routing: (M, E) float32, any strides; a pair where it is zero is not computed.
-        alpha: float32 factors of the sums: (E,), or (E, 2) for gate and up; or ``None``.
-        bias: (E, 2 · I) float32 or 16 bits, added to a sum behind its factor; or ``None``.
-        global_scale: float32, (1,) or (E,), the encode scale of the result; or ``None``.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of the general gate, +inf for no limit; or ``None``.
+        a, a_scale: activations, as ``FP4Operands`` describes them.
+        b: (E, 2 · I, H / 2) codes, contiguous: for each expert the rows of the gate, then the rows of up.
+        b_scale: scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
+        routing: (M, E) float32, any strides; pairs with zero are not computed.
+        alpha: float32 factors: (E,), or (E, 2) for gate and up; or None.
+        bias: (E, 2 · I) float32 or 16 bits, added after the factor; or None.
+        global_scale: float32, (1,) or (E,), encode scale of the result; or None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the general gate, +inf for no limit; or None.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written where a token is routed.
-        scale: block scales of the codes, written there too; padding is zero. ``None`` for 16 bits.
-        workspace: ``Config.workspace_bytes``, uint8, written.
-        num_ctas: CTAs for each tile of tokens.
+        scale: block scales of the codes, written where a token is routed, with padding of zeros; None for 16 bits.
+        workspace: ``Config.workspace_bytes`` uint8, written.
+        num_ctas: int32, number of CTAs for each token block.
     """
 
 
 @dataclass(frozen=True)
 class GatedEpilogue:
-    """What becomes of an expert's sums.
+    """Epilogue of a work tile.
 
-    ``g = gate · alpha + bias``, ``u`` likewise, each operation rounded to fp32; then SwiGLU in fp32; and a rounding to
-    16 bits, or the quantisation of blocks.
+    ``g = gate · alpha + bias``, and ``u`` likewise, each operation rounded to fp32; then SwiGLU in fp32; then rounding
+    to 16 bits, or quantisation of blocks.
 
     Attributes:
-        out: dtype of the result, or the format of its codes.
-        out_layout: layout of the block scales; ``None`` for 16 bits.
-        alpha: factors: one for an expert, or one for its gate and one for up; ``None``: there are none.
-        bias_dtype: dtype of the biases; ``None``: there are none.
-        global_scale: of the result: one, or one for each expert; ``None``: there is none.
-        swiglu: whether the gate is the general one, with ``swiglu_alpha`` and the rest, and not ``silu``.
+        out: dtype of the result, or format of its codes.
+        out_layout: layout of the block scales, or None for 16 bits.
+        alpha: factors: one for each expert, or one for gate and one for up of each expert; or None.
+        bias_dtype: dtype of the biases, or None without biases.
+        global_scale: scale of the result: one, or one for each expert; or None.
+        swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``; False for
+            ``silu``.
     """
 
     out: torch.dtype | FP4Format
@@ -83,11 +84,11 @@ class GatedEpilogue:
 
     @property
     def block(self) -> int:
-        """Columns that are stored together."""
+        """Number of columns that are stored together."""
         return self.out.block_size if isinstance(self.out, FP4Format) else 8
 
     def reason_unsupported(self) -> str | None:
-        """Why sums are not finished so; ``None`` if they are."""
+        """Reason that the epilogue is not supported, or None."""
         is_fp4 = isinstance(self.out, FP4Format)
         if is_fp4 == (self.out_layout is None):
             return f"a result in {self.out} with scales in {self.out_layout}: codes have scales, others none"
@@ -98,19 +99,19 @@ class GatedEpilogue:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. I, M and the number of experts are not.
+    """Static properties of a kernel. I, M and the number of experts are not static.
 
     Attributes:
         operands: formats of the activations and of the weight.
-        epilogue: what becomes of the sums.
+        epilogue: epilogue of a work tile.
         width: elements of k.
-        tile_n: rows of the weight of a slice.
-        tile_m: tokens of a unit.
-        split_k: parts of k; a task is divided between workers, if at all, between as many as it has parts at the most.
-            Sums are added up part by part, whoever has them.
-        token_block: tokens of a tile.
-        stages: chunks in flight, of all slots.
-        pdl: whether launches are programmatic dependent launches.
+        tile_n: rows of the weight of an n tile.
+        tile_m: tokens of an m tile.
+        split_k: number of parts of k. At most as many CTAs share a work tile. Accumulators are added up part by part,
+            whichever CTA has them.
+        token_block: tokens of a token block.
+        stages: number of stages of all pipelines.
+        pdl: True for programmatic dependent launches.
     """
 
     operands: FP4Operands
@@ -125,63 +126,63 @@ class Config:
 
     @property
     def out_columns(self) -> int:
-        """Columns of the result of a slice."""
+        """Columns of the result of an n tile."""
         return self.tile_n // 2
 
     @property
     def n_warps(self) -> int:
-        """Warps that share the rows of a slice: each has 8 of the gate, and 8 of up."""
+        """Number of warps that share the rows of an n tile. Each has 8 rows of the gate, and 8 of up."""
         return self.tile_n // 16
 
     @property
     def pipelines(self) -> int:
-        """Warps that share the k of the same rows, each with a ring and a producer warp of its own."""
+        """Number of warps that share the k of the same rows. Each has its own stages and producer warp."""
         return CONSUMER_WARPS // self.n_warps
 
     @property
     def producer_warps(self) -> int:
-        """Producer warps, in whole warpgroups."""
+        """Number of producer warps, in whole warpgroups."""
         return -(-self.pipelines // 4) * 4
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA of the GEMM."""
+        """Number of threads of a CTA of the GEMM."""
         return 32 * (CONSUMER_WARPS + self.producer_warps)
 
     @property
     def epilogue_threads(self) -> int:
-        """Threads that finish a unit."""
+        """Number of threads that run the epilogue of a work tile."""
         return 32 * self.n_warps
 
     @property
     def by_warp(self) -> bool:
-        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
+        """True if warps issue the MMAs (mma.sync), False if warpgroups do (wgmma)."""
         return self.tile_m <= WARP_MMA_TILE_M
 
     @property
     def k_tiles(self) -> int:
-        """Chunks of k."""
+        """Number of k tiles."""
         return -(-self.width // K_TILE)
 
     @property
     def scans(self) -> bool:
-        """Whether the CTAs of the GEMM scan the routing themselves: then there are no lists, and they start to read
+        """True if CTAs of the GEMM scan the routing themselves. Then there are no lists, and they start to read
         weights while the activations are rearranged."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of consumers, and of other warps."""
+        """Registers per thread: of consumer warps, and of other warps."""
         return (104, 56) if self.producer_warps == 4 else (96, 48)
 
     @property
     def arranged(self) -> ActivationLayout:
-        """How the activations are rearranged."""
+        """Layout of the rearranged activations."""
         return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
 
     @property
     def lists(self) -> TokenListLayout:
-        """The lists of tokens, if there are any."""
+        """Layout of the lists of tokens, if needed."""
         return TokenListLayout(self.token_block, self.tile_m, 0, self.arranged.token_bytes)
 
     @property
@@ -191,67 +192,73 @@ class Config:
 
     @property
     def lag(self) -> int:
-        """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (Before it
-        waits for a stage it hands over all of them.)"""
+        """Number of k tiles that a producer warp starts before it waits for the activations of an earlier one, for
+        wgmma. Before it waits for an empty stage, it waits for the activations of all k tiles."""
         return max(1, self.stages // self.pipelines - 2)
 
     @property
     def chunks(self) -> WeightTile:
-        """Chunks of the gate's rows, or of up's: two for each stage."""
+        """Layout of a k tile of the gate's rows, or of up's: two for each stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
     def stage_bytes(self) -> int:
-        """A chunk of both operands."""
+        """Bytes of a stage: a k tile of both operands."""
         return 2 * self.chunks.size_bytes + self.tile_m * self.token_pitch
 
     @property
     def acc_bytes(self) -> int:
-        """Sums of a unit."""
+        """Bytes of the accumulators of a work tile."""
         return self.tile_m * self.tile_n * 4
 
     @property
     def smem_acc_bytes(self) -> int:
-        """Sums of a unit that warps leave for others with the same rows."""
+        """Bytes of the accumulators that a warp leaves in shared memory for the next warp of its chain."""
         return self.acc_bytes if self.pipelines > 1 else 0
 
     @property
     def value_pitch(self) -> int:
-        """Elements from a token's results to the next token's: four more than it has, to avoid bank conflicts."""
+        """Elements from a token's results to the next token's: four more than a token has, against bank conflicts."""
         return self.out_columns + 4
 
     @property
     def value_bytes(self) -> int:
-        """Results of a unit."""
+        """Bytes of the results of a work tile."""
         return self.tile_m * self.value_pitch * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA of the GEMM."""
+        """Bytes of shared memory of a CTA of the GEMM."""
         return (
             self.stages * self.stage_bytes + self.smem_acc_bytes + self.value_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
         )
 
     @property
     def partial_sum_bytes(self) -> int:
-        """What a worker leaves for another one: a unit's sums, and a flag for each warp that has some of them."""
+        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and a flag for each warp with the
+        same k."""
         return self.acc_bytes + 4 * self.n_warps if self.split_k > 1 else 0
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
-        """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens, if there are
-        lists; and for each tile what ``num_ctas`` leave. Its parts are each contiguous over all tiles."""
+        """Return the bytes of workspace.
+
+        It holds the rearranged activations; a list of tokens for each token block and expert, if needed; and partial
+        sums for each token block and CTA. Each kind is contiguous over all token blocks.
+        """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes
         return arranged + -(-m // self.token_block) * (lists + num_ctas * self.partial_sum_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
+        """Reason that the kernel cannot run on ``arch``, or None."""
         if not self.by_warp and self.tile_n < WGMMA_M:
-            return f"{self.tile_m} tokens are multiplied by warpgroups, which take {WGMMA_M} rows; not {self.tile_n}"
+            return (
+                f"tile_n is {self.tile_n}; with tile_m {self.tile_m}, which needs wgmma, it has to be {WGMMA_M} or more"
+            )
         if self.pipelines == 1 and self.split_k > 1 and self.tile_m > MAX_TWO_ACC_TILE_M:
-            return f"warps have no registers for the sums of two parts of {self.tile_m} tokens"
+            return f"tile_m is {self.tile_m}; with one pipeline and split_k it has to be at most {MAX_TWO_ACC_TILE_M}"
         if self.out_columns % self.epilogue.block:
-            return f"a slice has {self.out_columns} columns, but blocks of the result have {self.epilogue.block}"
+            return f"an n tile has {self.out_columns} columns of the result, not whole blocks of {self.epilogue.block}"
         reason = self.epilogue.reason_unsupported()
         return reason or self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
 
@@ -268,8 +275,8 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``, up to six for each slot; ``None`` if not
-    even two do."""
+    """Return the configuration with the most stages that fits into an SM of ``arch``, at most six for each pipeline.
+    Return None if two do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
     sizes, every = (width, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
     return first_fit((Config(operands, epilogue, *sizes, stages, pdl) for stages in every), arch)

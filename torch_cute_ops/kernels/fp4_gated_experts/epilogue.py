@@ -1,7 +1,7 @@
-"""From the sums of a unit to results: what the last of the warps that share its k do.
+"""Epilogue of a work tile, for the last of the warps that share its k.
 
-A lane has the sums of one column, of the gate and of up, and of two tokens of each eight. Results go through shared
-memory, fp32 (tokens, columns) of the slice, to threads that each store one block: codes and scale, or 16 bytes.
+A lane has the accumulators of one column, gate and up, and of two tokens of each eight. Results go through shared
+memory, float32 (tokens, columns), to threads that each store one block: codes and scale, or 16 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ WARP = 32
 
 
 class Outputs(NamedTuple):
-    """The tensors of ``Arguments`` that sums are finished with, and go to; ``gate`` are the parameters of the general
-    gate, or ``None``."""
+    """Tensors of ``Arguments`` that the epilogue reads and writes; ``gate`` holds the parameters of the general
+    gate, or None."""
 
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
@@ -33,12 +33,12 @@ class Outputs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What is loaded for a unit before its sums are there.
+    """Terms that are loaded before the accumulators of a work tile are complete.
 
     Attributes:
-        alpha: factors of the sums of gate and up; ``None``: there are none.
-        bias: their addends; ``None``: there are none.
-        global_scale: encode scale; ``None``: there is none.
+        alpha: factors of gate and up, or None.
+        bias: biases of gate and up, or None.
+        global_scale: encode scale, or None.
     """
 
     alpha: list | None
@@ -47,14 +47,14 @@ class Terms(NamedTuple):
 
 
 class GatedEpilogueOps:
-    """The finish of one ``Config``."""
+    """Device code of the epilogue of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config, self.epilogue = config, config.epilogue
         self.is_fp4 = isinstance(self.epilogue.out, FP4Format)
 
     def arguments(self, m: Dim, experts: Dim, n: Dim) -> dict[str, Any]:
-        """The arguments that this reads or writes; the bias has ``n`` columns."""
+        """Return the arguments that the epilogue reads or writes. The bias has ``n`` columns."""
         f = self.epilogue
         factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
         scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
@@ -79,8 +79,10 @@ class GatedEpilogueOps:
         }
 
     def terms(self, expert, first_column, work, consumer) -> Terms:
-        """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, in warps that
-        finish tasks."""
+        """Load the terms of a lane's column of an n tile, in the warps that run the epilogue.
+
+        ``first_column`` is the first column of the n tile in the expert.
+        """
         f, outputs, is_last = self.epilogue, work.outputs, consumer.is_last
         column = first_column + consumer.column
         alpha = bias = scale = None
@@ -97,7 +99,7 @@ class GatedEpilogueOps:
         return Terms(alpha, bias, scale)
 
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
-        """A result of two sums."""
+        """Return a result from accumulators of gate and up."""
         operands = self.config.operands
         scale = acc_scale(operands.fmt, operands.decodes_both)
         values = []
@@ -112,17 +114,16 @@ class GatedEpilogueOps:
 
     @cute.jit
     def store_work_tile(self, acc, token_id, terms, first_column, consumer, values, outputs):
-        """Store the results of a unit.
+        """Store the results of a work tile.
 
         Args:
-            acc: of a lane, four for each eight tokens: two of the gate, two of up.
-            token_id: row of the lane's token of the unit, the lane's number being the token's; negative where there is
-                none.
-            terms: what ``terms`` has loaded.
-            first_column: the slice's first column of the result, of all experts.
-            consumer: one of the ``Config.epilogue_threads`` threads that come here.
-            values: shared memory for ``Config.value_bytes``.
-            outputs: the tensors.
+            acc: accumulators of a lane, four for each eight tokens: two of the gate, two of up.
+            token_id: row of the token whose index in the m tile is the lane's number; negative if it does not exist.
+            terms: terms from ``terms``.
+            first_column: first column of the n tile in the result, over all experts.
+            consumer: one of the ``Config.epilogue_threads`` threads, all of which call it.
+            values: shared memory of ``Config.value_bytes``.
+            outputs: tensors.
         """
         c = self.config
         lane, tid = consumer.lane, consumer.n_warp * WARP + consumer.lane
@@ -147,7 +148,7 @@ class GatedEpilogueOps:
                 self._store_codes(numbers, token, at, terms.global_scale, outputs)
             else:
                 self._store(pack(numbers, DSL_DTYPES[self.epilogue.out]), token, at, outputs.y)
-        # Before the next unit's results replace these
+        # The next work tile's results replace these.
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
 
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
@@ -155,7 +156,7 @@ class GatedEpilogueOps:
         return cute.make_tensor(at, cute.make_layout(count))
 
     def _store(self, words: list, token, column, y) -> None:
-        """Store words of 16-bit numbers, or of codes, whose first is at ``column`` in elements of ``y``."""
+        """Store words of 16-bit values, or of codes; ``column`` is the first, in elements of ``y``."""
         size = 4 * len(words) // (y.element_type.width // 8)
         to = y.iterator + cute.assume(Int64(token) * y.shape[1] + column, divby=size)
         store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))
@@ -172,10 +173,10 @@ class GatedEpilogueOps:
 
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
-        """Zero the padding of the scales: of ``threads`` threads in all this is number ``thread``."""
+        """Zero the padding of the scales, with ``threads`` threads, of which this is number ``thread``."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
-        # Of the last tiles' words, in the order of memory, those of rows that do not exist
+        # Of the last tiles' words, in the order of memory, clear the words of rows that do not exist.
         rows = layout.tile_rows
         existing = m % rows
         words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)
@@ -192,11 +193,11 @@ class GatedEpilogueOps:
                     store_byte(cute.make_tensor(self._scale_at(row, blocks + i, outputs), cute.make_layout(1)), 0)
 
     def _blocks(self, outputs):
-        """Blocks of a row of the result."""
+        """Return the number of blocks of a row of the result."""
         return outputs.y.shape[1] * 2 // self.epilogue.block
 
     def _scale_at(self, row, block, outputs, divby: int = 1) -> cute.Pointer:
-        """Where the scale of a block lies, as a byte."""
+        """Return the address of a block's scale, as a byte."""
         layout = self.epilogue.out_layout
         place = layout.row_offset(Uint64(row), self._blocks(outputs)) + Uint64(layout.block_offset(Uint32(block)))
         return cute.recast_ptr(outputs.scale.iterator, dtype=Uint8) + cute.assume(place, divby=divby)

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code; the package's docstring describes the roles and the data path."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,20 +34,20 @@ WARP = 32
 
 
 class Work(NamedTuple):
-    """A worker's share of the GEMM, and the operands.
+    """Work of a CTA, and the operands.
 
     Attributes:
-        m, n: rows of the activations, and of the weight.
-        cta, num_ctas: the CTA among those of its tile of tokens; their number.
-        siblings: neighbours that have the slices of the same tiles of scales.
-        tile: the tile of tokens.
-        experts, width: number of experts, and columns of the result of one.
-        routing: which pairs are computed.
-        lists: what the other kernel has listed.
-        outputs: what sums are finished with, and go to.
-        n_tiles: slices of an expert.
-        partial_sums: what workers leave for others: sums, and flags; ``None`` with one part of k.
-        begin, end: its share of the parts of all its siblings' tasks.
+        m, n: rows of the activations, and rows of the weight.
+        cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
+        siblings: number of neighbouring CTAs whose n tiles share scale tiles.
+        tile: index of the token block.
+        experts, width: number of experts, and columns of an expert in the result.
+        routing: (M, E), nonzero for routed pairs.
+        lists: lists of routed tokens, from the first kernel.
+        outputs: tensors of the epilogue.
+        n_tiles: number of n tiles of an expert.
+        partial_sums: partial sums of CTAs, and flags; None without ``split_k``.
+        begin, end: range of parts of k of the CTA and its siblings, over all work tiles.
     """
 
     m: Int32
@@ -69,9 +69,17 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory: the stages of codes and scales, of the gate and of up in turn, and of activations (``tokens``);
-    sums of a unit, and its results (``values``); the lists of ``m_tiles``; and barriers, of which a stage's are full,
-    or free, and a warp's says that it may add its sums."""
+    """Shared memory.
+
+    Attributes:
+        codes, scales: weight of the stages, gate and up in turn.
+        activations: activations of the stages.
+        acc: accumulators of a work tile.
+        values: results of a work tile.
+        m_tiles: lists of m tiles.
+        pipeline: pipeline of all stages.
+        turns: mbarriers, one for each consumer warp: the warp may add its accumulator.
+    """
 
     codes: cute.Pointer
     activations: cute.Pointer
@@ -84,8 +92,7 @@ class Smem:
 
 
 class WorkTile(NamedTuple):
-    """A task of a worker: its unit and its slice; the first of its parts of k that the worker has, and the one behind
-    the last."""
+    """Unit of scheduling: an m tile, an n tile, and the CTA's parts of k, from ``k_begin`` up to ``k_end``."""
 
     m_tile: Int32
     n_tile: Int32
@@ -94,14 +101,14 @@ class WorkTile(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A thread of a consumer warp.
+    """Thread of a consumer warp.
 
     Attributes:
         lane: index in the warp.
-        leads: whether it arrives at barriers for its warp, 1 or 0.
-        pipeline, n_warp: which chunks, and which rows its warp has.
-        column: its column of the slice.
-        is_last: whether its warp is the last of those that have the same rows, which finishes tasks.
+        leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
+        pipeline, n_warp: pipeline of the warp, and index among the warps that share the rows of an n tile.
+        column: column of the lane in the n tile.
+        is_last: True if the warp is the last of its chain, which runs the epilogue.
     """
 
     lane: Int32
@@ -205,7 +212,7 @@ class FP4GatedExpertsKernel:
         )
 
     def _weight_maps(self, b, b_scale) -> tuple:
-        """The tensor maps of the weight, whose experts' rows follow each other."""
+        """Return the tensor maps of the weight. The experts' rows follow each other."""
         experts, rows, half = b.shape
         b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
         if self.config.operands.layout.is_linear:
@@ -218,8 +225,8 @@ class FP4GatedExpertsKernel:
 
     @cute.kernel
     def list_kernel(self, a, a_scale, routing, lists, partial_sums):
-        """List the tokens of a tile that are routed to an expert, in their order; rearrange the activations, and zero
-        the flags of what workers leave."""
+        """List the tokens of a token block that are routed to an expert, rearrange the activations, and clear the
+        flags."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, list_cta = cute.arch.block_idx()
@@ -241,11 +248,11 @@ class FP4GatedExpertsKernel:
             self.activations.store_row(words, piece, self._row_at(lists.activations, token, k_tile))
         if const_expr(not c.scans):
             first_token = tile * c.token_block
-            # Every part of an expert stores the same.
+            # Several CTAs of an expert store the same list.
             self.lister.list_tokens(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
 
     def _row_at(self, arranged, token, k_tile) -> cute.Pointer:
-        """Where the workspace has a chunk of a token."""
+        """Return the address of a k tile of a token in the workspace."""
         at = Int64(token) * self.config.k_tiles + k_tile
         return arranged.iterator + cute.assume(at * self.lister.token_bytes, divby=self.lister.token_bytes)
 
@@ -280,12 +287,12 @@ class FP4GatedExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # Three arrivals fill a stage: for the gate's weight rows, for up's, and for the activations.
+            # Three arrivals fill a stage: one for the gate's weight, one for up's, one for the activations.
             smem.pipeline.init(full=3, empty=c.n_warps)
             for i in range_constexpr(CONSUMER_WARPS):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
                 if const_expr(c.pipelines > 1 and i % c.pipelines == 0):
-                    # Before the first sums there are none.
+                    # The first warp of a chain does not wait for its first turn.
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
         # An m tile with fewer tokens overwrites only some rows of the activations.
@@ -303,7 +310,8 @@ class FP4GatedExpertsKernel:
             smem.m_tiles,
             waits=c.pdl and not c.scans,
         )
-        # Lower workers have later shares: what a worker waits for, one before it has.
+        # Of a shared work tile, the lower CTA has the earlier parts of k, and computes them first. So a CTA waits only
+        # for lower CTAs.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -317,7 +325,7 @@ class FP4GatedExpertsKernel:
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-                # While the first chunks are on their way. The kernels before the other one have ended.
+                # Clear padding while the first k tiles are in flight. The kernels before the first kernel have ended.
                 _, tiles, _ = cute.arch.grid_dim()
                 threads, grid_cta = Int32(CONSUMER_WARPS * WARP), tile * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, tiles * num_ctas * threads)
@@ -343,10 +351,10 @@ class FP4GatedExpertsKernel:
             turns=barriers + 2 * c.stages,
         )
 
-    # A task is a unit and a slice of its expert's rows. Slot s has chunks s, s + slots, ... of every task.
+    # Pipeline p has k tiles p, p + pipelines, ... of every work tile.
 
     def _work_tiles(self, work) -> tuple:
-        """The first task of a worker and the one behind its last, for ``_work_tile``."""
+        """Return the range of indices of the CTA's work tiles, for ``_work_tile``."""
         split_k = self.config.split_k
         return work.begin // split_k, ptx.select(work.begin < work.end, (work.end + split_k - 1) // split_k, Int32(0))
 
@@ -362,15 +370,19 @@ class FP4GatedExpertsKernel:
         return WorkTile(m_tile, n_tile, first, last)
 
     def _k_tiles(self, first, last, pipeline) -> tuple:
-        """A slot's first chunk of the parts from ``first`` to ``last``, and where they end."""
+        """Return a pipeline's first k tile of the parts of k from ``first`` up to ``last``, and the end of the
+        range."""
         c = self.config
         begin, end = (k_split * c.k_tiles // c.split_k for k_split in (first, last))
         return begin + (pipeline + c.k_tiles * c.pipelines - begin) % c.pipelines, end
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
-        has rearranged; the first chunks of the weight before that, where it may (``unit_lists.MAX_SCANNED_TOKENS``)."""
+        """Fill the stages of a pipeline, as its producer warp.
+
+        If the CTA scans the routing itself, the first k tiles of the weight are copied before the first kernel has
+        ended.
+        """
         c = self.config
         depth = c.stages // c.pipelines
         first = pipeline * depth
@@ -389,7 +401,7 @@ class FP4GatedExpertsKernel:
                 ahead += 1
             cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
-        # With parity 1, a stage that was never used counts as free.
+        # Producers start with parity 1, so that unused stages count as empty.
         stage, parity = Int32(0), Int32(1)
         issued, signalled, index = Int32(0), Int32(0), Int32(0)
         first_tile, end_tile = self._work_tiles(work)
@@ -402,7 +414,7 @@ class FP4GatedExpertsKernel:
             token = self._token_from_word(token_word, work, position, lane)
             own = None
             if const_expr(not c.by_warp):
-                # Of each eight tokens that of four lanes; one that exists
+                # Four lanes share a token of each eight. Clamp the index to a token that exists.
                 own = [
                     cute.arch.shuffle_sync(token, cutlass.min(i * ATOM_M + lane // QUAD, tokens - 1))
                     for i in range(c.tile_m // ATOM_M)
@@ -412,7 +424,7 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # No stage to fill: time to hand over what has been copied.
+                        # No stage is empty: wait for the copies that have been started, and signal them.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued
@@ -448,20 +460,24 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _signal_activations(self, first, started, keep: cutlass.Constexpr[int], stage, lane, smem):
-        """Wait for the activations of the chunks that were ``started``, but for the last ``keep`` of them, and say that
-        they are there. ``stage`` is the one behind the last, in the ring from ``first`` on."""
+        """Wait for the activations of ``started`` k tiles, except the last ``keep``, and arrive at their full barriers.
+
+        ``stage`` follows the stage of the last k tile, in the pipeline's stages from ``first`` on.
+        """
         c = self.config
         depth = c.stages // c.pipelines
         cute.arch.cp_async_wait_group(keep)
-        # Each lane has waited for its own copies; wgmma reads what all have copied.
+        # Each lane has waited for its own copies; wgmma reads the copies of all lanes.
         fence_async()
         cute.arch.sync_warp()
         for i in range(started - keep, unroll=1):
             smem.pipeline.arrive_full(first + (stage + depth - started + i) % depth, Uint32(lane == 0))
 
     def _load_token_word(self, work, expert, position, lane, exists) -> Uint32:
-        """Load what says which row a unit's ``lane``-th token is, if there is such a token, for ``_token_from_word``.
-        The unit begins at ``position`` of the expert's tokens."""
+        """Load the word that identifies the row of an m tile's ``lane``-th token, for ``_token_from_word``.
+
+        The m tile begins at ``position`` of the expert's tokens.
+        """
         if self.config.scans:
             row = work.tile * self.config.token_block + lane
             there = (lane < self.config.token_block) & (row < work.m)
@@ -472,11 +488,12 @@ class FP4GatedExpertsKernel:
         return ptx.load_if(words, exists, 1)[0]
 
     def _token_from_word(self, token_word, work, position, lane) -> Int32:
-        """The row of a unit's ``lane``-th token, by what its warp's lanes have loaded; anything, if there is none."""
+        """Return the row of an m tile's ``lane``-th token from the words of the warp's lanes; arbitrary if it does
+        not exist."""
         if not self.config.scans:
             return Int32(token_word)
-        # Lane i knows whether the tile's i-th token is one of the expert's: the one with ``remaining`` of these passed
-        # it
+        # Bit i says whether the block's i-th token is routed to the expert. Find the bit with ``remaining`` set bits
+        # below it.
         routed = Uint32(cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(token_word))))
         remaining, token = position + lane, Int32(0)
         for step in (16, 8, 4, 2, 1):
@@ -487,7 +504,7 @@ class FP4GatedExpertsKernel:
         return work.tile * self.config.token_block + token
 
     def _load_weight(self, index, work_tile, k_tile, stage, weight, work, smem) -> None:
-        """Start the copies of a chunk of the weight."""
+        """Start the copies of a k tile of the weight."""
         c = self.config
         expert = smem.m_tiles.experts[index]
         blocks = Int32(c.width // c.operands.fmt.block_size)
@@ -497,7 +514,8 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """A consumer warp: 8 rows of the gate and 8 of up of every task, and the chunks of a slot."""
+        """Compute 8 rows of the gate and 8 of up of every work tile, over the k tiles of a pipeline, as a consumer
+        warp."""
         c = self.config
         if const_expr(c.pdl and c.scans):
             cute.arch.griddepcontrol_wait()
@@ -544,7 +562,8 @@ class FP4GatedExpertsKernel:
                     warpgroup.wait_group(0)
                     smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
-                    # After the warp with the same rows that has the chunks, the part or the task before
+                    # Wait for the previous warp of the chain: it has the previous k tiles, the previous part of k, or
+                    # the previous work tile.
                     ptx.wait(turn_chain + pipeline, turn)
                     turn ^= 1
                 self._reduce(acc, previous_acc, k_split, work_tile, consumer, work, smem)
@@ -561,13 +580,12 @@ class FP4GatedExpertsKernel:
     def _multiply_k_tile(
         self, start, k_tile, stage, previous_stage, adds, expert, first_column, acc, consumer, work, smem
     ) -> None:
-        """Add a chunk to the sums, or with the first of a part replace them; free the stage ``previous_stage``, of the
-        chunk before."""
+        """Add a k tile to the accumulator, or replace it if not ``adds``, and release ``previous_stage``."""
         c = self.config
         is_linear, column = c.operands.layout.is_linear, consumer.column
         rows = []
         for half in range(2):
-            # A tile of scales has the rows of several slices.
+            # A scale tile has the rows of several n tiles.
             inside = ((expert * 2 + half) * work.width + first_column) % SCALE_TILE_ROWS
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 
@@ -579,8 +597,12 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _reduce(self, acc, previous_acc, k_split, work_tile, consumer, work, smem):
-        """Add the sums of the slots and of the parts of k before to these ones, and leave them for the next, unless
-        these are the last: in shared memory, or if there is one slot, in ``previous_acc``."""
+        """Add the accumulators of earlier pipelines and of earlier parts of k, and leave the sum for the next warp or
+        CTA.
+
+        Without a next one, the sum stays in registers. With one pipeline, the sum over parts of k is kept in
+        ``previous_acc``.
+        """
         c = self.config
         begins = consumer.pipeline == 0
         if const_expr(c.split_k > 1):
@@ -610,26 +632,26 @@ class FP4GatedExpertsKernel:
                     ptx.store_release(flag, Uint32(1))
 
     def _partial_sums_of(self, cta, consumer, work) -> tuple[cute.Pointer, cute.Pointer]:
-        """Where a worker leaves sums for another one, and the flag that says so of those of a consumer's rows."""
+        """Return the address of a CTA's partial sums, and the flag for the consumer's rows."""
         sums, flags = work.partial_sums
         index = work.tile * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=16)
         return at, flags.iterator + (index * self.config.n_warps + consumer.n_warp)
 
     def _acc_words(self, acc_at, group: int, consumer) -> cute.Tensor:
-        """Where a lane's sums of eight tokens lie, of all that are at ``acc_at``."""
+        """Return a lane's accumulators of eight tokens in a buffer of accumulators."""
         at = ((consumer.n_warp * (self.config.tile_m // 8) + group) * WARP + consumer.lane) * 16
         words = cute.recast_ptr(acc_at + cute.assume(at, divby=16), dtype=Uint32)
         return cute.make_tensor(words, cute.make_layout(4))
 
     def _add_acc(self, acc, acc_at, consumer) -> None:
-        """Add a lane's sums to those at ``acc_at``."""
+        """Add a lane's accumulators in the buffer at ``acc_at`` to ``acc``."""
         for group in range(self.config.tile_m // 8):
             for i, word in enumerate(load_words(self._acc_words(acc_at, group, consumer))):
                 acc[4 * group + i] = ptx.add_rn(ptx.float_of(word), acc[4 * group + i])
 
     def _store_acc(self, acc, acc_at, consumer) -> None:
-        """Store a lane's sums to ``acc_at``."""
+        """Store a lane's accumulators to the buffer at ``acc_at``."""
         for group in range(self.config.tile_m // 8):
             words = [ptx.bits_of(acc[4 * group + i]) for i in range(4)]
             store_words(words, self._acc_words(acc_at, group, consumer))

@@ -1,36 +1,43 @@
-"""A GEMM of two FP4 operands by block-scaled ``tcgen05.mma``: ``out[m, n] = Σ_k a[m, k] · b[n, k]``, through an
-epilogue. For data-center Blackwell. Nothing is decoded.
+"""GEMM of two FP4 operands by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
-The weight is on the M side of the MMAs (128 rows of ``b``, the lanes of tensor memory), the activations on the N side:
-from 8 rows on, so that few of them do not waste the tensor cores. k is processed in chunks of 256: 128 bytes of codes a
-row, four MMAs.
+``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``. Nothing is decoded. The weight is on the M side of the MMAs: its 128
+rows in a tile are the lanes of tensor memory. The activations are on the N side, at least 8 rows, so that few rows do
+not waste the tensor cores. A k tile has 256 elements: 128 bytes of codes of a row, four MMAs.
 
-Roles. A CTA has a ring of stages in shared memory; it takes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one
-after the other (persistent).
+A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after the other (persistent). Roles:
 
-1. The copying warp fills stages: codes of both operands by tensor map with the 128-byte swizzle, and scales, in tiles
-   of 128 rows x 4 blocks, by bulk copies. Its mbarrier counts the bytes.
-2. With linear scales, four more warps, each for every fourth chunk, load those of the chunk's rows, write them to the
-   stage in the order of tiles, and fence them for the async proxy.
-3. One thread of the multiplying warp copies a chunk's scales to tensor memory (``tcgen05.cp``) and issues its MMAs. A
-   commit frees the stage, another the scales' columns, of which there are two sets: PTX orders a copy before an MMA
-   that is issued after it, but not an MMA before a copy. The tile's last commit says that its sums are complete.
-4. Four storing warps, each with 32 lanes of tensor memory, load the sums. A thread has a row of the weight, that is a
-   column of the result. They finish the sums and store them while the next tile is multiplied: there are two
-   accumulators. Those of 256 rows of ``a`` share some columns, which are loaded first.
+1. The producer warp fills stages: codes of both operands by tensor map with the 128-byte swizzle, and scales, in tiles
+   of 128 rows x 4 blocks, by bulk copies.
+2. With linear scales, four scale-loader warps, each for every fourth k tile, load the scales, write them to the stage
+   in tile order, and fence them for the async proxy.
+3. One thread of the MMA warp copies a k tile's scales to tensor memory (``tcgen05.cp``) and issues its MMAs. One commit
+   releases the stage, another releases the columns of the scales. There are two sets of these columns: PTX orders a
+   copy before a later MMA, but not an MMA before a later copy. The last commit of a tile says that its accumulator is
+   complete.
+4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread has a row of the weight: a
+   column of the result. They finish and store the results while the next tile is multiplied into the other accumulator.
+   The two accumulators of 256 rows of ``a`` share some columns, which are loaded first.
 
-Pairs. With ``cta_group`` 2 the MMAs are those of two CTAs: 256 rows of ``b`` by 256 of ``a``. Each CTA copies the codes
-of its half of both, its own scales of ``b``, and all of ``a``. The second one tells the first when its stage is full;
-the first one issues all MMAs, and its commits arrive in both.
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| pipeline | operands of a k tile | producer, scale loaders | MMA thread | 1 + stage.has_scale_loaders | 1 | stages |
+| peer_full | second CTA's stage | its MMA thread | first CTA's MMA thread | 1 | - | stages * (cta_group - 1) |
+| scales_empty | scales in tensor memory | MMA thread | MMA thread | - | 1 | 2 |
+| acc_pipeline.full | accumulator | MMA thread | epilogue warps | 1 | - | accumulators |
+| acc_pipeline.empty | accumulator | MMA thread | epilogue warps | - | 4 * cta_group | acc_empty_barriers |
 
-Split k. A cluster of ``split_k`` CTAs has one tile, each an equal part of its chunks. They leave their sums in shared
-memory and add them up in the order of k. A row of the result depends on the tactic alone, not on M.
+Pairs: if ``cta_group`` is 2, each MMA uses two CTAs and has 256 rows of ``b`` by 256 rows of ``a``. Each CTA copies the
+codes of its half of both operands, its scales of ``b``, and all scales of ``a``. The second CTA tells the first when
+its stage is full. The first CTA issues all MMAs, and its commits arrive in both CTAs.
 
-Rows beyond ``b`` or ``a`` are copied as zeros; their scales may be anything, since a row or column of the accumulator
-has its own. Where k ends inside of a chunk, the MMAs beyond are left out.
+Split-K: a cluster of ``split_k`` CTAs has one tile, and each CTA an equal part of its k tiles. They leave their partial
+sums in shared memory and add them up in the order of k. A row of the result depends on the tactic alone, not on M.
 
-Bytes moved: ``b`` and its scales once for each tile of tokens (tiles that run together read it from L2); ``a`` once for
-each tile of rows, from L2.
+Rows outside of ``b`` or ``a`` are copied as zeros. Their scales may be arbitrary, since each row or column of the
+accumulator has its own scale. If k ends inside a k tile, the MMAs outside of k are skipped.
+
+Bytes moved: ``b`` and its scales once for each m tile (from L2 for tiles that run together); ``a`` once for each n
+tile, from L2.
 """
 
 from typing import TYPE_CHECKING

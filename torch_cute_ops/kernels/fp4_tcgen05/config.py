@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by tcgen05: no device code."""
+"""Configuration of the FP4 GEMM by tcgen05. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -17,40 +17,39 @@ from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
 from torch_cute_ops.runtime.arch import Arch
 
 TILES_M: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
-"""Rows of activations of a tile, by the CTAs of an MMA."""
+"""Supported ``tile_m``, keyed by the number of CTAs of an MMA."""
 SPLIT_K: Final = (1, 2, 4, 8)
-"""CTAs of a cluster that share the k of a tile."""
+"""Supported numbers of CTAs of a cluster that share the k of a tile."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
-    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, in
-    blocks of B; N is a multiple of 8, K of 64 (with linear scales of 4 B).
+    """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements of k in blocks of
+    B. N is a multiple of 8, K of 64, and with linear scales of 4 B.
 
     Attributes:
         a: (M, K/2) uint8 codes.
         a_scale: (M, K/B), or, tiled, padded to whole tiles.
         b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
-        b_scale: as ``a_scale``, of the weight's rows.
-        alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says.
-        bias: (N,), or ``None``.
+        b_scale: scales of the weight's rows, like ``a_scale``.
+        alpha: (1,) or (N,) float32, or None: see ``Config.epilogue``.
+        bias: (N,), or None.
         out: (M, N), written.
-        num_ctas: CTAs that share all tiles, a number: the SMs. Unused with ``split_k``, where each tile has its
-            cluster.
+        num_ctas: int32, number of CTAs that share all tiles: the number of SMs. Unused if ``split_k`` is above 1.
     """
 
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Everything static about a kernel. M, N and K are not.
+    """Static properties of a kernel. M, N and K are not static.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
-        epilogue: what is done to the sums.
+        epilogue: operations on the accumulator.
         tile_m: rows of activations of a tile.
-        cta_group: CTAs of an MMA, 1 or 2: each has 128 rows of the weight.
-        split_k: CTAs of a cluster that share the k of a tile.
-        stages: stages of the ring.
-        pdl: whether launches are programmatic dependent launches.
+        cta_group: number of CTAs of an MMA, 1 or 2. Each has 128 rows of the weight.
+        split_k: number of CTAs of a cluster that share the k of a tile.
+        stages: number of stages.
+        pdl: True for programmatic dependent launches.
     """
 
     fmt: FP4Format
@@ -64,7 +63,7 @@ class Config(BlockScaledConfig):
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """Number of CTAs of a cluster."""
         return self.cta_group * self.split_k
 
     @property
@@ -74,12 +73,12 @@ class Config(BlockScaledConfig):
 
     @property
     def stage(self) -> BlockScaledStage:
-        """A stage of the ring: the weight is on the M side."""
+        """Layout of a stage. The weight is on the M side."""
         return BlockScaledStage(self.fmt, self.layout, self.tile_m, self.cta_group)
 
     @property
     def sum_tile(self) -> PartialSums:
-        """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
+        """Partial sums of a CTA of a cluster that splits k. They replace the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -93,13 +92,13 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_pitch(self) -> int:
-        """Columns from an accumulator to the next, which overlaps it where two do not fit."""
+        """Columns from one accumulator to the next. Two accumulators that do not fit overlap."""
         room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
         return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
     def shared_columns(self) -> int:
-        """Columns that two accumulators share. They are loaded first, and then the next tile may begin."""
+        """Columns that two accumulators share. They are loaded first; then the next tile may begin."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property
@@ -108,7 +107,8 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Of each accumulator, or, where they overlap, of either. With ``split_k`` there is one tile."""
+        """Number of barriers: one for each accumulator; one if the accumulators overlap; none with ``split_k``,
+        which has one tile."""
         if self.split_k > 1:
             return 0
         return self.accumulators if self.shared_columns == 0 else 1
@@ -136,7 +136,7 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
+    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, epilogue, tile_m, cta_group, split_k, stages, pdl),
         arch,

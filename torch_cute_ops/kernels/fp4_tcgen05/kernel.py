@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code; the package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -30,18 +30,18 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class Work(NamedTuple):
-    """A CTA's part of the GEMM, and the operands.
+    """Work of a CTA, and the operands.
 
     Attributes:
         n, m: sizes of the result.
-        num_mmas, blocks: MMAs of a tile, and blocks of a row.
-        n_tiles, m_tiles: how many there are.
-        first, pitch: the first of the CTA's tiles, and how far it is to the next.
-        begin, end: its chunks of each tile.
-        rank: the CTA in its cluster.
-        a_scale, b_scale: as bytes.
-        alpha, bias: operands of the epilogue, if it has them.
-        out: the result.
+        num_mmas, blocks: number of MMAs of a tile, and number of blocks of a row.
+        n_tiles, m_tiles: number of tiles along N and M.
+        first, pitch: index of the CTA's first tile, and distance to its next tile.
+        begin, end: range of the CTA's k tiles of each tile.
+        rank: rank of the CTA in its cluster.
+        a_scale, b_scale: scales, bytes.
+        alpha, bias: operands of the epilogue, or None.
+        out: result.
     """
 
     n: Int32
@@ -129,22 +129,23 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         if const_expr(c.split_k > 1):
             self._reduce_split_k(tid, work, smem)
         else:
-            # All loads of tensor memory are done, and in a pair the MMAs that read the other's shared memory.
+            # All loads of tensor memory have ended; in a pair, so have the MMAs that read the other CTA's shared
+            # memory.
             self._sync()
         self._free_tmem(tid, tmem)
 
     def _tile(self, number, work):
-        """The tile of rows and that of tokens."""
+        """Return the n tile and the m tile."""
         return raster_tile(number, work.n_tiles, work.m_tiles)
 
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """The copying warp: fill stages."""
+        """Fill stages, as the producer warp."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, self.stage.cta_mma_n), self.mma.boxes(b_map, MMA_M)
-        # With parity 1, a stage that was never used counts as free.
+        # Producers start with parity 1, so that unused stages count as empty.
         stage, parity = Int32(0), Int32(1)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
@@ -166,7 +167,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, n_tile, m_tile, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales, if they are in tiles."""
+        """Start the copies of a stage's scales, if they are tiled."""
         c, stage = self.config, self.stage
         first = k_tile * stage.scale_tiles
         size = cutlass.min(work.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES
@@ -179,7 +180,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _load_linear_scales(self, thread, work, smem):
-        """An arranging warp: write linear scales to every fourth stage."""
+        """Write linear scales to every fourth stage, as a scale-loader warp."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
@@ -200,8 +201,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _relay_full(self, work, smem):
-        """A thread of a pair's second CTA: tell the first one when a stage is full."""
-        c = self.config
+        """Tell the pair's first CTA when a stage is full, in one thread of the second CTA."""
         stage, parity = Int32(0), Int32(0)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
@@ -213,7 +213,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _issue_mmas(self, tmem, work, smem):
-        """The multiplying thread. In a pair, that of the first CTA issues all MMAs."""
+        """Run the MMA thread. In a pair, the first CTA's thread issues all MMAs."""
         if const_expr(self.config.cta_group == 1):
             self._issue_all_mmas(tmem, work, smem)
         elif work.rank == LEADER:
@@ -232,8 +232,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # Where accumulators overlap: of the tile before, those tmem that both have have been loaded, and so
-                # have all of the one before that.
+                # If accumulators overlap, wait until the shared columns of the previous tile have been loaded. All
+                # columns of the tile before it have been loaded then.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
@@ -255,13 +255,13 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     # Results
 
     def _first_n(self, n_tile, work):
-        """The first of the CTA's rows of the weight."""
+        """Return the first of the CTA's rows of the weight."""
         half = work.rank if self.config.cta_group == 2 else Int32(0)
         return (n_tile * self.config.cta_group + half) * MMA_M
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Epilogue warp: finish and store the results of all tiles; with ``split_k``, leave the partial sums."""
+        """Finish and store the results of all tiles, as an epilogue warp; with ``split_k``, store partial sums."""
         c = self.config
         factor = self.epilogue.factor(work.alpha)
         accumulator, parity = Int32(0), Int32(0)
@@ -277,7 +277,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             start = tmem + Uint32(accumulator * c.acc_pitch) + Uint32(tid // 32 * 32 << 16)
             token = m_tile * c.tile_m
             if const_expr(c.shared_columns > 0):
-                # Those that the accumulators share are the last of the first, and the first of the second.
+                # The shared columns are the last of the first accumulator, and the first of the second.
                 skipped = ptx.select(accumulator == 0, Int32(c.acc_pitch), Int32(0))
                 self._store_acc_columns(start, skipped, c.shared_columns, finish, token, row, tid, work, smem)
                 self._signal_acc_loaded(smem.acc_pipeline.empty, tid)
@@ -292,7 +292,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
-        """Load ``count`` tmem of sums, behind some that are skipped; finish and store them, or leave them."""
+        """Load ``count`` columns of the accumulator after ``skipped`` columns; finish and store them, or store
+        partial sums."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
             column = skipped + piece * c.columns_per_load
@@ -306,13 +307,13 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_results(self, values: list, token, row, odd, work):
-        """Store a column of results, of tokens from ``token`` on."""
+        """Store a column of results, for tokens from ``token`` on."""
         if const_expr(self.out_dtype is Float32):
             for i, value in enumerate(values):
                 if (token + i < work.m) & (row < work.n):
                     self._store_word(token + i, row, ptx.bits_of(value), work)
         else:
-            # Lanes exchange halves of words: then each has a token's results of two tmem.
+            # Lanes exchange halves of words, so that each has a token's results of two columns.
             for i in range_constexpr(0, len(values), 2):
                 word = pack(values[i : i + 2], self.out_dtype)[0]
                 other = cute.arch.shuffle_sync_bfly(word, offset=1)
@@ -326,7 +327,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         cute.make_tensor(cute.recast_ptr(at.align(4), dtype=Uint32), cute.make_layout(1))[0] = word
 
     def _store_acc(self, acc: list, token, row, smem) -> None:
-        """Store a row of sums in this CTA's shared memory."""
+        """Store a row of partial sums in this CTA's shared memory."""
         tile = self.config.sum_tile
         at = smem.stages + cute.assume((token * tile.pitch + row) * 4, divby=4)
         for i, word in enumerate(acc):
@@ -334,7 +335,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Add up the sums of the cluster's CTAs, finish and store them; warps that have none wait only."""
+        """Reduce the partial sums of the cluster's CTAs, and finish and store the results, with the epilogue warps."""
         c = self.config
         threads = 32 * EPILOGUE_WARPS
         n_tile, m_tile = self._tile(work.first, work)
@@ -348,6 +349,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             finish = self.epilogue.finisher(self.epilogue.factor(work.alpha), terms)
             reduce_partial_sums(c.sum_tile, c.split_k, threads, finish, work.out, smem.stages, work.rank, tid, *at)
         cute.arch.sync_warp()
-        # No CTA may end while another still reads its sums.
+        # No CTA may exit while another CTA still reads its partial sums.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()

@@ -1,43 +1,47 @@
-"""The second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``:
-``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. For data-center
-Blackwell.
+"""Second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
-The activations are on the M side of the MMAs: a row of tensor memory is a token, so that its factor for an expert is
-one number for each thread that loads sums. The weight is on the N side, ``tile_n`` rows of it. With few tokens the
-rows beyond are zeros, which cost no bytes of memory; up to 128 tokens, MMAs take less time than the weight's bytes.
+``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
+on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread has one factor for an
+expert. The weight is on the N side, ``tile_n`` rows. With few tokens, the rows without a token are zeros, which cost no
+memory traffic. Up to 128 tokens, the MMAs take less time than the copies of the weight.
 
-Units. A unit of work is a tile of 128 tokens by ``tile_n``, and one of ``classes`` parts of the experts: those whose
-number modulo ``classes`` is the part's. It goes through its experts in order, through all of an expert's k in chunks of
-256. As many CTAs as there are SMs share all units: each has one after the other (persistent), all as many, or one more.
-What a unit computes is the same whichever CTA has it.
+A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
+experts. An expert's class is its number modulo ``classes``. The work tile goes through its experts in order, and
+through all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result
+of a work tile does not depend on the CTA that computes it.
 
-Roles.
+Roles:
 
-1. The copying warp fills stages: codes of both operands by tensor map, whose chunks end with their expert, and tiles of
-   scales by bulk copies. Its mbarrier counts the bytes.
-2. With linear scales, four more warps, each for every fourth chunk, write those of the chunk's rows in the order of
-   tiles.
-3. One thread of the multiplying warp copies a chunk's scales to tensor memory and issues its MMAs, as ``fp4_tcgen05``
-   does. An expert's sums begin at zero in one of two accumulators; its last commit says that they are complete.
-4. Four storing warps take an expert's sums out while the next one's are computed. A thread adds the expert's bias,
-   multiplies by its token's factor, in fp32, and adds the products to totals in registers. Where the factor is zero
-   nothing is added, whatever the sums are; a warp without a token that is routed to the expert loads none. The warp has
-   loaded the bias meanwhile, and shares it through shared memory. At the end of a unit they store the totals, while
-   MMAs of the next one run: as the result, or with several parts in the workspace.
+1. The producer warp fills stages: codes of both operands by tensor maps, whose k tiles end with their expert, and scale
+   tiles by bulk copies.
+2. With linear scales, four scale-loader warps, each for every fourth k tile, write the scales in tile order.
+3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues its MMAs, as in ``fp4_tcgen05``. Each
+   expert starts one of two accumulators from zero; its last commit says that the accumulator is complete.
+4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's
+   bias, multiplies by its token's factor, in fp32, and adds the products to sums in registers. A factor of zero adds
+   nothing, whatever the accumulator holds; a warp without a routed token does not load the accumulator. The warp loads
+   the bias in advance and shares it through shared memory. At the end of a work tile, the warps store the sums: as the
+   result, or with several classes as partial sums in the workspace.
 
-Several parts. A second kernel adds up the totals of each part, in the order of the parts.
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| pipeline | operands of a k tile | producer, scale loaders | MMA thread | 1 + stage.has_scale_loaders | 1 | stages |
+| scales_empty | scales in tensor memory | MMA thread | MMA thread | - | 1 | 2 |
+| acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-Routed. A first kernel finds out which experts some token of a tile is routed to, and writes a bit for each. All roles
-pass over the others: their weights are not read.
+With several classes, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a first
+kernel writes a bit for each expert to which some token of an m tile is routed. All roles skip the other experts, so
+that their weights are not read.
 
-So a token's result depends on the tactic, and on its own row of ``a`` and ``alpha``, alone; not on the number of SMs.
+A token's result depends only on the tactic and on its own row of ``a`` and ``alpha``, not on the number of SMs.
 
-A tile of scales has four blocks. Where an expert's width is an odd multiple of 64 and a block has 32 elements, every
-second expert begins in the middle of a tile: a chunk then has one tile more, and MMAs begin with its second half.
+A scale tile has four blocks. If an expert's width is an odd multiple of 64 and a block has 32 elements, every second
+expert begins in the middle of a scale tile. A k tile then has one more scale tile, and its MMAs begin with the second
+half of the first.
 
-Bytes moved: the weight once for each tile of 128 tokens (tiles that run together read it from L2); of the activations
-a row for each tile of ``tile_n``, from L2; ``alpha`` once for each tile of ``tile_n``, and if routed once more; with
-several parts, four bytes of each are written and read for each element of the result.
+Bytes moved: the weight once for each m tile (from L2 for tiles that run together); a token's activations once for each
+n tile, from L2; ``alpha`` once for each n tile, and once more if routed; with several classes, four bytes written and
+read for each class and element of the result.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM over experts by tcgen05: no device code."""
+"""Configuration of the FP4 GEMM over experts by tcgen05. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -19,54 +19,54 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime.arch import Arch
 
 TILES_N: Final = (32, 64, 128)
-"""Rows of the weight of a tile."""
+"""Supported ``tile_n``: rows of the weight of a tile."""
 CLASSES: Final = (1, 2, 3, 5, 8)
-"""Parts of the experts by which work is divided: an expert's part is its number modulo this."""
+"""Supported numbers of classes of experts. An expert's class is its number modulo the number of classes."""
 ACCUMULATORS: Final = 2
-"""Experts whose sums are in tensor memory: one is added up while the next is computed."""
+"""Number of accumulators in tensor memory: one is added up while the next is computed."""
 COLUMNS_PER_LOAD: Final = 32
 """Columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}
-"""Most rows of the weight of a tile with linear scales, without a bias or with one: beside the warps that arrange
-these, a thread that stores has no registers for totals of more (they spilled)."""
+"""Largest ``tile_n`` with linear scales, keyed by whether a bias is added. With the scale-loader warps in the CTA,
+the sums of wider tiles spill."""
 STORE_COLUMNS: Final = 8
 """Columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32
-"""Experts of a part whose bits are in a word."""
+"""Number of experts of a class whose bits share a word."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
-    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, E experts with
-    ``Config.width`` elements of k each, K elements in all, in blocks of B; N is a multiple of 8, with linear scales K
-    of 4 B.
+    """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
+    ``Config.width`` elements of k each, in blocks of B. K is the number of elements of all experts. N is a multiple of
+    8, and with linear scales K is a multiple of 4 B.
 
     Attributes:
         a: (M, K/2) uint8 codes.
         a_scale: (M, K/B), or, tiled, padded to whole tiles.
         b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
-        b_scale: as ``a_scale``, of the weight's rows.
-        alpha: (M, E) float32, any strides; where it is zero nothing is added.
-        bias: (E, N), added to an expert's sum before the factor; or ``None``.
+        b_scale: scales of the weight's rows, like ``a_scale``.
+        alpha: (M, E) float32, any strides; an expert with factor zero adds nothing.
+        bias: (E, N), added to an expert's accumulator before the factor; or None.
         out: (M, N), written.
-        workspace: ``Config.workspace_bytes``, uint8, written; or ``None``, where these are none.
-        num_ctas: CTAs that share all units, a number: the SMs.
+        workspace: ``Config.workspace_bytes`` uint8, written; or None for a size of 0.
+        num_ctas: int32, number of CTAs that share all work tiles: the number of SMs.
     """
 
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Everything static about a kernel. M, N and the number of experts are not.
+    """Static properties of a kernel. M, N and the number of experts are not static.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
         out_dtype: dtype of the result.
         width: elements of k of an expert.
         tile_n: rows of the weight of a tile.
-        classes: parts of the experts by which work is divided.
-        routed: whether experts are passed over that no token of the tile is routed to.
-        stages: stages of the ring.
-        pdl: whether launches are programmatic dependent launches.
-        bias_dtype: dtype of the experts' biases; ``None``: there are none.
+        classes: number of classes of experts by which work is divided.
+        routed: True if experts without a token of the m tile are skipped.
+        stages: number of stages.
+        pdl: True for programmatic dependent launches.
+        bias_dtype: dtype of the experts' biases, or None without biases.
     """
 
     fmt: FP4Format
@@ -82,18 +82,18 @@ class Config(BlockScaledConfig):
 
     @property
     def stage(self) -> BlockScaledStage:
-        """A stage of the ring: the activations are on the M side."""
+        """Layout of a stage. The activations are on the M side."""
         spread = self.width % BlockScaledStage(self.fmt, self.layout, self.tile_n).scale_tile_k != 0
         return BlockScaledStage(self.fmt, self.layout, self.tile_n, spread=spread)
 
     @property
     def k_tiles(self) -> int:
-        """Chunks of an expert."""
+        """Number of k tiles of an expert."""
         return -(-self.width // K_TILE)
 
     @property
     def bias_bytes(self) -> int:
-        """Shared memory for an expert's bias, fp32, of each storing warp."""
+        """Bytes of shared memory for an expert's bias, float32, of all epilogue warps."""
         return 0 if self.bias_dtype is None else 4 * self.tile_n * EPILOGUE_WARPS
 
     @property
@@ -102,17 +102,17 @@ class Config(BlockScaledConfig):
 
     @property
     def has_partial_sums(self) -> bool:
-        """Whether a result is the sum of several units' totals, which another kernel adds up."""
+        """True if a result is the sum of several work tiles, which another kernel adds up."""
         return self.classes > 1
 
     @property
     def has_workspace(self) -> bool:
-        """Whether there is a workspace: for totals, or for bits of experts."""
+        """True if a workspace is needed, for partial sums or for the bits of experts."""
         return self.has_partial_sums or self.routed
 
     def workspace_bytes(self, m: int, n: int, experts: int) -> int:
-        """Bytes of workspace: totals of all units, of the tokens that a tile has; and, routed, the bits of experts of
-        each tile of tokens and part."""
+        """Return the bytes of workspace: partial sums of all work tiles and, if routed, the bits of experts of each
+        m tile."""
         m_tiles = -(-m // MMA_M)
         partial_sums = 4 * m_tiles * min(m, MMA_M) * -(-n // self.tile_n) * self.tile_n * self.classes
         words = -(-experts // (self.classes * EXPERTS_PER_WORD))
@@ -158,7 +158,7 @@ def plan(
     pdl: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
+    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, out_dtype, width, tile_n, classes, routed, stages, pdl, bias_dtype),
         arch,

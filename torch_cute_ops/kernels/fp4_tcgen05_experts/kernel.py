@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes the roles and the data path."""
+"""Device code; the package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -27,25 +27,25 @@ from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
 )
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-REDUCE_THREADS = 256  # threads of a CTA that adds up totals
+REDUCE_THREADS = 256  # threads of a CTA that adds up partial sums
 
 
 class Work(NamedTuple):
-    """A CTA's part of the GEMM, and the operands.
+    """Work of a CTA, and the operands.
 
     Attributes:
         m, n: sizes of the result.
-        num_mmas: MMAs of an expert. (As a constant, of which all chunks are whole, it made ptxas crash.)
-        experts, words: experts, and words of bits of a part of them.
-        m_tiles, tiles: tiles of tokens, and of the result.
-        num_work_tiles: how many there are of all CTAs.
-        first, pitch: the first of the CTA's units, and how far it is to the next.
-        a_scale, b_scale: as bytes.
+        num_mmas: number of MMAs of an expert. As a constant, for widths of whole k tiles, it made ptxas crash.
+        experts, words: number of experts, and number of words with the bits of a class.
+        m_tiles, tiles: number of m tiles, and number of tiles of the result.
+        num_work_tiles: number of work tiles of all CTAs.
+        first, pitch: index of the CTA's first work tile, and distance to its next.
+        a_scale, b_scale: scales, bytes.
         alpha: factors (M, E).
-        bias: biases (E, N), or ``None``.
-        out: the result.
-        touched: words of bits: which experts some token of a tile is routed to; ``None``: all are computed.
-        partial_sums: of all units; ``None``: they are the result.
+        bias: biases (E, N), or None.
+        out: result.
+        touched: words of bits, one bit for each expert with a routed token of an m tile; or None if all are computed.
+        partial_sums: partial sums of all work tiles, or None if these are the result.
     """
 
     m: Int32
@@ -68,7 +68,7 @@ class Work(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """A unit of work: a tile of tokens, a tile of the weight's rows, a part of the experts."""
+    """Unit of scheduling: an m tile, an n tile, and a class of experts."""
 
     m_tile: Int32
     n_tile: Int32
@@ -119,7 +119,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         num_ctas = cutlass.min(num_work_tiles, cutlass.max(num_ctas, Int32(1)))
         if const_expr(c.routed):
-            # The launch of no CTAs fails, and ends the call.
+            # A launch of no CTAs fails, which ends the call.
             words_of_tile = ctas_unless_overlapping(words * c.classes, written, read)
             self.touch_kernel(alpha, touched, m).launch(
                 grid=[words_of_tile, m_tiles, 1], block=[MMA_M, 1, 1], stream=stream, use_pdl=c.pdl
@@ -143,7 +143,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             )
 
     def _by_expert(self, codes: cute.Tensor, experts) -> cute.Tensor:
-        """Codes of rows as (rows, bytes of an expert, experts)."""
+        """Return codes of rows as (rows, bytes of an expert, experts)."""
         line = cute.assume(codes.shape[1] // experts, divby=MMA_K // 2)
         layout = cute.make_layout((codes.shape[0], line, experts), stride=(codes.stride[0], 1, line))
         return cute.make_tensor(codes.iterator, layout)
@@ -152,8 +152,10 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.kernel
     def touch_kernel(self, alpha, touched, m):
-        """Set the bits of experts that some token of a tile is routed to. A CTA has a word of a tile: a lane an expert,
-        a warp 32 tokens."""
+        """Set the bits of the experts with a routed token of an m tile.
+
+        A CTA writes one word of an m tile: a lane handles one expert, a warp 32 tokens.
+        """
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         word, m_tile, _ = cute.arch.block_idx()
@@ -161,7 +163,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
-        # Words of a part are neighbours.
+        # Words of a class are neighbours.
         words = words_of_tile // c.classes
         expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
         first = m_tile * MMA_M + tid // WARP * WARP
@@ -180,7 +182,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             touched[m_tile * words_of_tile + word] = every
 
     def _factor_bits(self, token, expert, exists, alpha) -> Uint32:
-        """The factor of a token for an expert, as bits; zero, unless it ``exists``."""
+        """Return a token's factor for an expert, as bits; zero unless it ``exists``."""
         offset = Int64(token) * alpha.stride[0] + Int64(expert) * alpha.stride[1]
         return ptx.load_if(alpha.iterator + offset, exists, 1)[0]
 
@@ -216,18 +218,21 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             partial_sums=partial_sums,
         )
         _, tmem = self._run_roles(tid, (a_map, b_map), work)
-        # All loads of tensor memory are done.
+        # All loads of tensor memory have ended.
         self._sync()
         self._free_tmem(tid, tmem)
 
     def _work_tile(self, number, work) -> WorkTile:
-        """Tiles of tokens run side by side, and share the weight in L2. Parts come one after the other, so that a CTA
-        has units of several, which are not all of those that many tokens are routed to."""
+        """Return a work tile. M tiles run together and share the weight in L2.
+
+        Classes come last, so that a CTA has work tiles of several classes: some classes have more routed tokens than
+        others.
+        """
         tile = number % work.tiles
         return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
 
     def _bits(self, work_tile: WorkTile, word, work) -> Uint32:
-        """The experts of a unit that are computed, of those of a word: the lowest bit is the first."""
+        """Return the bits of the experts of a word that are computed, lowest expert first."""
         if self.config.routed:
             return work.touched[(work_tile.m_tile * self.config.classes + work_tile.class_) * work.words + word]
         count = (
@@ -236,23 +241,23 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         return ptx.select(count >= EXPERTS_PER_WORD, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(count)) - 1)
 
     def _expert(self, bits, word, work_tile: WorkTile) -> Int32:
-        """The first expert of ``bits``."""
+        """Return the first expert of ``bits``."""
         return (
             word * EXPERTS_PER_WORD + Int32(cute.arch.popc(~bits & (bits - 1)))
         ) * self.config.classes + work_tile.class_
 
     def _first_scale_tile(self, expert, k_tile):
-        """The tile of scales that a chunk begins in."""
+        """Return the scale tile in which a k tile begins."""
         return (expert * self.config.width + k_tile * K_TILE) // self.stage.scale_tile_k
 
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """The copying warp: fill stages."""
+        """Fill stages, as the producer warp."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
-        # With parity 1, a stage that was never used counts as free.
+        # Producers start with parity 1, so that unused stages count as empty.
         stage, parity = Int32(0), Int32(1)
         number = work.first
         while number < work.num_work_tiles:
@@ -277,7 +282,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, work_tile, expert, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales, if they are in tiles."""
+        """Start the copies of a stage's scales, if they are tiled."""
         c, stage = self.config, self.stage
         first = self._first_scale_tile(expert, k_tile)
         end = expert * c.width + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.width))
@@ -288,7 +293,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _load_linear_scales(self, thread, work, smem):
-        """An arranging warp: write linear scales to every fourth stage."""
+        """Write linear scales to every fourth stage, as a scale-loader warp."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         blocks = work.experts * (c.width // c.fmt.block_size)
@@ -314,7 +319,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _issue_mmas(self, tmem, work, smem):
-        """The multiplying thread: issue the MMAs of all experts."""
+        """Issue the MMAs of all experts, in the MMA thread."""
         c = self.config
         if const_expr(c.pdl and c.routed):
             cute.arch.griddepcontrol_wait()
@@ -329,7 +334,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 while bits != 0:
                     phase = None
                     if const_expr(self.stage.spread):
-                        # The width is an odd multiple of half a tile of scales.
+                        # If the width is an odd multiple of half a scale tile, odd experts begin with a tile's second
+                        # half.
                         phase = self._expert(bits, word, work_tile) % 2
                     smem.acc_pipeline.wait_empty(accumulator, empty_parity)
                     acc = tmem + Uint32(accumulator * c.tile_n)
@@ -345,7 +351,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """A storing warp: add up the sums of each unit's experts, and store the totals."""
+        """Add up the products of each work tile's experts, and store the sums, as an epilogue warp."""
         c = self.config
         acc = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         accumulator, parity = Int32(0), Int32(0)
@@ -387,7 +393,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             number += work.pitch
 
     def _load_bias(self, expert, work_tile, tid, work) -> list:
-        """The bias of each ``WARP``-th column of a unit. It comes while the sums are computed."""
+        """Load the bias of every 32nd column of a work tile, while the accumulator is computed."""
         column = work_tile.n_tile * self.config.tile_n + tid % WARP
         return [
             load_terms(work.bias, expert, column, i, 1, column + i < work.n)[0]
@@ -395,26 +401,26 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         ]
 
     def _broadcast_bias(self, biases: list, tid, smem) -> None:
-        """Give all lanes of the warp all tmem' bias. They have read the last expert's."""
+        """Give all lanes of the warp the bias of all columns. They have read the previous expert's bias."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
             store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))
         cute.arch.sync_warp()
 
     def _add_bias(self, sums: list, column: int, tid, smem) -> list:
-        """Four tmem' sums with their bias."""
+        """Return four columns of an accumulator with their bias."""
         words = load_words(cute.make_tensor(self._bias_at(column, tid, smem, 16), cute.make_layout(4)))
         return [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(sums, words, strict=True)]
 
     def _bias_at(self, column, tid, smem, align: int) -> cute.Pointer:
-        """Where the warp's bias of a column is in shared memory."""
+        """Return the address of the warp's bias of a column in shared memory."""
         after = (tid // WARP * self.config.tile_n + column) * 4
         start = smem.stages + (self.config.smem_bytes - self.config.bias_bytes)
         return cute.recast_ptr(start + cute.assume(after, divby=align), dtype=Uint32)
 
     @cute.jit
     def _store_result(self, acc, number, work_tile, tid, work):
-        """Store a token's totals of a unit: as the result, or for ``reduce_kernel``."""
+        """Store a token's sums of a work tile: as the result, or as partial sums for ``reduce_kernel``."""
         c = self.config
         token, row = work_tile.m_tile * MMA_M + tid, work_tile.n_tile * c.tile_n
         for column_group in range_constexpr(c.tile_n // STORE_COLUMNS):
@@ -430,16 +436,18 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 ptx.store_if(at + i * len(values) // len(words), words[i : i + 4], exists)
 
     def _partial_sum_at(self, partial_sums, number, row, column_group, m) -> cute.Pointer:
-        """Where a unit's totals of a token's ``STORE_COLUMNS`` tmem are. Those of neighbouring tokens are neighbours,
-        so that the lanes of a warp store them together."""
+        """Return the address of a work tile's partial sums of ``STORE_COLUMNS`` columns of a token.
+
+        Neighbouring tokens are neighbours in memory, so that the stores of a warp coalesce.
+        """
         tokens = cutlass.min(m, Int32(MMA_M))
         place = (Int64(number) * (self.config.tile_n // STORE_COLUMNS) + column_group) * tokens + row
         return partial_sums.iterator + cute.assume(place * STORE_COLUMNS, divby=STORE_COLUMNS)
 
     @cute.kernel
     def reduce_kernel(self, out, partial_sums):
-        """Add up the totals of all parts, in their order, and store the result. A thread has ``STORE_COLUMNS`` tmem of
-        a token."""
+        """Add up the partial sums of all classes, in order, and store the result. A thread has ``STORE_COLUMNS``
+        columns."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

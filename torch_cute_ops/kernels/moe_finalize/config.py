@@ -1,4 +1,4 @@
-"""Configuration of a finalising kernel: no device code."""
+"""Configuration of a finalising kernel. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ import torch
 VECTOR = 16
 """Bytes of a row that a thread processes at once."""
 FEW = 512
-"""Tokens up to which loads that bypass L1 are faster."""
+"""Largest number of tokens for which loads that bypass L1 are faster."""
 THREADS, MORE_THREADS = 128, 256
-"""The most threads of a CTA; and of one that is larger because, with few tokens, that balances the SMs."""
+"""Largest numbers of threads of a CTA: usually, and with few tokens if larger CTAs balance the SMs."""
 CTAS_PER_SM = 5
-"""Resident CTAs of an SM, from which the number of slices is computed."""
+"""Number of resident CTAs of an SM, for the number of slices."""
 WARP = 32
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
         dtype: dtype of the rows: bfloat16, float16 or float32.
         width: elements of a row.
-        topk: rows of a token.
-        has_residual: whether there is a residual.
-        few: tokens up to which loads of rows bypass L1.
-        threads: threads of a CTA.
-        more_threads: threads of a CTA where, with few tokens, more of them balance the SMs.
-        pdl: whether launches are programmatic dependent launches.
+        topk: number of rows of a token.
+        has_residual: True with a residual.
+        few: largest number of tokens for which loads of rows bypass L1.
+        threads: number of threads of a CTA.
+        more_threads: number of threads of a CTA with few tokens, if larger CTAs balance the SMs.
+        pdl: True for programmatic dependent launches.
     """
 
     dtype: torch.dtype
@@ -47,29 +47,29 @@ class Config:
 
     @property
     def vectors(self) -> int:
-        """Vectors of a row."""
+        """Number of vectors of a row."""
         return self.width // self.vector
 
     def rounds(self, threads: int) -> int:
-        """Portions of a row: rounds in which this many threads process it, a vector each."""
+        """Return the number of rounds in which ``threads`` threads process a row, a vector each."""
         return -(-self.vectors // threads)
 
 
 class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights residual out sms")):
-    """The run-time arguments, in order; M tokens of W elements (``Config.width``), of R rows in the experts' order.
+    """Run-time arguments, in order, for M tokens of W elements (``Config.width``), and R rows in the experts' order.
 
     Attributes:
         input: (R, W) of ``Config.dtype``; rows may be strided.
-        expanded_to_permuted: (M, topk) int32, contiguous: the row of each pair, negative for one that has none.
+        expanded_to_permuted: (M, topk) int32, contiguous: row of each pair, negative for a pair without a row.
         weights: (M, topk) fp32, contiguous.
-        residual: (M, W) like the input, rows may be strided; ``None`` without ``Config.has_residual``.
+        residual: (M, W) like the input, rows may be strided; None without ``Config.has_residual``.
         out: (M, W) like the input, contiguous; it may be the residual itself.
-        sms: int32, multiprocessors of the device.
+        sms: int32, number of SMs of the device.
     """
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:
-    """The configuration for these properties; every architecture has one."""
+    """Return the configuration for these properties. It fits every architecture."""
     vectors = width * dtype.itemsize // VECTOR
     threads, more_threads = (_even_threads(vectors, max_threads) for max_threads in (THREADS, MORE_THREADS))
     return Config(dtype, width, topk, has_residual, FEW, threads, more_threads, pdl)

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -50,7 +50,7 @@ class MoeFinalizeKernel(TokenKernel):
             may_alias=() if residual is None else ((out, residual),),
         )
         if tokens <= c.few:
-            # Larger CTAs, if each CTA has one portion, and if they leave the busiest SM less work.
+            # Launch larger CTAs if each CTA has one round, and if they leave the busiest SM less work.
             is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
             if is_less & (slices == c.rounds(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))
@@ -59,7 +59,7 @@ class MoeFinalizeKernel(TokenKernel):
             self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
     def _busiest_sm_work(self, tokens, sms, threads: int):
-        """Vectors of the busiest SM if CTAs of this many threads have one portion each."""
+        """Return the number of vectors on the busiest SM if CTAs of ``threads`` threads have one round each."""
         return (tokens * self.config.rounds(threads) + sms - 1) // sms * threads
 
     @cute.jit
@@ -69,7 +69,7 @@ class MoeFinalizeKernel(TokenKernel):
             grid=[ctas, slices, 1],
             block=[threads, 1, 1],
             max_number_threads=[max(c.threads, c.more_threads), 1, 1],
-            # Enough registers for the loads of all rows at once: without this ptxas allots 32.
+            # Allow enough registers for the loads of all rows at once: without this, ptxas allots 32.
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
@@ -77,7 +77,7 @@ class MoeFinalizeKernel(TokenKernel):
 
     @cute.kernel
     def kernel(self, are_few: Constexpr, input, index, weights, residual, out):
-        """``are_few``: there are few tokens, so loads of rows bypass L1."""
+        """Add up the rows of one token and slice. If ``are_few``, loads of rows bypass L1."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         token, slice_, _ = cute.arch.block_idx()
@@ -89,22 +89,22 @@ class MoeFinalizeKernel(TokenKernel):
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                # Loaded first, because it does not depend on an index.
+                # Load the residual first, because it does not depend on an index.
                 total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
             words = [ptx.load_if(self._at(input, row, vector), row >= 0, WORDS, past_l1=are_few) for row in rows]
             for j in range_constexpr(c.topk):
                 for i, value in enumerate(unpack(words[j], self.dtype)):
-                    # For a pair without a row not even a NaN weight counts.
+                    # A pair without a row adds nothing, even with a NaN weight.
                     term = ptx.mul_rn(value, factors[j])
                     total[i] = ptx.select(rows[j] >= 0, total[i] + term, total[i])
             store_words(pack(total, self.dtype), self._words_of(out, token, vector))
 
     def _at(self, tensor: cute.Tensor, row, vector) -> cute.Pointer:
-        """Where a vector of a row begins."""
+        """Return the address of a vector of a row."""
         c = self.config
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=c.vector)
         return start + cute.assume(vector * c.vector, divby=c.vector)
 
     def _words_of(self, tensor: cute.Tensor, row, vector) -> cute.Tensor:
-        """The words of a vector of a row."""
+        """Return the words of a vector of a row."""
         return cute.make_tensor(cute.recast_ptr(self._at(tensor, row, vector), dtype=Uint32), cute.make_layout(WORDS))

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 from functools import reduce
 
@@ -52,7 +52,7 @@ class MoePermuteKernel(TokenKernel):
             )
             ctas = ctas_unless_overlapping(ctas, (y, scale, token_scales), read)
             self._quantize(ctas, input, y, None, token_scales, expanded_to_permuted, stream)
-            # Not reached if the launch before it was refused.
+            # This line is not reached if the previous launch fails.
             self.copy_scales(token_scales, permuted_to_expanded, scale).launch(
                 grid=[cute.ceil_div(permuted_to_expanded.shape[0], COPY_THREADS), c.scale_groups, 1],
                 block=[COPY_THREADS, 1, 1],
@@ -73,12 +73,12 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def quantize(self, input, y, scale, token_scales, places):
-        """Store the codes of all tokens in each of their rows; and their scales, there or in ``token_scales``."""
+        """Store the codes of all tokens in each of their rows, and their scales there or in ``token_scales``."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
-        # The units of a large input do not fit 32 bits.
+        # The thread numbers of a large input do not fit 32 bits.
         before = Int64(cta) * THREADS
         number = Int32(before % c.threads_per_token) + tid
         token, thread_in_token = (
@@ -86,7 +86,7 @@ class MoePermuteKernel(TokenKernel):
             number % c.threads_per_token,
         )
         is_token = token < input.shape[0]
-        # Threads of a short block's missing half have no elements, but take part in storing its scale.
+        # Threads of a short block's missing half have no elements, but help to store its scale.
         exists = is_token & (thread_in_token * FP8_UNIT < c.width) if c.has_short_block else is_token
         first = cute.assume(thread_in_token * FP8_UNIT, divby=FP8_UNIT)
         start = input.iterator + cute.assume(Int64(token) * input.stride[0], divby=VECTOR // c.dtype.itemsize) + first
@@ -117,7 +117,7 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def copy_scales(self, token_scales, pairs, scale):
-        """Copy a chunk of each row's scales from those of its token."""
+        """Copy a group of each row's scales from its token's scales."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, scale_group, _ = cute.arch.block_idx()
@@ -128,7 +128,7 @@ class MoePermuteKernel(TokenKernel):
             pair = pairs[row]
         token, first = pair // c.topk, scale_group * SCALES_PER_THREAD
         if (pair >= 0) & (token < token_scales.shape[0]):
-            # Words of a load.
+            # Number of words of a load.
             vector = 4 if c.scales % 4 == 0 else 1
             words = []
             for i in range_constexpr(0, SCALES_PER_THREAD, vector):

@@ -1,4 +1,4 @@
-"""Configuration of a routing kernel: no device code."""
+"""Configuration of a routing kernel. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice, ExpertPlacement, PlacementConfig
 
 BATCH = 64
-"""Tokens that a CTA processes at a time: with the most experts that a token can have, a pair for each thread."""
+"""Number of tokens that a CTA processes at a time. With the largest ``topk``, each thread has a pair."""
 SINGLE_CTA_TOKENS = 32
-"""Tokens up to which a single CTA does everything: one for each warp."""
+"""Largest number of tokens for a single CTA: one for each warp."""
 SLOTS_PER_CTA = 8
-"""Tokens for each CTA, as long as there are SMs."""
+"""Number of tokens for each CTA, as long as SMs are idle."""
 
 
 @dataclass(frozen=True)
 class Config(ExpertChoice, PlacementConfig):
-    """Everything static about the kernels.
+    """Static properties of the kernels.
 
     Attributes:
-        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: as for ``ExpertChoice``.
-        is_masked: whether all experts have the same number of rows, not as many as they need.
-        pdl: whether launches are programmatic dependent launches.
+        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: fields of ``ExpertChoice``.
+        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
+        pdl: True for programmatic dependent launches.
     """
 
     is_masked: bool
@@ -28,7 +28,7 @@ class Config(ExpertChoice, PlacementConfig):
 
     @property
     def placement(self) -> ExpertPlacement:
-        """How pairs get their rows, a slot being a token."""
+        """Placement of pairs in rows. A slot is a token."""
         return ExpertPlacement(self.experts, self.topk, BATCH, SINGLE_CTA_TOKENS, SLOTS_PER_CTA, self.is_masked)
 
 
@@ -36,28 +36,29 @@ class Arguments(
     namedtuple(
         "Arguments",
         "logits bias weights ids expanded_to_permuted permuted_to_expanded "
-        "offsets counts workspace scaling_factor unit sms",
+        "offsets counts workspace scaling_factor row_multiple sms",
     )
 ):
-    """The run-time arguments, in order; M tokens, E experts, R rows in the experts' order; contiguous but for logits.
+    """Run-time arguments, in order, for M tokens, E experts, and R rows in the experts' order. All tensors except
+    ``logits`` are contiguous.
 
     Attributes:
         logits: (M, E) of ``Config.dtype``; rows may be strided.
-        bias: (E,) fp32; ``None`` without ``Config.has_bias``.
+        bias: (E,) fp32; None without ``Config.has_bias``.
         weights: (M, topk) fp32.
-        ids: (M, topk) int32, the experts of each token, the best first.
-        expanded_to_permuted: (M, topk) int32, the row of each pair, -1 for one that was dropped.
-        permuted_to_expanded: (R,) int32, the pair of each row, -1 for padding.
-        offsets: (E + 1,) int32, where each expert's rows begin, and where the last one's padding ends.
-        counts: (E,) int32, rows of each expert.
-        workspace: (``Config.workspace_words(M, R, sms)``,) int32; where that is 0, any, unused.
-        scaling_factor: fp32, multiplies the weights.
-        row_multiple: int32, the rows of each expert where ``Config.is_masked``; else what its first row is a multiple
-            of.
-        sms: int32, multiprocessors of the device.
+        ids: (M, topk) int32, experts of each token, best first.
+        expanded_to_permuted: (M, topk) int32, row of each pair, -1 for a dropped pair.
+        permuted_to_expanded: (R,) int32, pair of each row, -1 for padding.
+        offsets: (E + 1,) int32, first row of each expert, then the end of the last expert's padding.
+        counts: (E,) int32, number of rows of each expert.
+        workspace: (``Config.workspace_words(M, R, sms)``,) int32; for 0 words, any tensor, unused.
+        scaling_factor: fp32, factor of the weights.
+        row_multiple: int32, number of rows of each expert with ``Config.is_masked``; otherwise the multiple at which
+            each expert's rows begin.
+        sms: int32, number of SMs of the device.
     """
 
 
 def plan(choice: ExpertChoice, is_masked: bool, pdl: bool = True) -> Config:
-    """The configuration for this choice; every architecture has one."""
+    """Return the configuration for this choice. It fits every architecture."""
     return Config(**vars(choice.with_relevant_groups()), is_masked=is_masked, pdl=pdl)

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -55,7 +55,7 @@ class MoeRouteKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """The warps choose the experts of the chunk's tokens."""
+        """Choose the experts of the batch's tokens, a warp for each token."""
         logits, bias, weights, ids, factor = inputs
         topk, chosen = self.config.topk, smem.chosen
         for token in range(batch + thread.warp, cutlass.min(batch + BATCH, thread.last), THREADS // WARP):

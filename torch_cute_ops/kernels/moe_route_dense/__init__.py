@@ -1,7 +1,8 @@
 """Choose the experts of each token, and write its weights as a row of a matrix that is zero for other experts.
 
-Roles and data path. A warp chooses the experts of a token (``common.expert_chooser``), writes zeros for all experts and
-then, ordered by a warp barrier, the weights of the chosen ones. No shared memory is used; CTAs are not persistent.
+Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``), and writes zeros
+for all experts. After a warp barrier it writes the weights of the chosen experts. No shared memory is used. CTAs are
+not persistent.
 
 Bytes moved: the logits read, 4 bytes written for each token and expert.
 """

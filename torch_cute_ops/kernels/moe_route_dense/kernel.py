@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
@@ -57,7 +57,7 @@ class MoeRouteDenseKernel:
                 row[other] = Float32(0.0)
             if const_expr(c.has_expert_factor):
                 weight = ptx.mul_rn(weight, expert_factor[expert])
-            # Zeros come before weights, which other lanes write.
+            # Zeros must come before the weights, which other lanes write.
             cute.arch.sync_warp()
             if lane < c.topk:
                 row[expert] = weight

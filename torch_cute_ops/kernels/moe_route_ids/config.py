@@ -1,4 +1,4 @@
-"""Configuration of the kernel that places pairs: no device code."""
+"""Configuration of the kernel that places pairs. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import ExpertPlacement, PlacementConfig
 
 BATCH = 512
-"""Pairs that a CTA processes at a time, and up to which a single CTA does everything; 32 KB of bits for 512 experts."""
+"""Number of pairs that a CTA processes at a time, and largest number of pairs for a single CTA. For 512 experts, the
+bitmap has 32 KB."""
 SLOTS_PER_CTA = 512
-"""Pairs for each CTA, as long as there are SMs: with fewer, each CTA would have more counts of others to read."""
+"""Number of pairs for each CTA, as long as SMs are idle. With fewer, each CTA would read the counts of more CTAs."""
 
 
 @dataclass(frozen=True)
 class Config(PlacementConfig):
-    """Everything static about the kernels.
+    """Static properties of the kernels.
 
     Attributes:
         experts: number of experts.
-        is_masked: whether all experts have the same number of rows, not as many as they need.
-        pdl: whether launches are programmatic dependent launches.
+        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
+        pdl: True for programmatic dependent launches.
     """
 
     experts: int
@@ -27,23 +28,23 @@ class Config(PlacementConfig):
 
     @property
     def placement(self) -> ExpertPlacement:
-        """How pairs get their rows, a slot being a pair."""
+        """Placement of pairs in rows. A slot is a pair."""
         return ExpertPlacement(self.experts, 1, BATCH, BATCH, SLOTS_PER_CTA, self.is_masked)
 
 
 class Arguments(
-    namedtuple("Arguments", "ids expanded_to_permuted permuted_to_expanded offsets counts workspace unit sms")
+    namedtuple("Arguments", "ids expanded_to_permuted permuted_to_expanded offsets counts workspace row_multiple sms")
 ):
-    """The run-time arguments, in order, all contiguous; M tokens, E experts, R rows in the experts' order.
+    """Run-time arguments, in order, all contiguous, for M tokens, E experts, and R rows in the experts' order.
 
     Attributes:
-        ids: (M, topk) int32, the experts of each token; any other number means no expert.
-        expanded_to_permuted: (M, topk) int32, the row of each pair, -1 for one without an expert, or that was dropped.
-        permuted_to_expanded, offsets, counts, workspace, row_multiple, sms: as for ``moe_route``; but the workspace has
-            ``Config.workspace_words(M * topk, R, sms)`` words.
+        ids: (M, topk) int32, experts of each token; any other number means no expert.
+        expanded_to_permuted: (M, topk) int32, row of each pair, -1 for a pair without an expert, or for a dropped pair.
+        permuted_to_expanded, offsets, counts, row_multiple, sms: arguments as for ``moe_route``.
+        workspace: (``Config.workspace_words(M * topk, R, sms)``,) int32; for 0 words, any tensor, unused.
     """
 
 
 def plan(experts: int, is_masked: bool, pdl: bool = True) -> Config:
-    """The configuration for so many experts; every architecture has one."""
+    """Return the configuration for ``experts`` experts. It fits every architecture."""
     return Config(experts, is_masked, pdl)

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -42,7 +42,7 @@ class MoeRouteIdsKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """Each thread reads the expert of its pair."""
+        """Read the expert of each thread's pair, and rank the pair."""
         expert, rank = Int32(-1), Int32(0)
         if self.has_pair(batch, thread):
             expert = self.expert_of(batch + thread.tid, inputs)

@@ -1,48 +1,56 @@
 """Quantise rows to FP4 or FP8, after an addition or a gate and optionally an RMSNorm, in one pass over memory.
 
-``RowQuantSpec`` says what a kernel does, as a combination of:
+``RowQuantSpec`` combines:
 
 - source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
   gated by its first (``silu(gate) * up``, or the general SwiGLU);
 - RMSNorm, or none;
-- format: FP4 blocks; FP8 with a given scale, a scale for each row, or one for each 128 elements (the last block of a
-  row may have 64); or none;
-- scale layout; linear scales as a second copy; the values before quantisation as an output, the only one without a
+- format: FP4 blocks; FP8 with a given scale, a scale for each row, or a scale for each 128 elements (the last block of
+  a row may have 64); or none;
+- scale layout; linear scales as a second copy; the values before quantisation as an output, the only output without a
   format;
-- which rows: all of the input, or those that the experts have in a buffer with padding. Padding is neither read nor
-  written: a table in shared memory maps the experts' rows to one dense range (``common.expert_rows``). If there are no
-  counts there is no padding between experts, and the rows are the range from the first offset to the last.
+- rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
+  table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, experts
+  have no padding between them, and the rows are the range from the first offset to the last.
 
-Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (on several, if a row
-needs less than a warp). A CTA has one or more groups, which share nothing but the weight. A row that is too wide for a
-CTA is cut into ``splits`` slices, one for each CTA of a cluster; a wide row without reductions is cut anyway, and its
-slices have nothing to do with each other (up to ``FEW_ROWS`` rows in FP4 are cut into smaller ones, by a kernel of
-their own). CTAs are persistent: each group walks over the rows with the grid's stride.
+Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows
+that need less than a warp each. A CTA has one or more groups, which share only the weight. A row that is too wide for a
+CTA is cut into ``splits`` slices, one for each CTA of a cluster. A wide row without reductions is also cut; its slices
+are independent (up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a kernel of their own). CTAs are
+persistent: each group walks over the rows with the grid's stride.
 
-1. One thread of a group starts a bulk copy of a coming row (of both rows, where two make one) into one of ``stages``
-   buffers in shared memory; copies run ahead of the arithmetic. The weight is copied once for each CTA and then kept
-   in registers.
-2. Each thread reads its blocks (thread t has blocks t, t + threads_per_row, …), adds or gates, multiplies by the
-   weight, takes each block's amax and accumulates the squares. A warp reduction, shared memory and one barrier give the
-   row's sum of squares, and its amax if the row has one scale. In a cluster each warp sends its partial results to all
-   CTAs (``st.async`` on an mbarrier). The same barrier frees the row's buffer. Sums with the residual overwrite the
-   residual in the buffer, and after the barrier one thread stores them in bulk (4 % faster than from registers at width
-   16,384 on an H200, where a thread's stores fill half of each 32 bytes); the buffer is free when that copy has read
-   it. Where the blocks of a row do not fill its threads and arithmetic is the limit, warps without a last block skip
-   it.
+1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
+   ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once for each CTA and then kept in
+   registers.
+2. Each thread reads its blocks (thread i has blocks i, i + threads_per_row, …), adds or gates, multiplies by the
+   weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and one barrier reduce
+   the sum of squares over the row, and the amax if the row has one scale. In a cluster each warp sends its partial
+   results to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
+   overwrite the residual in the buffer; after the barrier one thread stores them in bulk, and the buffer is free when
+   that copy has read it. On an H200 at width 16,384 this is 4 % faster than stores from registers, where each thread
+   fills half of 32 bytes. If the blocks of a row do not fill its threads and arithmetic is the limit, warps without a
+   last block skip it.
 3. ``norm = (v · w) · rstd``: the row factor multiplies the block's amax and its encode factor, once for each block
-   instead of once for each element. (Rows of extreme magnitude, rows with such a block of MXFP4 or FP8, and all rows in
-   fp32 need ``(v · rstd) · w``: a second pass over the row in shared memory, and a second barrier.) The scale and 8 or
-   16 bytes of codes for each block go to global memory. The norm, if it is an output, goes through shared memory and is
-   stored in bulk one row later, where there is room for that (``bulk_norm``). Eight threads share a block of FP8; each
-   computes the scales of some of their blocks and passes them on by shuffles (``common.shared_blocks``).
-4. Scales. A row of the 128x4 layout has 4 bytes in every 512. Stored row by row, that is an L2 request for each 4 bytes
-   and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after the
-   other, collects their scales in shared memory and stores 16 bytes at a time, one row later. Rows that do not fill a
-   round of quads over the whole grid, which is all rows of a small batch, are distributed one by one, and their scales
+   instead of once for each element. Rows of extreme magnitude, rows with such a block of MXFP4 or FP8, and all rows in
+   fp32 need ``(v · rstd) · w``: a second pass over the row in shared memory, and a second barrier. The scale and 8 or
+   16 bytes of codes of each block go to global memory. The norm, if it is an output, goes through shared memory if
+   there is room (``bulk_norm``), and is stored in bulk one row later. Eight threads share a block of FP8; each computes
+   the scales of some of their blocks and passes them on by shuffles (``codes.SharedBlocks``).
+4. Scales. A row of the 128x4 layout has 4 bytes in every 512. Stored row by row, each 4 bytes are an L2 request, which
+   costs 6 % at large sizes on an H200. So a group takes the four rows that share 16 bytes (a *quad*) one after the
+   other, collects their scales in shared memory, and stores 16 bytes at a time, one row later. Rows that do not fill a
+   round of quads over the whole grid, such as all rows of a small batch, are distributed one by one, and their scales
    are stored as single bytes. Padding rows are zeroed while the first copies are in flight.
 
-Bytes moved for each row: H · itemsize read (twice that with a sum or a gate), the residual written, H/2 + H/block_size
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| full | row buffers of a group | first thread of each row | group | 1 | - | groups * stages |
+| partial_sums_full | partial results | warps of all CTAs | group | 1 | - | groups * (2 + spec.reduces_amax) |
+| weight_barrier | weight | thread 0 | all groups | 1 | - | 1 |
+
+A group barrier, not an mbarrier, releases row buffers.
+
+Bytes moved for each row: H · itemsize read (twice with a sum or a gate), the residual written, H/2 + H/block_size
 written (FP8: H and its scales). The weight is read once for each CTA, from L2.
 """
 

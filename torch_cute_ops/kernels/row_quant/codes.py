@@ -1,7 +1,6 @@
-"""From values in a thread's registers to codes and scales, or to rounded values, a block at a time.
+"""Convert values in a thread's registers to codes and scales, or to rounded values, a block at a time.
 
-``rstd`` is the norm's row factor where the values have not been multiplied by it yet; 1 where they have, and ``None``
-without a norm.
+``rstd`` is the norm's row factor if the values still lack it, 1 if they contain it, and None without a norm.
 """
 
 import cutlass.cute as cute
@@ -16,14 +15,13 @@ from torch_cute_ops.kernels.row_quant.config import Config
 
 
 class SharedBlocks:
-    """Blocks that neighbouring lanes of a warp share: values of a whole block are computed by one lane, not by all.
+    """Blocks that neighbouring lanes of a warp share. One lane computes the values of a whole block, not all lanes.
 
-    ``lanes`` neighbours have a part of each of ``count`` blocks. A butterfly reduction of every block would leave each
-    lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks among
-    themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions that its
-    scale takes are computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.
-
-    ``count`` blocks that ``lanes`` neighbouring lanes share; whole warps call the methods, with their ``lane``.
+    Each of ``lanes`` neighbours has a part of each of ``count`` blocks. A butterfly reduction of every block would
+    leave each lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks
+    among themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions for
+    its scale are computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.
+    Whole warps call the methods, with their ``lane``.
     """
 
     def __init__(self, lanes: int, count: int):
@@ -35,7 +33,8 @@ class SharedBlocks:
             raise ValueError(f"{lanes} lanes cannot have one of {count} blocks each")
 
     def largest(self, values: list, lane):
-        """The amax of this lane's block; ``values`` are the lane's own amaxes of all blocks. NaN if one is."""
+        """Return the amax of this lane's block, NaN if any value is. ``values`` are the lane's own amaxes of all
+        blocks."""
         values = [*values, *[values[-1]] * (self.lanes // self.lanes_per_block - self.count)]
         offset = self.lanes // 2
         while len(values) > 1:
@@ -55,57 +54,57 @@ class SharedBlocks:
         return value
 
     def mine(self, lane):
-        """The index of this lane's block; may be ``count`` or more, for a lane without one."""
+        """Return the index of this lane's block; ``count`` or more for a lane without a block."""
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):
-        """Whether this lane is the first of the lanes with the same block."""
+        """Return whether this lane is the first lane with its block."""
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):
-        """``value`` of the lanes that have block ``index``."""
+        """Return ``value`` of the lanes with block ``index``."""
         if self.count == 1:
             return value
         return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.lanes_per_block)
 
 
 class Encoder:
-    """The arithmetic of one ``Config``."""
+    """Arithmetic of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
 
     @property
     def shared(self) -> SharedBlocks:
-        """How threads share FP8 blocks of 128 elements."""
+        """FP8 blocks of 128 elements that threads share."""
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """``amax`` of values that still lack the row factor, times that factor."""
+        """Return ``amax`` times the row factor, if the values still lack the factor."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
     def rounded(self, products, rstd) -> list:
-        """The words of a block's values in the input dtype, unquantised."""
+        """Return the words of a block's values in the input dtype, unquantised."""
         values = [products[i] for i in range(self.config.spec.block_elements)]
         if rstd is not None:
             values = [ptx.mul_rn(value, rstd) for value in values]
         return pack(values, DSL_DTYPES[self.config.spec.dtype])
 
     def fp4_block(self, products, amax, rstd, global_scale) -> tuple[list, Uint32]:
-        """The words of codes and the scale byte of one block."""
+        """Return the words of codes and the scale byte of one block."""
         c = self.config
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:
-        """The words of codes of each block, and the fp32 scale: the given ``global_scale``, or the row's."""
+        """Return the words of codes of each block, and the fp32 scale: the given ``global_scale``, or the row's."""
         is_static = self.config.spec.fmt.is_static
         scale = global_scale if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
-        """The words of codes of each block; and the scale of the block that this thread computes it for, which has this
-        ``amax``."""
+        """Return the words of codes of each block, and the scale of the block with this ``amax``, which this thread
+        computes."""
         scale = dynamic_scale(self._scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []

@@ -21,26 +21,28 @@ TABLE_WORDS = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
 """Size of each array of the table of experts' rows, in 32-bit words, in the order of ``experts.ExpertRows``."""
 TABLE_BYTES = 4 * sum(TABLE_WORDS)
 QUAD = 4
-"""Rows whose scales share 16 bytes of a tiled layout."""
+"""Number of rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_SLICE_WIDTH = 7168
-"""Most columns of a slice of rows without reductions. On an H200 ``silu_mul_fp4quant`` of 14,336 columns takes 2.75 µs
-for a row, and 79 for 4,680, by halves; 3.92 and 81 by whole rows; 2.3 and 93 by quarters."""
+"""Largest width of a slice of rows without reductions. On an H200, ``silu_mul_fp4quant`` of 14,336 columns takes
+2.75 µs for 1 row and 79 µs for 4,680 rows in two slices; 3.92 and 81 µs with whole rows; 2.3 and 93 µs in four
+slices."""
 MAX_FEW_ROWS_SLICE_WIDTH = 2048
-"""The same of up to ``FEW_ROWS`` in FP4. With 8, 16, 32, 64 and 128 rows a layer of an 8B model in W4A4 takes 0.5,
-1.8, 0.9, 1.8 and 2.4 µs less than with 7,168. (Of FP8, a layer of one row 0.9 less, of 8 rows 0.8 more.)"""
+"""Largest width of a slice of up to ``FEW_ROWS`` rows in FP4. On an H200, with 8, 16, 32, 64 and 128 rows, a W4A4
+layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less than with slices of 7,168. With FP8, a layer takes 0.9
+µs less for 1 row, and 0.8 µs more for 8 rows."""
 FEW_ROWS = 128
-"""Rows up to which such slices were measured in a layer."""
+"""Largest number of rows for which such slices were measured in a layer."""
 MAX_UNQUANTISED_SLICE_WIDTH = 1792
-"""The same of rows that are not quantised. ``silu_mul`` of 14,336 columns takes 1.2 µs for a row, and 96 for 4,680; 1.9
-and 105 by halves (H200)."""
+"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` of 14,336 columns takes 1.2 µs
+for 1 row and 96 µs for 4,680 rows; in two slices, 1.9 and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
-"""Bytes of row buffers from which on another group does not make a CTA that adds faster."""
+"""Bytes of row buffers from which another group does not speed up a CTA that adds."""
 ENOUGH_THREADS = 256
-"""Threads from which on another group does not make a CTA that gates faster."""
+"""Threads from which another group does not speed up a CTA that gates."""
 REGISTERS_PER_LANE = 512
-"""Registers for each lane of a quarter of an SM; its warps share them in steps of 8."""
+"""Registers for each lane of a quarter of an SM. The quarter's warps share them in steps of 8."""
 
 
 Source = Literal["rows", "add", "silu_mul"]
@@ -49,25 +51,25 @@ RowsOf = Literal["all", "experts"]
 
 @dataclass(frozen=True)
 class RowQuantSpec:
-    """What is quantised, and to what.
+    """Specification of a kernel: its input, its operations, and its format.
 
     Attributes:
-        source: where a row of values comes from: ``"rows"``, a row of the input; ``"add"``, its sum with a row of the
+        source: origin of a row of values: ``"rows"``, a row of the input; ``"add"``, its sum with a row of the
             residual, which the sum overwrites; ``"silu_mul"``, a row's second half gated by its first.
-        dtype: of the input: bfloat16, float16 or float32.
-        weight_dtype: of the norm's weight; ``None``: no norm.
+        dtype: dtype of the input: bfloat16, float16 or float32.
+        weight_dtype: dtype of the norm's weight, or None without a norm.
         width: elements of a row of values.
-        norm_width: elements that the mean square is over; the rest of a row is zero padding.
-        fmt, layout: format and scale layout. ``None``: nothing is quantised, and ``writes_norm`` says what is written.
-        also_linear: whether the scales are written a second time, in the linear layout.
-        has_factor: whether there is a global scale (FP4) or a given scale (FP8).
-        writes_norm: whether the values before quantisation, such as normalised rows, are an output in ``dtype``.
-        rows: ``"all"`` rows of the input, or those of ``"experts"`` in a buffer whose padding is neither read nor
+        norm_width: elements of the mean square; the rest of a row is zero padding.
+        fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
+        also_linear: True if the scales are written a second time, in the linear layout.
+        has_factor: True with a global scale (FP4) or a given scale (FP8).
+        writes_norm: True if the values before quantisation, such as normalised rows, are an output in ``dtype``.
+        rows: ``"all"`` rows of the input, or the rows of ``"experts"`` in a buffer whose padding is neither read nor
             written.
-        has_offsets, has_counts: for experts' rows, whether the kernel is given where each expert's rows begin, and how
-            many it has. Without counts there is no padding between experts.
-        swiglu: for the source ``"silu_mul"``, whether the gate is ``common.activation.swiglu`` with parameters at run
-            time; otherwise it is ``silu(gate) * up``.
+        has_offsets, has_counts: True if the kernel is given the first row of each expert, and the number of its rows.
+            Without counts, experts have no padding between them.
+        swiglu: True for ``core.epilogue.swiglu`` with run-time parameters as the gate of ``"silu_mul"``; False for
+            ``silu(gate) * up``.
     """
 
     source: Source
@@ -87,32 +89,32 @@ class RowQuantSpec:
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
-        """Rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in their dtype."""
+        """Return the specification for rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in their dtype."""
         return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
 
     @classmethod
     def for_fp4_rows(
         cls, dtype: torch.dtype, width: int, gated: bool, fmt: FP4Format, layout: ScaleLayout, has_factor: bool
     ) -> "RowQuantSpec":
-        """Rows (M, width), or behind a gate those of gate and up, to FP4."""
+        """Return the specification for rows (M, width), or rows of gate and up (M, 2 · width) if ``gated``, to FP4."""
         return cls("silu_mul" if gated else "rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
 
     @classmethod
     def for_gated_experts(
         cls, dtype: torch.dtype, width: int, has_offsets: bool, has_counts: bool, swiglu: bool
     ) -> "RowQuantSpec":
-        """Experts' rows, gated, to FP8 blocks whose scales are stored by columns."""
+        """Return the specification for experts' rows, gated, to FP8 blocks with scales by columns."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts)
 
     @property
     def has_table(self) -> bool:
-        """Whether experts' rows are looked up in a table; with offsets alone they are one range."""
+        """True if experts' rows are looked up in a table. With offsets alone they are one range."""
         return self.rows == "experts" and self.has_counts
 
     @property
     def inputs(self) -> int:
-        """Rows read for one row of values."""
+        """Number of rows read for one row of values."""
         return 1 if self.source == "rows" else 2
 
     @property
@@ -122,17 +124,18 @@ class RowQuantSpec:
 
     @property
     def block_elements(self) -> int:
-        """Elements that a thread processes at once, a *block*: one of FP4, or ``FP8_UNIT`` elements."""
+        """Elements of a *block*, which a thread processes at once: an FP4 block, or ``FP8_UNIT`` elements."""
         return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
 
     @property
     def blocks(self) -> int:
-        """Blocks of ``block_elements`` elements in a row."""
+        """Number of blocks of ``block_elements`` elements in a row."""
         return self.width // self.block_elements
 
     def slices(self, splits: int) -> tuple[int, int]:
-        """Blocks of a slice, and of the last slice, of a row that is cut into ``splits``."""
-        # In steps of a tile of scales, and of the blocks that share an FP8 scale.
+        """Return the number of blocks of a slice, and of the last slice, of a row that is cut into ``splits``
+        slices."""
+        # Slices are whole scale tiles, and whole groups of blocks that share an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
 
@@ -142,42 +145,43 @@ class RowQuantSpec:
 
     @property
     def reduces_amax(self) -> bool:
-        """Whether a row has one scale, so that its amax has to be reduced over its threads."""
+        """True if a row has one scale, so that its amax is reduced over its threads."""
         return self.fmt == FP8_TOKEN
 
     @property
     def folds(self) -> bool:
-        """Whether the norm's row factor may be applied to whole blocks. Not in fp32: a norm in fp32 would show the bits
-        that ``v · w`` lost in the subnormal range, and all ops of a dtype shall give the same codes."""
+        """True if the norm's row factor may be applied to whole blocks. Not in fp32: a norm in fp32 would show the
+        bits that ``v · w`` lost in the subnormal range, and all ops of a dtype must give the same codes."""
         return self.normalises and self.dtype != torch.float32
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """Whether the threads of a row count its blocks of unusual magnitude: where the row factor may be applied to
+        """True if the threads of a row count its blocks of unusual magnitude: if the row factor may be applied to
         whole blocks, and a block's scale can be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property
     def reductions(self) -> int:
-        """How many values the threads of a row reduce: the sum of squares; the amax, or the count of unusual blocks."""
+        """Number of values that the threads of a row reduce: the sum of squares; the amax, or the count of unusual
+        blocks."""
         return self.normalises + self.reduces_amax + self.counts_unusual_blocks
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel; a *block* is ``RowQuantSpec.block_elements`` elements.
+    """Static properties of a kernel. A *block* is ``RowQuantSpec.block_elements`` elements.
 
     Attributes:
-        spec: what is quantised.
-        has_e2m1_cvt: whether the hardware converts to e2m1.
-        splits: slices of a row, each for one CTA of a cluster.
-        threads_per_row: threads of a CTA that share a row: a power of two below a warp, or whole warps.
-        groups: groups of a CTA.
-        stages: row buffers of a group.
-        bulk_norm: whether these values are stored by bulk copies from shared memory, where a group has several rows,
-            and not from registers.
-        pdl: whether launches are programmatic dependent launches.
-        few_rows_config: the configuration for up to ``FEW_ROWS`` rows; ``None``: this one.
+        spec: specification of the kernel.
+        has_e2m1_cvt: True if the hardware converts to e2m1.
+        splits: number of slices of a row, each for one CTA of a cluster.
+        threads_per_row: number of threads of a CTA that share a row: a power of two below a warp, or whole warps.
+        groups: number of groups of a CTA.
+        stages: number of row buffers of a group.
+        bulk_norm: True if norms of groups with several rows are stored by bulk copies from shared memory, not from
+            registers.
+        pdl: True for programmatic dependent launches.
+        few_rows_config: configuration for up to ``FEW_ROWS`` rows, or None for this configuration.
     """
 
     spec: RowQuantSpec
@@ -192,12 +196,12 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Number of blocks of a row."""
         return self.spec.blocks
 
     @property
     def slice_blocks(self) -> int:
-        """Blocks of a slice; the last slice may have fewer."""
+        """Number of blocks of a slice. The last slice may have fewer."""
         return self.spec.slices(self.splits)[0]
 
     @property
@@ -207,27 +211,28 @@ class Config:
 
     @property
     def blocks_per_thread(self) -> int:
-        """The most blocks of a row that one thread has."""
+        """Largest number of blocks of a row that one thread has."""
         return ceil_div(self.slice_blocks, self.threads_per_row)
 
     @property
     def has_short_block(self) -> bool:
-        """Whether the last FP8 block of a row has 64 elements instead of 128."""
+        """True if the last FP8 block of a row has 64 elements instead of 128."""
         return self.spec.fmt == FP8_BLOCK128 and self.spec.width % FP8_BLOCK128.block_size != 0
 
     @property
     def has_idle_threads(self) -> bool:
-        """Whether some threads have no block at all: possible only next to a short FP8 block."""
+        """True if some threads have no block. This is possible only next to a short FP8 block."""
         return self.spec.slices(self.splits)[1] < self.threads_per_row
 
     @property
     def busy_warps(self) -> int:
-        """How many warps of a group have one block more than the others, which then skip it; 0 if none skips.
+        """Number of warps of a group with one block more than the other warps, which skip it; 0 if none skips.
 
-        Used where the blocks of a row do not fill its threads and instruction issue is the limit: norms and gates on
-        hardware without e2m1 conversion. RMSNorm of 7,168 to NVFP4 runs at 0.93 of a copy's bandwidth, and at 0.86 if
-        all warps process four blocks (bfloat16, H200). The price: the last block's instructions no longer interleave
-        with the others', so a single row takes 0.1 µs longer. Sums, and rows without norm or gate, gain nothing.
+        Warps skip if the blocks of a row do not fill its threads and instruction issue is the limit: norms and gates on
+        hardware without e2m1 conversion. On an H200, RMSNorm of 7,168 bfloat16 to NVFP4 runs at 0.93 of a copy's
+        bandwidth, and at 0.86 if all warps process four blocks. In exchange, the last block's instructions no longer
+        interleave with the others', so that a single row takes 0.1 µs longer. Sums, and rows without norm or gate, gain
+        nothing.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -239,31 +244,32 @@ class Config:
 
     @property
     def common_blocks(self) -> int:
-        """Blocks that every warp of a group processes."""
+        """Number of blocks that every warp of a group processes."""
         return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
-        """The column of a group's first thread, rotated from group to group so that the warps with an extra block are
-        spread evenly over the schedulers. ``group`` may be a device integer."""
+        """Return the column of a group's first thread. It rotates from group to group, so that the warps with an
+        extra block are spread evenly over the schedulers. ``group`` may be a device integer."""
         turn = group // max(1, SCHEDULERS // self.group_warps)
         return turn * self.busy_warps % self.group_warps * WARP
 
     @property
     def quads(self) -> bool:
-        """Whether scales are collected from four rows and stored together."""
+        """True if scales are collected from four rows and stored together."""
         return not self.spec.layout.is_linear and self.group_rows == 1
 
     @property
     def is_cluster(self) -> bool:
-        """Whether the CTAs that share a row exchange partial results."""
+        """True if the CTAs that share a row exchange partial results."""
         return self.splits > 1 and self.spec.reductions > 0
 
     @property
     def waves(self) -> int:
-        """How many times the grid may fill the device.
+        """Number of times that the grid may fill the device.
 
-        Once: CTAs are persistent. But how many clusters of 4 or 8 CTAs run at a time depends on how the GPU groups its
-        SMs, and one cluster left over would double the time; so such clusters are launched in more, smaller portions.
+        Usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on how the
+        GPU groups its SMs, and one cluster left over would double the time. So such clusters are launched as more,
+        shorter ones.
         """
         return 8 if self.is_cluster and self.splits > 2 else 1
 
@@ -277,47 +283,48 @@ class Config:
 
     @property
     def group_rows(self) -> int:
-        """Rows that a group works on at once."""
+        """Number of rows that a group works on at once."""
         return self.group_threads // self.threads_per_row
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return self.group_threads * self.groups
 
     @property
     def num_partials(self) -> int:
-        """Warps that share a row."""
+        """Number of warps that share a row."""
         return self.splits * self.group_warps
 
     @property
     def group_partial_sums(self) -> int:
-        """Partial results of a group: for even and for odd rows, and for an amax that is computed again."""
+        """Number of partial results of a group: for even and for odd rows, and for a recomputed amax."""
         return self.num_partials * (2 * max(1, self.spec.reductions) + self.spec.reduces_amax)
 
     @property
     def group_barriers(self) -> int:
-        """mbarriers of a group: stage full; sums complete, for even and odd rows; recomputed amax complete."""
+        """Number of mbarriers of a group: stages full; partial sums complete, for even and odd rows; recomputed amax
+        complete."""
         return self.stages + 2 + self.spec.reduces_amax
 
     @property
     def row_bytes(self) -> int:
-        """Row buffers of a CTA."""
+        """Bytes of the row buffers of a CTA."""
         spec = self.spec
         return self.groups * self.stages * self.group_rows * spec.inputs * self.slice_width * spec.dtype.itemsize
 
     @property
     def norm_bytes(self) -> int:
-        """Buffers for normalised rows of a CTA: two for each row that it works on."""
+        """Bytes of the buffers for normalised rows of a CTA: two for each row that it works on."""
         spec = self.spec
         return 2 * self.groups * self.group_rows * self.slice_width * spec.dtype.itemsize if self.bulk_norm else 0
 
     @property
     def has_enough_groups(self) -> bool:
-        """Whether another group would not make the CTA faster, even if there is room for it.
+        """True if another group would not speed up the CTA, even if there is room for it.
 
-        A CTA that adds moves many bytes for little arithmetic, and more rows in flight only congest the memory system
-        (0.94 of a copy's bandwidth with one group, 0.90 with two; width 8192, H200).
+        A CTA that adds moves many bytes for little arithmetic, and more rows in flight only congest the memory system:
+        on an H200 at width 8,192, 0.94 of a copy's bandwidth with one group, 0.90 with two.
         """
         if self.spec.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
@@ -327,12 +334,12 @@ class Config:
 
     @property
     def quad_bytes(self) -> int:
-        """Scales of one quad."""
+        """Bytes of the scales of one quad."""
         return QUAD * self.spec.layout.padded_blocks(self.slice_blocks)
 
     @property
     def smem_offsets(self) -> "SmemOffsets":
-        """How the shared memory of a CTA is divided."""
+        """Offsets in the shared memory of a CTA, in bytes."""
         spec = self.spec
         sizes = (
             self.row_bytes,
@@ -347,15 +354,15 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self.smem_offsets.end
 
     @property
     def as_smallest_add(self) -> "Config":
-        """The same work on the sum with a residual, with the fewest possible buffers.
+        """Same work on the sum with a residual, with the fewest possible buffers.
 
-        ``splits`` and ``threads_per_row`` decide in which order the squares of a row are summed. ``plan`` chooses for
-        all norms what also fits the sum, so that the ops that add give the same bits as those that do not.
+        ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For all norms,
+        ``plan`` chooses values that also fit the sum, so that ops with and without an addition give the same bits.
         """
         if not self.spec.normalises:
             return self
@@ -364,18 +371,18 @@ class Config:
         )
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
+        """Reason that the kernel cannot run on ``arch``, or None."""
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
-            # A thread without a block has none to read in place of one, but for that of its neighbour in a short block.
+            # A thread without a block can only read its neighbour's half of a short block instead.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
                 return f"{self.threads_per_row} threads share {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Registers for products and weight, and some for addresses and intermediate values: the fewest with which ptxas
-        # does not spill (tests/kernels/test_compile_kernels.py).
+        # Registers for products and weight, plus registers for addresses and intermediate values: the fewest with which
+        # ptxas does not spill (tests/kernels/test_compile_kernels.py).
         others = 56
         if self.spec.fmt == NVFP4:
             more = self.spec.writes_norm and self.spec.layout.is_linear
@@ -400,41 +407,42 @@ class Arguments(
         "offsets counts eps swiglu_alpha swiglu_beta swiglu_limit max_ctas",
     )
 ):
-    """The run-time arguments, in order. R rows of W elements (``RowQuantSpec.width``) in B blocks; E experts.
+    """Run-time arguments, in order, for R rows of W elements (``RowQuantSpec.width``) in B blocks, and E experts.
+
+    A field is None if the ``RowQuantSpec`` does not need it. All tensors except ``input`` and ``residual`` are
+    contiguous.
 
     Attributes:
         input: (R, ``RowQuantSpec.input_width``) of ``RowQuantSpec.dtype``; rows may be strided.
         residual: (R, W) like the input, updated in place; for the source ``"add"``. Rows may be strided. It may be the
             input itself, or other columns of the same matrix.
-        weight: (W,) of ``RowQuantSpec.weight_dtype``; for a norm.
-        factor: (1,) fp32, the global scale (FP4) or the given scale (FP8); with ``RowQuantSpec.has_factor``.
-        y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn; contiguous, as all that follow. With a format, as the scales.
-        scale: FP4: e4m3 or uint8, the padded matrix of ``RowQuantSpec.layout``. FP8: fp32, (1,), (R, scales of a row),
-            or (scales of a row, R) by columns.
-        scale_linear: (R, B) like the FP4 scales; with ``RowQuantSpec.also_linear``.
-        norm: (R, W) of ``RowQuantSpec.dtype``; with ``RowQuantSpec.writes_norm``.
-        offsets: (E + 1,) int32, or (2,) for the range of all rows; with ``RowQuantSpec.has_offsets``.
-        counts: (E,) int32; with ``RowQuantSpec.has_counts``.
+        weight: (W,) of ``RowQuantSpec.weight_dtype``, for a norm.
+        factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
+        y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn, with a format.
+        scale: e4m3 or uint8 (FP4), the padded matrix of ``RowQuantSpec.layout``; or fp32 (FP8), (1,), (R, scales of a
+            row), or (scales of a row, R) by columns; with a format.
+        scale_linear: (R, B) like the FP4 scales, with ``RowQuantSpec.also_linear``.
+        norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
+        offsets: (E + 1,) int32, or (2,) for the range of all rows, with ``RowQuantSpec.has_offsets``.
+        counts: (E,) int32, with ``RowQuantSpec.has_counts``.
         eps: fp32, added to the mean square of a norm.
-        swiglu_alpha, swiglu_beta, swiglu_limit: fp32; with ``RowQuantSpec.swiglu``. Without a limit, the last is +inf.
-        max_ctas: int32, the CTAs that fill the device, times ``Config.waves``.
-
-    A field is ``None`` where the ``RowQuantSpec`` has no use for it.
+        swiglu_alpha, swiglu_beta, swiglu_limit: fp32, with ``RowQuantSpec.swiglu``; a limit of +inf is none.
+        max_ctas: int32, number of CTAs that fill the device, times ``Config.waves``.
     """
 
 
 class SmemOffsets(NamedTuple):
-    """Where in shared memory something begins, bytes.
+    """Offsets in shared memory, in bytes.
 
     Attributes:
-        rows: row buffers, of every group and stage.
+        rows: row buffers of every group and stage.
         norms: normalised rows that wait for their bulk store, two for each row of every group.
-        weight: the norm's weight.
+        weight: weight of the norm.
         scales: scales of quads, two for each group.
         partial_sums: ``group_partial_sums`` of each group.
-        experts: the table of experts' rows.
+        experts: table of experts' rows.
         barriers: ``group_barriers`` of each group, then the weight's.
-        end: of all.
+        end: total size.
     """
 
     rows: int
@@ -448,27 +456,27 @@ class SmemOffsets(NamedTuple):
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
+    """Return ``a / b``, rounded up."""
     return -(-a // b)
 
 
 def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
-    """The configuration for ``spec`` on ``arch``.
+    """Return the configuration for ``spec`` on ``arch``.
 
-    The choices, but for those of few rows, are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths
-    1,536 to 32,768). Few threads with many blocks each beat many threads with few, because the blocks of a thread are
-    independent instructions; and 50 to 100 KB in flight for each SM beat more, which only queue in the memory system.
-    For experts' rows, twice as many threads and as many groups as fit are better (131,072 rows of 2,048: 0.99 of a
-    copy's bandwidth instead of 0.91; another 4 % without the table).
+    Except for few rows, the choices are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536
+    to 32,768). Few threads with many blocks each beat many threads with few, because the blocks of a thread are
+    independent instructions. 50 to 100 KB in flight for each SM beat more, which only queue in the memory system. For
+    experts' rows, twice as many threads and as many groups as fit are better: for 131,072 rows of 2,048, 0.99 of a
+    copy's bandwidth instead of 0.91. Without the table, they gain another 4 %.
 
     Raises:
-        ValueError: if no configuration fits, saying why.
+        ValueError: No configuration fits; the message says why.
     """
     most_splits = MAX_CLUSTER if spec.reductions else spec.blocks
     doubled = [2**i for i in range(most_splits.bit_length())]
     if spec.reductions or spec.rows == "experts":
         return _fitting(spec, arch, pdl, doubled)
-    # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
+    # Cut rows that need nothing of other slices: few rows take less time then, and many rows no more.
     most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
     config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
     if isinstance(spec.fmt, FP4Format):
@@ -477,8 +485,8 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
 
 def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
-    """The configuration for up to ``FEW_ROWS`` rows: of those with more slices the one with the fewest blocks for a
-    thread. ``None``: all have more than ``config``."""
+    """Return the configuration for up to ``FEW_ROWS`` rows, or None for ``config``: among those with more slices,
+    the one with the fewest blocks for a thread."""
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
         try:
@@ -490,7 +498,7 @@ def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
 
 
 def _fitting(spec: RowQuantSpec, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
-    """The configuration with the first of these numbers of slices that fits."""
+    """Return the configuration with the first of these numbers of slices that fits."""
     rejected = None
     for splits in numbers:
         slice_width = ceil_div(spec.width, splits)

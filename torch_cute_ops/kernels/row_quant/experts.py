@@ -20,12 +20,12 @@ BEYOND = 2**31 - 1
 
 
 class ExpertRows(NamedTuple):
-    """The table.
+    """Table of experts' rows.
 
     Attributes:
-        starts: dense number of each expert's first row; ``BEYOND`` past the last expert.
-        shifts: for each expert, the difference between a row in the buffer and its dense number.
-        total: the number of rows, one element.
+        starts: dense number of each expert's first row; ``BEYOND`` after the last expert.
+        shifts: difference between a row in the buffer and its dense number, for each expert.
+        total: number of rows, one element.
         partial_sums: scratch memory of ``fill_table``.
     """
 
@@ -36,7 +36,7 @@ class ExpertRows(NamedTuple):
 
 
 def table_at(memory: cute.Pointer) -> ExpertRows:
-    """The table in ``TABLE_BYTES`` of shared memory."""
+    """Return the table in ``TABLE_BYTES`` of shared memory."""
     words = cute.recast_ptr(memory, dtype=Int32)
     starts = (sum(TABLE_WORDS[:i]) for i in range(len(TABLE_WORDS)))
     return ExpertRows(
@@ -46,9 +46,9 @@ def table_at(memory: cute.Pointer) -> ExpertRows:
 
 @cute.jit
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
-    """Fill the table; ``offsets`` may be ``None``, and the buffer has ``rows`` rows.
+    """Fill the table. ``offsets`` may be None. The buffer has ``rows`` rows.
 
-    All ``threads`` of the CTA come here, and need a barrier before they read the table.
+    All ``threads`` of the CTA call it, and need a barrier before they read the table.
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts
@@ -62,7 +62,7 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         if const_expr(offsets is not None):
             begin = _load(offsets, expert, exists)
         size = _load(counts, expert, exists)
-        # Never beyond the expert's share, or the buffer.
+        # Clip to the expert's range, or to the buffer.
         size = cutlass.max(
             cutlass.min(size, rows_per_expert if const_expr(offsets is None) else rows - begin), Int32(0)
         )
@@ -86,9 +86,9 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 
 
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
-    """The row of the buffer with this dense number; arbitrary for a number past the last row.
+    """Return the row of the buffer with this dense number; arbitrary for a number after the last row.
 
-    ``is_of_warp``: the number is the same for all lanes, and they come here together.
+    ``is_of_warp``: True if the number is the same for all lanes, and all lanes call it together.
     """
     if is_of_warp:
         expert = expert_by_votes(table.starts, number, lane)

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring describes roles and data path."""
+"""Device code; the package's docstring describes roles and data path."""
 
 from functools import reduce
 
@@ -24,7 +24,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 def sum_of_squares(values: list) -> Float32:
-    """The sum of squares, in four interleaved partial sums."""
+    """Return the sum of squares, by four interleaved partial sums."""
     partial_sums = [Float32(0.0)] * 4
     for i, value in enumerate(values):
         partial_sums[i % 4] = ptx.fma_rn(value, value, partial_sums[i % 4])
@@ -119,7 +119,7 @@ class RowQuantKernel:
             may_alias=() if residual is None else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # The one extent that the declared arguments leave open. A launch of no CTAs fails, as where they overlap.
+            # TVM-FFI does not check this extent. A launch of no CTAs fails, as for overlapping tensors.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile) * tile, allowed, Int32(0))
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
@@ -133,18 +133,18 @@ class RowQuantKernel:
 
     @cute.jit
     def _launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
-        """Launch the kernel; no CTAs of it, unless ``allowed`` is 1."""
+        """Launch the kernel; with no CTAs, so that the launch fails, unless ``allowed`` is 1."""
         c = self.config
         rows = given[0].shape[0]
-        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one alone
-        # would take 14 µs to zero it (H200, width 7168).
+        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one CTA
+        # alone would take 14 µs to zero it (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
             wanted = cutlass.max(wanted, WARP)
         clusters = cutlass.max(max_ctas // c.splits, 1)
         threads = Int32(c.threads)
         if const_expr(not c.spec.has_table):
-            # One group for each CTA while there are enough CTAs: smaller CTAs start sooner.
+            # Launch one group for each CTA while there are enough CTAs: smaller CTAs start sooner.
             threads = ptx.select(rows <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(*given).launch(
             grid=[allowed * cutlass.min(wanted, clusters) * c.splits, 1, 1],
@@ -199,7 +199,7 @@ class RowQuantKernel:
         if tid == 0:
             self._init_barriers(smem)
         cute.arch.mbarrier_init_fence()
-        # For compute-sanitizer's racecheck, which attributes the initialisation to the whole warp.
+        # compute-sanitizer's racecheck attributes the initialisation to the whole warp.
         cute.arch.sync_warp()
         pdl_start(c.pdl)
         if const_expr(spec.has_table):
@@ -208,13 +208,13 @@ class RowQuantKernel:
             thread.rows = smem.experts.total[0]
             self.rows.distribute(thread)
         elif const_expr(spec.rows == "experts"):
-            # Never beyond the buffer.
+            # Clip to the buffer.
             thread.first_row = cutlass.max(offsets[0], Int32(0))
             thread.rows = cutlass.max(
                 cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
             )
             self.rows.distribute(thread)
-        # The thread's row in global memory, of this iteration and, with two stages, of the next.
+        # Row of the thread in global memory: of this iteration and, with two stages, of the next.
         memory_row, second_row = (
             self.rows.memory_row_at(Int32(0), thread, smem),
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
@@ -250,11 +250,11 @@ class RowQuantKernel:
             ptx.wait(smem.weight_barrier, 0)
             weights = [self.rows.weight(j, thread, smem) for j in range(c.blocks_per_thread)]
 
-        again = Int32(0)  # rows whose amax was recomputed
+        again = Int32(0)  # number of rows whose amax was recomputed
         for iteration in range(thread.iterations):
             stage = iteration % c.stages
             row = self.rows.row_at(iteration, thread) + thread.row
-            # Looked up while the row is in flight.
+            # Look up the row while this row is in flight.
             later_row = self.rows.memory_row_at(iteration + c.stages, thread, smem)
             ptx.wait(smem.full + stage, (iteration // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, thread, smem)
@@ -275,7 +275,7 @@ class RowQuantKernel:
                 if const_expr(spec.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                 if const_expr(spec.fmt in (FP8_TOKEN, FP8_BLOCK128)):
-                    # Rows that share a warp recompute their amax together; for those that need not, it is the same.
+                    # Rows that share a warp recompute their amax together; rows that need not get the same amax.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -334,7 +334,7 @@ class RowQuantKernel:
     def _allocate(self, thread: Thread) -> Smem:
         c = self.config
         group_elements = c.stages * c.group_rows * c.spec.inputs * c.slice_width
-        # Dynamic shared memory: the ptxas of CUDA 12 allows no more than 48 KB of static shared memory.
+        # Use dynamic shared memory: the ptxas of CUDA 12 limits static shared memory to 48 KB.
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         at = c.smem_offsets
         buffers = cute.recast_ptr(base + at.rows, dtype=self.rows.dtype)
@@ -367,14 +367,14 @@ class RowQuantKernel:
         for i in range(c.groups * c.group_barriers + 1):
             cute.arch.mbarrier_init(smem.barriers + i, 1)
 
-    # A row
+    # Rows
 
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
         """Load the thread's blocks of a row.
 
         Returns:
-            For each block its products v · w and their amax; the amax of the FP8 block whose scale this thread
-            computes, if blocks of 128 have scales; and the thread's partial results of ``RowQuantSpec.reductions``.
+            Products v · w and their amax for each block; amax of the FP8 block whose scale this thread computes, if
+                blocks of 128 have scales; and the thread's partial results of ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec
@@ -394,7 +394,7 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # An ordinary magnitude where the block is skipped.
+                # A skipped block gets an ordinary magnitude.
                 block[1][0] = Float32(1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
@@ -408,7 +408,7 @@ class RowQuantKernel:
         return blocks, shared, reduced
 
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
-        """Put products and amax of the thread's j-th block into its registers; returns the sum of its squares."""
+        """Put products and amax of the thread's j-th block into its registers, and return the sum of its squares."""
         products, square = v, Float32(0.0)
         if self.config.spec.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -430,15 +430,15 @@ class RowQuantKernel:
         return square
 
     def _shared_amax(self, blocks, thread) -> Float32:
-        """The amax of the FP8 block whose scale this thread computes."""
+        """Return the amax of the FP8 block whose scale this thread computes."""
         return self.encoder.shared.largest([amax[0] for _, amax in blocks], thread.lane)
 
     def _amax_of(self, blocks) -> Float32:
-        """The amax over a thread's blocks."""
+        """Return the amax over a thread's blocks."""
         return reduce(ptx.max_abs_nan, [largest[0] for _, largest in blocks], Float32(0.0))
 
     def _fill(self, products, amax, values: list) -> None:
-        """Put ``values`` and their amax, NaN if one is, into a block's registers."""
+        """Put ``values`` and their amax, NaN if any value is, into a block's registers."""
         largest = Float32(0.0)
         for i, value in enumerate(values):
             products[i] = value
@@ -446,15 +446,16 @@ class RowQuantKernel:
         amax[0] = largest
 
     def _can_fold(self, total, other, scale):
-        """Whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to blocks.
+        """Return whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to
+        blocks.
 
-        The two differ by rounding, and where v · w overflows or is subnormal (weights are assumed to be below 2^88). So
-        the sum of squares must be of ordinary magnitude, and everything that scales are computed from: ``other``, which
-        is the row's amax, or the number of blocks of unusual amax; or the given ``scale`` of FP8. Scales of NVFP4
-        cannot represent a block that is tiny compared to its row. An element that is tiny compared to its own block has
-        code 0 either way, and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34.
-        Where v · rstd is subnormal and v · w is not, the folded product is the more exact one. (A block of zeros counts
-        as unusual, so its row takes longer.)
+        The two differ by rounding, and if v · w overflows or is subnormal (weights are assumed to be below 2^88). So
+        the sum of squares must be of ordinary magnitude, and so must the source of the scales: ``other``, the row's
+        amax or the number of blocks of unusual amax; or the given ``scale`` of FP8. Scales of NVFP4 cannot represent a
+        block that is tiny compared to its row. An element that is tiny compared to its own block has code 0 either way,
+        and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd is
+        subnormal and v · w is not, the folded product is more exact. A block of zeros counts as unusual, so that its
+        row takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -467,7 +468,7 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Whether an amax of products v · w is of ordinary magnitude."""
+        """Return whether an amax of products v · w is of ordinary magnitude."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
@@ -486,9 +487,12 @@ class RowQuantKernel:
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, thread):
         """Reduce sums of squares, amaxes and block counts over the threads that share a row.
 
-        The order depends on the configuration alone. ``values`` are those of ``RowQuantSpec.reductions``, or an amax
-        alone; ``slots`` has ``num_partials`` words for each value; in a cluster ``barrier`` counts the bytes that were
-        sent.
+        The order depends on the configuration alone.
+
+        Args:
+            values: values of ``RowQuantSpec.reductions``, or an amax alone.
+            slots: ``num_partials`` words for each value.
+            barrier: mbarrier that counts the bytes sent in a cluster.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
@@ -524,7 +528,7 @@ class RowQuantKernel:
         return values
 
     def _row_amax_again(self, blocks, again, thread, smem):
-        """The row's amax, recomputed from the blocks as they are now; ``again`` counts these calls."""
+        """Return the row's amax, recomputed from the current blocks. ``again`` counts these calls."""
         c = self.config
         slots = smem.partial_sums + 2 * c.num_partials * c.spec.reductions
         return self._reduce_row([self._amax_of(blocks)], slots, smem.partial_sums_full + 2, again & 1, thread)[0]

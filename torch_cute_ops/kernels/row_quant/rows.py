@@ -1,4 +1,4 @@
-"""Which rows a group works on, and how they get through shared memory into registers."""
+"""Distribution of rows over groups, and their way through shared memory into registers."""
 
 import functools
 
@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 
 def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
-    """Start one bulk copy from global to shared memory; ``barrier`` counts its bytes."""
+    """Start one bulk copy from global to shared memory. ``barrier`` counts its bytes."""
     atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
     layout = cute.make_layout(elements)
     tensors = (cute.make_tensor(source, layout), cute.make_tensor(target, layout))
@@ -24,7 +24,7 @@ def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier
 
 
 def sync_group(config: Config, thread) -> None:
-    """A barrier for the threads of a group."""
+    """Synchronise the threads of a group."""
     if config.group_warps == 1:
         cute.arch.sync_warp()
     else:
@@ -32,7 +32,7 @@ def sync_group(config: Config, thread) -> None:
 
 
 class Rows:
-    """Row distribution and loads of one ``Config``; ``thread`` is a ``Thread``, ``smem`` the ``Smem`` memory."""
+    """Row distribution and loads of one ``Config``. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config, scales: FP4Scales):
         self.config, self.scales = config, scales
@@ -47,8 +47,8 @@ class Rows:
         thread.quads = Int32(0)
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
-            # Whole rounds of quads, and a partial round if the rows that are left take a walker four iterations anyway.
-            # Only full tiles are handed out as quads, and single rows begin with a tile.
+            # Take whole rounds of quads, and a partial round if the remaining rows take a walker four iterations
+            # anyway. Only full tiles are distributed as quads, and single rows begin with a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
@@ -57,7 +57,7 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """The row, or first row, of this walker's iteration ``iteration``."""
+        """Return the row, or first row, of this walker's ``iteration``."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -72,8 +72,7 @@ class Rows:
         )
 
     def memory_row_at(self, iteration, thread, smem):
-        """The thread's row of iteration ``iteration`` as a row of the tensors in global memory; warp-uniform control
-        flow."""
+        """Return the thread's row of ``iteration`` in the tensors in global memory, with warp-uniform control flow."""
         row = self.row_at(iteration, thread) + thread.row
         spec = self.config.spec
         if spec.rows != "experts":
@@ -83,14 +82,13 @@ class Rows:
         return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the first iterations, one for each stage; ``memory_row`` and ``second_row`` are their
-        rows."""
+        """Start the copies of the first iterations, one for each stage, from these rows."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
     @cute.jit
     def issue(self, iteration, stage, memory_row, thread, smem):
-        """Start the copies of iteration ``iteration``'s rows into a buffer: for each row its first thread, from
+        """Start the copies of an iteration's rows into a buffer, for each row with its first thread, from
         ``memory_row``."""
         c = self.config
         spec = c.spec
@@ -115,25 +113,25 @@ class Rows:
                     self.copy_slice(load, thread)
 
     def slice_of(self, row: cute.Pointer, thread) -> cute.Pointer:
-        """Where the CTA's slice of a row in global memory begins."""
+        """Return the address of the CTA's slice of a row in global memory."""
         return row + cute.assume(thread.first_block * self.config.spec.block_elements, divby=16)
 
     def input_row(self, i: int, row, thread) -> cute.Pointer:
-        """The i-th row in global memory that goes into a row of values."""
+        """Return the i-th row in global memory of a row of values."""
         spec = self.config.spec
         tensor = thread.residual if spec.source == "add" and i == 1 else thread.input
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
         return start + spec.width if spec.source == "silu_mul" and i == 1 else start
 
     def buffer(self, i: int, stage, row, smem) -> cute.Pointer:
-        """The buffer of the i-th input of a group's row."""
+        """Return the buffer of the i-th input of a group's row."""
         c = self.config
         slot = (stage * c.group_rows + row) * c.spec.inputs + i
         return smem.buffers + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def copy_slice(self, copy, thread):
-        """Call ``copy`` with the elements of the CTA's slice."""
+        """Call ``copy`` with the number of elements of the CTA's slice."""
         c = self.config
         last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
@@ -155,28 +153,28 @@ class Rows:
         self.copy_slice(load, thread)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
-        """The words of one block in shared memory."""
+        """Return the words of one block in shared memory."""
         c = self.config
         words = words_per(c.spec.block_elements, dtype)
         layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
         return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
 
     def weight(self, j: int, thread, smem) -> list:
-        """The weight of the thread's j-th block in fp32."""
+        """Return the weight of the thread's j-th block in fp32."""
         words = self._block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
         return unpack(words, self.weight_dtype)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether some threads have fewer blocks than others."""
+        """True if some threads have fewer blocks than others."""
         c = self.config
         return c.threads_per_row * c.blocks_per_thread * c.splits != c.blocks
 
     def _safe_block(self, j: int, thread):
-        """The thread's j-th block, or one that is safe to read instead if that is beyond the row.
+        """Return the thread's j-th block, or a block that is safe to read if the j-th does not exist.
 
-        That is the thread's first block. But the threads that would have the missing half of a short FP8 block read the
-        half that exists, which leaves the block's amax as it is.
+        The safe block is the thread's first block. But threads with the missing half of a short FP8 block read the
+        existing half, which does not change the block's amax.
         """
         c = self.config
         block = thread.column + j * c.threads_per_row
@@ -190,15 +188,14 @@ class Rows:
         return ptx.select(block < thread.cta_blocks, block, instead)
 
     def has_last_block(self, thread):
-        """Whether a thread of the warp has one block more than ``common_blocks``."""
+        """Return whether a thread of the warp has one block more than ``common_blocks``."""
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
-        """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
+        """Return the values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
 
-        A gate has values in fp32 only, and no words.
-
-        ``again``: the row is read a second time, after its sums have overwritten the residual.
+        A gate has values in fp32 only, and no words. ``again`` is True for a second read of the row, after its sums
+        have overwritten the residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)

@@ -1,7 +1,7 @@
 """Stores of FP4 block scales: single bytes, 16 bytes of four rows, and padding.
 
-Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group that processes such rows one after the
-other collects their scales in shared memory, in one of two buffers, and stores 16 bytes at a time.
+Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group processes these rows one after the other,
+collects their scales in one of two buffers in shared memory, and stores 16 bytes at a time.
 """
 
 import cutlass.cute as cute
@@ -12,18 +12,18 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """Scale stores of one ``Config``; ``thread`` is a ``Thread``, ``smem`` the ``Smem`` memory."""
+    """Scale stores of one ``Config``. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def quad_row(self, quad):
-        """The first row of a quad."""
+        """Return the first row of a quad."""
         return quad // 32 * 128 + quad % 32 if self._is_128x4 else quad * QUAD
 
     @property
     def quad_step(self) -> int:
-        """Rows from one row of a quad to the next."""
+        """Distance between the rows of a quad, in rows."""
         return 32 if self._is_128x4 else 1
 
     @property
@@ -31,20 +31,20 @@ class FP4Scales:
         return self.config.spec.layout.tile_rows == 128
 
     def at(self, row, column, thread) -> cute.Tensor:
-        """The scale byte of (row, block) in global memory."""
+        """Return the scale byte of (row, block) in global memory."""
         layout = self.config.spec.layout
         offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
         return cute.make_tensor(cute.recast_ptr(thread.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
 
     def linear_at(self, row, column, thread) -> cute.Tensor:
-        """The byte of (row, block) in the linear scales."""
+        """Return the byte of (row, block) in the linear scales."""
         offset = Int64(row) * self.config.blocks + column
         return cute.make_tensor(
             cute.recast_ptr(thread.scale_linear.iterator, dtype=Uint8) + offset, cute.make_layout(1)
         )
 
     def quad_slot(self, iteration, block, smem) -> cute.Tensor:
-        """The scale byte of a block of iteration ``iteration``'s row, in the buffer of its quad."""
+        """Return the scale byte of a block of an iteration's row, in the buffer of its quad."""
         offset = iteration // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + iteration % QUAD * 4 + block % 4
         return cute.make_tensor(smem.scales + offset, cute.make_layout(1))
 
@@ -58,7 +58,8 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_columns(self, row, iteration, thread):
-        """Zero the scale bytes between the last block of a row and the end of its tile. In quads they are zero."""
+        """Zero the scale bytes between the last block of a row and the end of its tile. In quads they are zero
+        already."""
         c = self.config
         padding = c.spec.layout.padded_blocks(c.blocks) - c.blocks
         if const_expr(padding > 0):
@@ -84,7 +85,7 @@ class FP4Scales:
 
     @cute.jit
     def write_quad(self, iteration, thread, smem):
-        """Store the scales of the quad that iteration ``iteration`` completed, if it did, 16 bytes a thread.
+        """Store the scales of the quad that ``iteration`` completed, if any, 16 bytes a thread.
 
         A group barrier lies between that iteration and this call.
         """

@@ -23,14 +23,14 @@ def bulk_store(source: cute.Pointer, target: cute.Pointer, elements: int) -> Non
 
 
 class Stores:
-    """Stores of one ``Config``; ``thread`` is a ``Thread``, ``smem`` the ``Smem`` memory."""
+    """Stores of one ``Config``. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config, rows: Rows, scales: FP4Scales, encoder: Encoder):
         self.config, self.rows, self.scales, self.encoder = config, rows, scales, encoder
 
     @property
     def is_bulk(self) -> bool:
-        """Whether rows are stored by bulk copies from shared memory."""
+        """True if rows are stored by bulk copies from shared memory."""
         return self.config.spec.source == "add" or self.config.bulk_norm
 
     @cute.jit
@@ -48,7 +48,7 @@ class Stores:
 
     @cute.jit
     def start_norm(self, iteration, thread, smem):
-        """Start the bulk stores of iteration ``iteration``'s norms, if there is such an iteration."""
+        """Start the bulk stores of an iteration's norms, if the iteration exists."""
         c = self.config
         row = self.rows.row_at(iteration, thread) + thread.in_group
         if (iteration >= 0) & (thread.in_group < c.group_rows) & (row < thread.rows):
@@ -61,18 +61,21 @@ class Stores:
         cute.arch.cp_async_bulk_commit_group()
 
     def _norm_buffer(self, iteration, row, smem) -> cute.Pointer:
-        """The buffer of a normalised row of the group; each row has two, for even and odd iterations."""
+        """Return the buffer of a normalised row of the group. Each row has two, for even and odd iterations."""
         c = self.config
         slot = iteration % 2 * c.group_rows + row
         return smem.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def store_row(self, blocks, rstd, amax, global_scale, row, memory_row, iteration, thread, smem):
-        """Quantise the thread's blocks of row ``row`` and store codes, scales and norm; codes and FP8 scales go to row
-        ``memory_row`` of their tensors."""
+        """Quantise the thread's blocks of a row, and store codes, scales and norm.
+
+        Codes and FP8 scales go to ``memory_row`` of their tensors, scales of FP4 and norms to ``row``.
+        """
         c = self.config
         spec = c.spec
-        # All arithmetic first, then all stores: a branch in between would keep the compiler from interleaving blocks.
+        # Compute everything before the first store: a branch in between would keep the compiler from interleaving
+        # blocks.
         if const_expr(isinstance(spec.fmt, FP4Format)):
             quantized = [self.encoder.fp4_block(*block, rstd, global_scale) for block in blocks[: c.common_blocks]]
         elif const_expr(spec.fmt == FP8_BLOCK128):
@@ -106,8 +109,8 @@ class Stores:
             norm = self.encoder.rounded(block[0], rstd)
             from_registers = exists
             if const_expr(c.bulk_norm):
-                # A group's only row does not wait for a bulk copy: ``rmsnorm_fp4quant_with_norm`` of up to 32 rows of
-                # 7,168 takes 2.8 µs and not 2.95 (H200).
+                # A group's only row does not wait for a bulk copy: on an H200, ``rmsnorm_fp4quant_with_norm`` of up to
+                # 32 rows of 7,168 takes 2.8 µs instead of 2.95 µs.
                 from_registers = exists & (thread.iterations == 1)
                 if thread.iterations > 1:
                     self.rows.fill_buffer(norm, self._norm_buffer(iteration, thread.row, smem), j, thread)
@@ -129,7 +132,7 @@ class Stores:
 
     @cute.jit
     def _store_block_scale(self, scale, memory_row, exists, thread) -> None:
-        """Store the scale of the FP8 block that this thread computed, if it is the first of those that have it."""
+        """Store the scale of the FP8 block that this thread computed, in the first of the lanes with this block."""
         shared = self.encoder.shared
         block = thread.column // SCALE_THREADS * SCALE_THREADS + shared.mine(thread.lane) * self.config.threads_per_row
         column = (thread.first_block + block) // SCALE_THREADS

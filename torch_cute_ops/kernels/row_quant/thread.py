@@ -1,4 +1,4 @@
-"""What the parts of the kernel pass to each other: the state of a thread, and pointers into shared memory."""
+"""State of a thread, and pointers into shared memory, which the classes of the kernel pass to each other."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,27 +11,27 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 
 @dataclass
 class Thread:
-    """A thread's place in its group, in the CTA and in the grid, and the tensors of the call.
+    """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* is what walks over the rows: a group, or in a cluster the groups of that number in all of its CTAs.
+    A *walker* walks over the rows: a group, or in a cluster the groups with the same number in all of its CTAs.
 
     Attributes:
-        tid, threads: index in the CTA, and threads of the CTA.
+        tid, threads: index in the CTA, and number of threads of the CTA.
         lane: index in the warp.
-        group, in_group: index of the group in the CTA, and of the thread in the group.
-        warp: index among the warps that share a row; rotated from group to group (``Config.first_column``).
-        column: the thread's first block in the slice.
-        row: which of the group's rows the thread works on, where several share a warp.
+        group, in_group: index of the group in the CTA, and index of the thread in the group.
+        warp: index among the warps that share a row, rotated from group to group (``Config.first_column``).
+        column: first block of the thread in the slice.
+        row: index of the thread's row among the group's rows, if several share a warp.
         rank: rank of the CTA in its cluster.
-        first_block, cta_blocks: where in the row the CTA's slice begins, and how many blocks it has.
+        first_block, cta_blocks: first block of the CTA's slice in the row, and number of its blocks.
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm: tensors in global memory.
-        gate: alpha, beta and limit of the general gate, or ``None``.
-        rows: rows of the launch; for experts' rows known only after the table is filled.
-        first_row: where in the input the rows begin, if they are one range of experts' rows.
-        quads: quads that are handed out whole; ``Rows.distribute`` sets this and what follows.
-        quad_iterations, iterations: iterations of this walker over rows of quads, which come first, and over all of its
-            rows.
+        gate: alpha, beta and limit of the general gate, or None.
+        rows: number of rows of the launch; for experts' rows known only after the table is filled.
+        first_row: first row in the input, if the experts' rows are one range.
+        quads: number of quads that are distributed whole; set, like the following fields, by ``Rows.distribute``.
+        quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and over
+            all of its rows.
     """
 
     tid: Int32
@@ -62,18 +62,18 @@ class Thread:
 
 
 class Smem(NamedTuple):
-    """Shared memory, as ``Config.smem_offsets`` divides it; ``None`` for what the configuration does not have.
+    """Shared memory, as ``Config.smem_offsets`` divides it. A field is None if the configuration does not need it.
 
     Attributes:
         buffers: row buffers of the group.
-        norms: the group's buffers for normalised rows.
-        weight: the CTA's slice of the norm's weight.
-        all_scales, scales: scales of quads, of all groups and of this one.
+        norms: buffers of the group for normalised rows.
+        weight: slice of the norm's weight.
+        all_scales, scales: scales of quads, of all groups and of this group.
         partial_sums: partial results of the group.
-        experts: the table of experts' rows.
+        experts: table of experts' rows.
         barriers: mbarriers of all groups.
-        full: the group's mbarriers, one for each stage: rows have arrived.
-        partial_sums_full: the group's mbarriers for partial results: of even rows, of odd rows, and of a recomputed
+        full: mbarriers of the group, one for each stage: rows have arrived.
+        partial_sums_full: mbarriers of the group for partial results of even rows, of odd rows, and of a recomputed
             amax.
         weight_barrier: mbarrier: the weight has arrived.
     """

@@ -1,1 +1,1 @@
-"""Block-scaled tcgen05 MMAs."""
+"""Block-scaled MMAs of data-center Blackwell (``tcgen05.mma``)."""

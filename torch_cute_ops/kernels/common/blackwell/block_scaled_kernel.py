@@ -1,9 +1,7 @@
-"""What kernels of block-scaled ``tcgen05.mma`` share: the roles of warps, the ring of stages and its barriers, and what
-each role does with a chunk.
+"""Base of kernels with block-scaled ``tcgen05.mma``: roles of warps, pipelines, and the work of each role on a k tile.
 
-A kernel derives from ``BlockScaledKernel``. Which tiles a CTA has, which chunks are of a tile, and what becomes of its
-sums is the kernel's own: its ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and ``_load_linear_scales`` go through
-tiles and chunks, each in the same order.
+A kernel derives from ``BlockScaledKernel`` and defines ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and
+``_load_linear_scales``. Each of these goes through the CTA's tiles and their k tiles in the same order.
 """
 
 import itertools
@@ -28,13 +26,21 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
 
 WARP = 32
 PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
-LEADER = 0  # the CTA of a pair that issues MMAs
+LEADER = 0  # CTA of a pair that issues the MMAs
 
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory: the stages, and barriers. A stage is full, in this CTA or its pair's second, or free; columns of
-    scales are free; sums are complete, or their columns free. ``columns`` is where those of tensor memory begin."""
+    """Shared memory.
+
+    Attributes:
+        stages: codes and scales of the k tiles in flight.
+        pipeline: pipeline of the stages.
+        peer_full: mbarriers, one per stage: the stage of the pair's second CTA is full.
+        scales_empty: mbarriers, one per set of tensor-memory columns for scales.
+        acc_pipeline: pipeline of the accumulators in tensor memory.
+        tmem: address of the allocated columns of tensor memory.
+    """
 
     stages: cute.Pointer
     pipeline: Pipeline
@@ -45,8 +51,14 @@ class Smem:
 
 
 class ScaleTiles(NamedTuple):
-    """Tiles of an operand's scales that a stage needs: of 128 rows each, from ``row_tile`` on, of which so many
-    ``exist``; and the cache policy of their copies."""
+    """Scale tiles of an operand that a stage needs, 128 rows each.
+
+    Attributes:
+        scales: matrix of scales, bytes.
+        row_tile: first tile along the rows.
+        exist: number of existing tiles along the rows.
+        policy: cache policy of their copies, or None.
+    """
 
     scales: cute.Tensor
     row_tile: Any
@@ -55,7 +67,7 @@ class ScaleTiles(NamedTuple):
 
 
 class MmaState(NamedTuple):
-    """Where the multiplying thread is in its rings: a stage, and a set of columns for scales."""
+    """Position of the MMA thread in its pipelines: a stage, and a set of tensor-memory columns for scales."""
 
     stage: Int32
     parity: Int32
@@ -64,7 +76,7 @@ class MmaState(NamedTuple):
 
 
 class BlockScaledKernel:
-    """The kernel of one ``BlockScaledConfig``."""
+    """Base of the kernels of one ``BlockScaledConfig``."""
 
     def __init__(self, config: BlockScaledConfig):
         self.config: Any = config
@@ -75,8 +87,8 @@ class BlockScaledKernel:
 
     @cute.jit
     def _set_up(self, tid) -> Smem:
-        """Allocate shared memory and tmem of tensor memory, and initialise the barriers. Others see it when the CTA
-        has met."""
+        """Allocate shared memory and tensor memory, and initialise the barriers. ``_sync`` makes them visible to
+        other warps."""
         c = self.config
         smem = self._allocate()
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
@@ -120,7 +132,7 @@ class BlockScaledKernel:
 
     @cute.jit
     def _sync(self):
-        """A barrier of the CTA, or of a pair."""
+        """Synchronise the CTA, or the pair."""
         if const_expr(self.stage.cta_group > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -129,8 +141,13 @@ class BlockScaledKernel:
 
     @cute.jit
     def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
-        """Set the CTA up, and do what the thread's warp does. All warps but the multiplying one wait for the kernels
-        before this one first. Returns where the tmem of tensor memory begin, too."""
+        """Set up the CTA, and run the role of the thread's warp.
+
+        All warps except the MMA warp first wait for the previous kernels.
+
+        Returns:
+            Shared memory, and the address of the allocated columns of tensor memory.
+        """
         c = self.config
         smem = self._set_up(tid)
         self._sync()
@@ -159,19 +176,22 @@ class BlockScaledKernel:
 
     @cute.jit
     def _free_tmem(self, tid, tmem):
-        """Give the tmem back, when the CTA has met: all loads of them are done."""
+        """Free the tensor memory. The CTA must have synchronised after its last load."""
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
             tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
 
-    # Chunks
+    # K tiles
 
     def _stage_at(self, stage, smem: Smem) -> cute.Pointer:
         return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
 
     @cute.jit
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
-        """Start the copies of a stage's scales, if they are in tiles: ``size`` bytes of each row of tiles from tile
-        ``first`` on. The stage's barrier expects all of its bytes."""
+        """Start the copies of a stage's tiled scales.
+
+        The stage's barrier expects all bytes of the stage. ``size`` is the number of bytes of each row of scale tiles,
+        from tile ``first`` on. With linear scales, the barrier expects the codes only.
+        """
         stage = self.stage
         if const_expr(stage.has_scale_loaders):
             with cute.arch.elect_one():
@@ -191,24 +211,36 @@ class BlockScaledKernel:
     def _load_linear_scales_of_k_tile(
         self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
     ) -> tuple:
-        """An arranging warp: where it is the chunk's ``turn``, write linear scales to its stage in the order of tiles.
-        So the warps have several chunks in flight. The next turn, stage and parity."""
+        """Write a k tile's linear scales to its stage in tile order, if it is the warp's ``turn``. One scale-loader
+        warp.
+
+        The warps take turns, so that several k tiles are in flight.
+
+        Returns:
+            Next turn, stage and parity.
+        """
         if turn == 0:
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
-            # A warp that left out phases could take one for the next but one, which has the same parity.
+            # A warp must not skip phases: it would take the next phase but one, which has the same parity, for the next
+            # one.
             smem.pipeline.wait_empty(stage, parity)
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
     def _first_mma_state(self) -> MmaState:
-        # With parity 1, tmem that were never used count as free.
+        # Producers start with parity 1, so that unused columns count as empty.
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
-        """The multiplying thread: a chunk's MMAs, ``num_mmas`` of them if so many are in a chunk, once its operands and
-        tmem for its scales are there; what these take is free when the MMAs are done. Other arguments are those of
-        ``BlockScaledMma.multiply``."""
+        """Issue the MMAs of a k tile, in the MMA thread, once its operands and a set of columns for scales are ready.
+
+        Commits release the stage and the columns when the MMAs have ended. Arguments from ``acc`` on are those of
+        ``BlockScaledMma.multiply``.
+
+        Returns:
+            Next position in the pipelines.
+        """
         c = self.config
         pair = self.stage.cta_group == 2
         ptx.wait(smem.scales_empty + at.scale_stage, at.scale_parity)
@@ -226,7 +258,7 @@ class BlockScaledKernel:
         )
 
     def _signal_acc_loaded(self, barrier, tid) -> None:
-        """A storing warp has loaded what others may overwrite now."""
+        """Signal, as an epilogue warp, that it has loaded the accumulator, so that MMAs may overwrite it."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)
@@ -237,5 +269,5 @@ class BlockScaledKernel:
 
 
 def as_bytes(scales: cute.Tensor) -> cute.Tensor:
-    """A matrix of scales as bytes."""
+    """Return a matrix of scales as bytes."""
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Uint8), scales.layout)

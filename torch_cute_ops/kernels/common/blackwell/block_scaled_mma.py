@@ -1,7 +1,7 @@
-"""Block-scaled ``tcgen05.mma`` of two FP4 operands: how a stage of both is filled, and multiplied.
+"""Copies and MMAs of a stage of two FP4 operands for block-scaled ``tcgen05.mma``.
 
-The operand on the M side has the lanes of tensor memory, that on the N side the columns. ``BlockScaledStage`` says how
-they lie in a stage.
+The operand on the M side maps to the lanes of tensor memory, the operand on the N side to its columns.
+``BlockScaledStage`` defines the layout of a stage.
 """
 
 import cutlass.cute as cute
@@ -30,7 +30,7 @@ class BlockScaledMma:
         self.mmas_per_scale_tile = stage.scale_tile_k // MMA_K
 
     def arguments(self, m: Dim, n: Dim) -> tuple[TensorArg, ...]:
-        """``a``, ``a_scale``, ``b`` and ``b_scale`` of M rows of activations and N rows of a weight."""
+        """Return ``a``, ``a_scale``, ``b`` and ``b_scale`` for M rows of activations and N rows of a weight."""
         half = Dim("k_bytes", divisibility=MMA_K // 2)
         blocks = Dim("blocks", divisibility=TILE_BLOCKS)
         linear = self.stage.has_scale_loaders
@@ -45,8 +45,10 @@ class BlockScaledMma:
     # Codes, by tensor maps
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """A tensor map of codes (rows, bytes), in boxes of a chunk of so many rows; or of codes (rows, bytes, experts),
-        where a chunk ends with its expert."""
+        """Return a tensor map with boxes of ``rows`` rows of a k tile.
+
+        ``codes`` is (rows, bytes), or (rows, bytes, experts), whose k tiles end with their expert.
+        """
         rank = len(codes.shape)
         box = self._box(rows, rank)
         return cpasync.make_tiled_tma_atom(
@@ -54,12 +56,12 @@ class BlockScaledMma:
         )
 
     def _box(self, rows: int, rank: int):
-        """A chunk's codes in shared memory, (rows, line)."""
+        """Return the shared-memory layout of a k tile's codes, (rows, bytes of a row)."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
         return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
-        """The matrix as boxes: (tiles of rows, chunks), and experts."""
+        """Return the matrix divided into boxes: (tiles of rows, k tiles), and experts."""
         rank = len(map[1].shape)
         return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
 
@@ -78,8 +80,11 @@ class BlockScaledMma:
 
     @cute.jit
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
-        """Start the copies of ``size`` bytes of tiles from tile ``first`` on, for ``count`` times 128 rows from
-        ``row_tile`` on, of which so many exist. One thread calls it."""
+        """Start the copies of ``count`` rows of scale tiles, ``exist`` of which exist, in one thread.
+
+        ``row_tile`` is the first tile along the rows. Of each row of tiles, ``size`` bytes are copied, from tile
+        ``first`` on.
+        """
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
             if i < exist:
@@ -94,14 +99,17 @@ class BlockScaledMma:
 
     @cute.jit
     def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
-        """A warp: write linear scales of a chunk to a stage that is ``empty``, in the order of tiles.
+        """Write a k tile's linear scales to an ``empty`` stage, in tile order, with one warp.
 
-        ``m_side`` and ``n_side``: scales of an operand, a lane's first row, and the rows that there are. The chunk has
-        the blocks from ``first`` on, a row ``blocks`` in all. A lane has every 32nd row of each 128, whose words are
-        neighbours in a tile.
+        A lane has every 32nd row of each 128 rows; the words of these rows are neighbours in a tile.
+
+        Args:
+            m_side, n_side: scales of each operand, first row of the lane, and number of existing rows.
+            first: first block of the k tile.
+            blocks: number of blocks of a whole row.
         """
         stage = self.stage
-        # They are loaded while the stage is still in use.
+        # Load the scales while the stage is still in use.
         scales, row, rows = n_side
         used = min(stage.mma_n, MMA_M)
         row_tiles = range(stage.scale_row_tiles)
@@ -118,8 +126,10 @@ class BlockScaledMma:
         ptx.arrive_if(full, Uint32(lane == 0))
 
     def _load_scales(self, scales, row, rows, used: int, first, blocks) -> list:
-        """A chunk's scales of every 32nd of 128 rows, each as a list of words; zeros beyond the matrix, and beyond the
-        ``used`` of these rows."""
+        """Return a k tile's scales of every 32nd of 128 rows, each as a list of words.
+
+        Scales outside of the matrix, and of rows from ``used`` on, are zero.
+        """
         tiles = range(self.stage.scale_tiles)
         loaded = []
         for after in range(0, MMA_M, 32):
@@ -133,19 +143,19 @@ class BlockScaledMma:
 
     @cute.jit
     def multiply(self, acc, at, scales, num_mmas, first_n, adds, phase=None):
-        """Issue the copies of a chunk's scales to tensor memory, and its first ``num_mmas`` MMAs.
+        """Copy a k tile's scales to tensor memory, and issue its first ``num_mmas`` MMAs.
 
         Args:
-            acc: columns of the sums.
-            at: the stage in shared memory.
-            scales: columns for the chunk's scales.
-            num_mmas: MMAs of the chunk.
-            first_n: the first of its rows of the operand on the N side.
-            adds: whether the first MMA adds to what the sums are.
-            phase: MMAs of the first tile of scales that belong to what is before the chunk; ``None``: none ever.
+            acc: tensor-memory columns of the accumulator.
+            at: address of the stage in shared memory.
+            scales: tensor-memory columns for the scales of the k tile.
+            num_mmas: number of MMAs of the k tile.
+            first_n: first row of the operand on the N side.
+            adds: True if the first MMA adds to the accumulator.
+            phase: number of MMAs of the first scale tile that belong to the previous expert, or None if always 0.
         """
         c = self.stage
-        # Of fewer rows than a tile of scales has, the first row's lane and column.
+        # With fewer rows than a scale tile has, the first row's position in the tile is a lane and a column.
         lane, column = Uint32(0), Uint32(0)
         if const_expr(c.mma_n < MMA_M and not c.has_scale_loaders):
             first = first_n % MMA_M

@@ -1,5 +1,5 @@
-"""A stage of operands for block-scaled ``tcgen05.mma``: no device code. What configurations of kernels of block-scaled
-``tcgen05.mma`` share: no device code."""
+"""Host side of kernels with block-scaled ``tcgen05.mma``: a stage of operands, and the base of configurations. No
+device code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,38 +11,36 @@ from torch_cute_ops.kernels.common.core.layouts import first_fit
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
-# block scaled stage
-#
-# A stage of operands for block-scaled ``tcgen05.mma``: no device code.
+# Stage of operands
 
 MMA_M: Final = 128
-"""Rows of the operand on the M side that a CTA has: the lanes of tensor memory."""
+"""Rows of the operand on the M side in a CTA: lanes of tensor memory."""
 K_TILE_BYTES: Final = K_TILE // 2
-"""Bytes of codes of a row in a chunk."""
+"""Bytes of codes of a row in a k tile."""
 MMA_K: Final = 64
 """Elements of k of an MMA."""
 TMEM_COLUMNS: Final = 512
-"""Of tensor memory."""
+"""Number of columns of tensor memory."""
 EPILOGUE_WARPS: Final = MMA_M // 32
-"""Warps that load sums: each can load those of 32 lanes."""
+"""Number of epilogue warps. Each can load 32 lanes of tensor memory."""
 SCALE_LOADER_WARPS: Final = 4
-"""Warps that put linear scales into tiles."""
+"""Number of warps that write linear scales in tile order."""
 SCALE_STAGES: Final = 2
-"""Chunks whose scales are in tensor memory."""
+"""Number of k tiles whose scales are in tensor memory."""
 ALIGNMENT: Final = 1024
-"""Of a stage: that of the 128-byte swizzle."""
+"""Alignment of a stage in bytes, as the 128-byte swizzle needs it."""
 
 
 @dataclass(frozen=True)
 class BlockScaledStage:
-    """A chunk of both operands in shared memory: codes of the M side, codes of the N side, scales of the N side, scales
+    """K tile of both operands in shared memory: codes of the M side, codes of the N side, scales of the N side, scales
     of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
         mma_n: rows of the operand on the N side: columns of the accumulator.
-        cta_group: CTAs of an MMA, each of which copies the codes of as many of these rows.
-        spread: whether chunks may begin in the middle of a tile of scales.
+        cta_group: number of CTAs of an MMA. Each CTA copies the codes of an equal part of the N side.
+        spread: True if k tiles may begin in the middle of a scale tile.
     """
 
     fmt: FP4Format
@@ -53,90 +51,88 @@ class BlockScaledStage:
 
     @property
     def has_scale_loaders(self) -> bool:
-        """Whether warps of the CTA put the scales in the order of tiles."""
+        """True if warps of the CTA write the scales in tile order."""
         return self.layout.is_linear
 
     @property
     def cta_mma_n(self) -> int:
-        """Rows of the operand on the N side whose codes a CTA copies."""
+        """Rows of the operand on the N side whose codes one CTA copies."""
         return self.mma_n // self.cta_group
 
     @property
     def scale_tile_k(self) -> int:
-        """Elements of k of a tile of scales."""
+        """Elements of k of a scale tile."""
         return TILE_BLOCKS * self.fmt.block_size
 
     @property
     def scale_tiles(self) -> int:
-        """Tiles of scales of 128 rows of a chunk."""
+        """Number of scale tiles of 128 rows of a k tile."""
         return K_TILE // self.scale_tile_k + self.spread
 
     @property
     def scale_row_tiles(self) -> int:
-        """Times 128 rows that the operand on the N side has."""
+        """Number of scale tiles along the rows of the operand on the N side."""
         return -(-self.mma_n // MMA_M)
 
     @property
     def code_bytes(self) -> int:
-        """Codes: those of the M side, then those of the N side."""
+        """Bytes of codes of both sides."""
         return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
 
     @property
     def n_scale_bytes(self) -> int:
-        """Scales of the N side."""
+        """Bytes of the scales of the N side."""
         return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
     def size_bytes(self) -> int:
-        """All of it."""
+        """Bytes of the stage."""
         size = self.code_bytes + self.n_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory with the scales of a chunk, those of the M side first: four for each tile."""
+        """Columns of tensor memory for the scales of a k tile, M side first: four columns for each scale tile."""
         return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: warps that store, copy, multiply and arrange."""
+        """Number of threads of a CTA: epilogue, producer, MMA and scale-loader warps."""
         return 32 * (EPILOGUE_WARPS + 2 + (SCALE_LOADER_WARPS if self.has_scale_loaders else 0))
 
     def reason_unsupported(self) -> str | None:
-        """Why there is no such stage; ``None`` if there is."""
+        """Reason that the stage is not supported, or None."""
         if self.layout.tile_rows not in (0, MMA_M):
             return f"scales are linear or in tiles of {MMA_M} rows, not {self.layout.name}"
         return None
 
 
-# block scaled config
-#
-# What configurations of kernels of block-scaled ``tcgen05.mma`` share: no device code.
+# Configurations
 
 BARRIER_BYTES: Final = 512
 MAX_STAGES: Final = 9
-"""As many as cover the latency of memory with few rows of activations: 20 KB each at 54 bytes a nanosecond (by data
-sheet)."""
+"""Largest number of stages. With few rows of activations a stage has 20 KB; nine of them cover the latency of memory
+at 54 bytes/ns (data sheet)."""
 
 
 class BlockScaledConfig:
-    """A base of frozen dataclasses, which have a field ``stages``: stages of the ring."""
+    """Base of frozen dataclasses with a field ``stages``, the number of stages."""
 
     stages: int
 
     @property
     def stage(self) -> BlockScaledStage:
-        """A stage of the ring."""
+        """Layout of a stage."""
         raise NotImplementedError
 
     @property
     def accumulators(self) -> int:
-        """Tiles, or experts, whose sums are in tensor memory: one is stored while the next is computed."""
+        """Number of accumulators in tensor memory. One is stored while the next is computed."""
         raise NotImplementedError
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Barriers that say that an accumulator may be overwritten."""
+        """Number of barriers that say that an accumulator may be overwritten."""
         raise NotImplementedError
 
     @property
@@ -146,31 +142,31 @@ class BlockScaledConfig:
 
     @property
     def tmem_columns(self) -> int:
-        """Columns of tensor memory that are allocated: a power of two."""
+        """Columns of tensor memory to allocate: a power of two."""
         used = self.acc_columns + SCALE_STAGES * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return self.stage.threads
 
     @property
     def stage_bytes(self) -> int:
-        """All stages of a CTA."""
+        """Bytes of all stages of a CTA."""
         return self.stages * self.stage.size_bytes
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self.stage_bytes + BARRIER_BYTES
 
     def reason_unfit(self) -> str | None:
-        """Why there is no such kernel, whatever the GPU; ``None`` if there is."""
+        """Reason that no such kernel exists on any GPU, or None."""
         raise NotImplementedError
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
+        """Reason that the kernel cannot run on ``arch``, or None."""
         if not arch.has_tcgen05:
             return f"{arch.name} has no tcgen05 instructions"
         reason = self.stage.reason_unsupported() or self.reason_unfit()
@@ -187,6 +183,8 @@ Config = TypeVar("Config", bound=BlockScaledConfig)
 
 
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
-    """The configuration, a function of the number of stages, with the most of them that fit into an SM of ``arch``;
-    ``None`` if none does."""
+    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits.
+
+    ``config`` returns the configuration with a given number of stages.
+    """
     return first_fit(map(config, range(MAX_STAGES, 1, -1)), arch)

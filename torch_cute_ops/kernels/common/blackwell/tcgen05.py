@@ -1,8 +1,8 @@
-"""``tcgen05``: tensor memory and the tensor cores of data-center Blackwell, as PTX (PTX ISA, "TensorCore 5th
-generation").
+"""``tcgen05`` instructions: tensor memory and tensor cores of data-center Blackwell, as PTX.
 
-All operations of a tile (``copy_scales``, ``multiply``, ``commit``) are issued by one thread. They are asynchronous;
-copies of scales and MMAs of that thread are executed in order, and ``commit`` has an mbarrier tell when they are done.
+One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). They are asynchronous. Copies of
+scales and MMAs of that thread execute in order, and ``commit`` makes an mbarrier signal their end. (PTX ISA,
+"TensorCore 5th generation".)
 """
 
 from typing import Final
@@ -18,24 +18,29 @@ _SWIZZLE_128: Final = 2 << 61
 
 
 def operand_descriptor(address) -> Uint64:
-    """Rows of 128 bytes of K-major elements with the 128-byte swizzle, from ``address`` in shared memory on: 8 rows are
-    1,024 bytes. An address that is some 32 bytes further on skips as many elements."""
+    """Return the descriptor of K-major rows of 128 bytes with the 128-byte swizzle, from a shared-memory address on.
+
+    Eight rows are 1,024 bytes. An address that is n bytes further on, a multiple of 32, skips n bytes of each row.
+    """
     return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
 
 
 def scale_descriptor(address) -> Uint64:
-    """32 rows of 16 bytes, one after the other."""
+    """Return the descriptor of 32 consecutive rows of 16 bytes."""
     return _descriptor(address, 128)
 
 
 def _descriptor(address, stride: int) -> Uint64:
     start = Uint64(Uint32(address) >> 4)
-    # The leading dimension's stride is not used for rows of one swizzle atom, or of 16 bytes.
+    # The hardware ignores the leading dimension's stride for rows of one swizzle atom, and for rows of 16 bytes.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 
 def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) -> int:
-    """``rows`` x ``columns`` x 64, both operands e2m1; scales from byte ``scale_id`` of their words on."""
+    """Return the descriptor of an MMA of ``rows`` x ``columns`` x 64 with e2m1 operands.
+
+    The scales of both operands begin at byte ``scale_id`` of their words.
+    """
     e2m1 = 1 << 7 | 1 << 10
     return e2m1 | scale_id << 4 | columns // 8 << 17 | int(ue8m0) << 23 | rows // 128 << 27 | scale_id << 29
 
@@ -50,8 +55,10 @@ def _address(pointer, loc, ip):
 
 @dsl_user_op
 def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """A warp takes columns of tensor memory, 32 or a larger power of two, and writes the address to shared memory;
-    other CTAs of the SM may go on to allocate. With ``cta_group`` 2, a warp of each CTA of a pair does."""
+    """Allocate columns of tensor memory, 32 or a larger power of two, with one warp, and write their address to ``to``.
+
+    Other CTAs of the SM may allocate afterwards. If ``cta_group`` is 2, one warp of each CTA of the pair must call it.
+    """
     text = (
         f"tcgen05.alloc.cta_group::{cta_group}.sync.aligned.shared::cta.b32 [$0], {columns}; "
         f"tcgen05.relinquish_alloc_permit.cta_group::{cta_group}.sync.aligned;"
@@ -61,15 +68,18 @@ def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """The warp that allocated columns gives them back."""
+    """Free columns of tensor memory, with the warp that allocated them."""
     text = f"tcgen05.dealloc.cta_group::{cta_group}.sync.aligned.b32 $0, {columns};"
     _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
 
 
 @dsl_user_op
 def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> None:
-    """Copy 512 bytes of shared memory to four columns: byte ``16 (r % 32) + 4 (r // 32) + b`` of a row's scales to lane
-    ``r % 32`` of each quarter, column ``r // 32``."""
+    """Copy 512 bytes of shared memory, the scales of 128 rows, to four columns of tensor memory.
+
+    Byte ``16 (r % 32) + 4 (r // 32) + b``, scale ``b`` of row ``r``, goes to lane ``r % 32`` of each quarter of the
+    lanes, column ``r // 32``.
+    """
     operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
     _run(operands, f"tcgen05.cp.cta_group::{cta_group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
 
@@ -78,7 +88,7 @@ def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> No
 def multiply(
     acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """``acc = a @ b``, or added to what ``acc`` has, with a scale for each ``block`` elements of a row."""
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds``, with a scale for each ``block`` elements of a row."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
@@ -92,7 +102,8 @@ def multiply(
 
 @dsl_user_op
 def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
-    """Arrive at an mbarrier when all that this thread has issued is done; in ``both`` CTAs of a pair, or this one."""
+    """Arrive at an mbarrier when all earlier operations of this thread have ended, in ``both`` CTAs of a pair or in
+    this CTA."""
     operands = [_address(barrier, loc, ip)]
     text = f"tcgen05.commit.cta_group::{cta_group}.mbarrier::arrive::one.shared::cluster"
     if not both:
@@ -103,7 +114,7 @@ def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load(address, columns: int, *, loc=None, ip=None) -> list:
-    """A thread's row of some columns, as words; they are there after ``wait_for_loads``."""
+    """Load this thread's row of some columns, as words, which are valid after ``wait_for_loads``."""
     result = llvm.StructType.get_literal([T.i32()] * columns)
     names = ", ".join(f"${i}" for i in range(columns))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"
@@ -120,11 +131,11 @@ def wait_for_loads(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
-    """What this thread did comes before what others do in tensor memory behind a barrier."""
+    """Order this thread's earlier operations before other threads' tensor-memory operations after the next barrier."""
     _run([], "tcgen05.fence::before_thread_sync;", "", loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
-    """What others did before a barrier comes before what this thread does in tensor memory."""
+    """Order other threads' operations before the last barrier before this thread's tensor-memory operations."""
     _run([], "tcgen05.fence::after_thread_sync;", "", loc, ip)

@@ -1,7 +1,4 @@
-"""How experts are chosen for a token (``expert_chooser``): no device code. How pairs of a token and an expert get rows
-in the order of the experts (``expert_placer``): no device code. Sizes of the lists of tokens that are routed to experts
-(``kernels.common.experts.lists``): no device code. Size of the lists of ``kernels.common.experts.units`` in shared
-memory: no device code."""
+"""Host side of the experts' kernels: choice of experts, rows of pairs, and lists of routed tokens. No device code."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -11,24 +8,22 @@ import torch
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 
-# expert choice
-#
-# How experts are chosen for a token (``expert_chooser``): no device code.
+# Choice of experts (``routing.ExpertChooser``)
 
 WARP = 32
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Everything static about the choice. A warp chooses for one token; each lane has some consecutive experts.
+    """Static properties of the choice of experts. A warp chooses for one token; each lane holds consecutive experts.
 
     Attributes:
         dtype: dtype of the logits: bfloat16, float16 or float32.
-        experts, topk: number of experts, and of experts that a token gets.
-        is_sigmoid: whether scores are sigmoids of the logits; otherwise their softmax.
-        has_bias: whether a bias is added to the scores for the choice.
-        num_groups, topk_groups: number of groups of experts, and of groups that a token's experts may be from.
-        renormalize: whether a token's weights are normalised to sum to 1.
+        experts, topk: number of experts, and number of experts that a token gets.
+        is_sigmoid: True if scores are sigmoids of the logits, False if they are their softmax.
+        has_bias: True if a bias is added to the scores for the choice.
+        num_groups, topk_groups: number of groups of experts, and number of groups that a token may use.
+        renormalize: True if a token's weights are normalised to sum to 1.
     """
 
     dtype: torch.dtype
@@ -42,47 +37,47 @@ class ExpertChoice:
 
     @property
     def group_size(self) -> int:
-        """Experts in a group."""
+        """Number of experts in a group."""
         return self.experts // self.num_groups
 
     @property
     def group_lanes(self) -> int:
-        """Lanes of a warp that hold the experts of one group."""
+        """Number of lanes of a warp that hold the experts of one group."""
         return WARP >> (self.num_groups - 1).bit_length()
 
     @property
     def lane_experts(self) -> int:
-        """The most experts of a lane."""
+        """Largest number of experts of a lane."""
         return -(-self.group_size // self.group_lanes)
 
     def with_relevant_groups(self) -> "ExpertChoice":
-        """The same choice; with one group if a token may have experts of all, because then groups change nothing."""
+        """Return the same choice with one group if a token may use all groups, because groups change nothing then."""
         return self if self.topk_groups < self.num_groups else replace(self, num_groups=1, topk_groups=1)
 
 
-# expert placement
-#
-# How pairs of a token and an expert get rows in the order of the experts (``expert_placer``): no device code.
+# Rows of pairs (``routing.ExpertPlacer``)
 
 THREADS = 1024
-"""Threads of a CTA."""
+"""Number of threads of a CTA."""
 SINGLE_CTA_ROWS = 8192
-"""Rows up to which a single CTA writes all of them: 33,000 take it 5 µs longer, the time of a second launch (H200)."""
+"""Largest number of rows that a single CTA writes. On an H200, a single CTA takes 5 µs longer for 33,000 rows, as long
+as a second launch takes."""
 ROWS_PER_CTA = 8192
-"""Rows for each CTA, as long as there are SMs."""
+"""Number of rows for each CTA, as long as SMs are idle."""
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Everything static about the placement. A *slot* is a token whose pairs have different experts, or a single pair.
+    """Static properties of the placement of pairs in rows. A *slot* is a token whose pairs name different experts, or a
+    single pair.
 
     Attributes:
         experts: number of experts.
-        slot_pairs: pairs of a slot.
-        batch: slots that a CTA processes at a time: whole words of bits, and at most as many pairs as threads.
-        single_cta_slots: slots up to which a single CTA does everything; at most a chunk.
-        slots_per_cta: slots for each CTA, as long as there are SMs.
-        is_masked: whether all experts have the same number of rows, not as many as they need.
+        slot_pairs: number of pairs of a slot.
+        batch: number of slots that a CTA processes at a time: a multiple of 32, with at most one pair for each thread.
+        single_cta_slots: largest number of slots for a single CTA, at most ``batch``.
+        slots_per_cta: number of slots for each CTA, as long as SMs are idle.
+        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
     """
 
     experts: int
@@ -94,17 +89,17 @@ class ExpertPlacement:
 
     @property
     def words(self) -> int:
-        """Words that hold a chunk's bits of one expert."""
+        """Number of words with a batch's bits of one expert."""
         return self.batch // 32
 
     @property
     def threads_per_expert(self) -> int:
-        """Threads that add up the counts of an expert over the runs."""
+        """Number of threads that add up the counts of an expert over the CTAs."""
         return min(16, THREADS >> (self.experts - 1).bit_length())
 
     @property
     def smem_offsets(self) -> "SmemOffsets":
-        """How the shared memory of a CTA is divided, in words."""
+        """Offsets in the shared memory of a CTA, in words."""
         experts = self.experts
         sizes = (
             self.words * experts,
@@ -119,31 +114,31 @@ class ExpertPlacement:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return 4 * self.smem_offsets.end
 
     def workspace_words(self, slots: int, rows: int, sms: int) -> int:
-        """Size of the workspace of a call in 32-bit words; 0 if a single CTA does everything."""
+        """Return the size of a call's workspace in 32-bit words; 0 for a single CTA."""
         if slots <= self.single_cta_slots and rows <= SINGLE_CTA_ROWS:
             return 0
         return max(1, min(sms, max(-(-slots // self.slots_per_cta), -(-rows // ROWS_PER_CTA)))) * self.experts
 
 
 class PlacementConfig:
-    """What configurations of kernels that give pairs their rows have in common."""
+    """Base of the configurations of kernels that give pairs their rows."""
 
     @property
     def placement(self) -> ExpertPlacement:
-        """How pairs get their rows."""
+        """Placement of pairs in rows."""
         raise NotImplementedError
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self.placement.smem_bytes
 
     def workspace_words(self, slots: int, rows: int, sms: int) -> int:
-        """Size of the workspace of a call in 32-bit words; 0 if a single CTA does everything."""
+        """Return the size of a call's workspace in 32-bit words; 0 for a single CTA."""
         return self.placement.workspace_words(slots, rows, sms)
 
 
@@ -151,12 +146,12 @@ class SmemOffsets(NamedTuple):
     """Offsets in shared memory, in words.
 
     Attributes:
-        bits: for each expert, a bit for each slot of the chunk that has it.
-        chosen: the expert of each pair of the chunk.
-        before: for each expert, its pairs before the chunk.
-        begins: first row of each expert, and the end of the last one's rows.
+        bits: bitmap, a bit for each expert and slot of the batch.
+        chosen: expert of each pair of the batch.
+        before: number of pairs of each expert before the batch.
+        begins: first row of each expert, then the end of the last expert's rows.
         sizes: number of rows of each expert.
-        partial_sums: partial sums of each expert's counts: over the runs before, and over all runs.
+        partial_sums: partial sums of each expert's counts: over the CTAs before this CTA, and over all CTAs.
         warps: one word for each warp, for the running sum.
         end: total size.
     """
@@ -171,23 +166,21 @@ class SmemOffsets(NamedTuple):
     end: int
 
 
-# token list layout
-#
-# Sizes of the lists of tokens that are routed to experts (``kernels.common.experts.lists``): no device code.
+# Lists of routed tokens (``work_tiles.TokenLister``)
 
 PAIR_BYTES: Final = 8
-"""Two words about a token of a list."""
+"""Bytes of a token's entry in a list: its number and its factor."""
 
 
 @dataclass(frozen=True)
 class TokenListLayout:
-    """Lists of a tile's tokens, one for each expert.
+    """Sizes of the lists of a token block's routed tokens, one list for each expert.
 
     Attributes:
-        token_block: tokens of a tile.
-        tile_m: tokens of a unit of work; a list has room for whole units.
-        k_tiles: chunks of k of a token, if its activations are in the list; else 0.
-        token_bytes: bytes of a token in a chunk of rearranged activations.
+        token_block: number of tokens of a token block.
+        tile_m: number of tokens of an m tile; a list has room for whole m tiles.
+        k_tiles: number of k tiles of a token, if the list holds the activations too; otherwise 0.
+        token_bytes: bytes of a token in a k tile of rearranged activations.
     """
 
     token_block: int
@@ -197,26 +190,24 @@ class TokenListLayout:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA that lists tokens: one for each token."""
+        """Number of threads of a CTA that lists tokens: one for each token."""
         return -(-max(self.capacity, 128) // 32) * 32
 
     @property
     def capacity(self) -> int:
-        """Tokens that a list has room for, in whole units."""
+        """Number of tokens that a list has room for: whole m tiles."""
         return -(-self.token_block // self.tile_m) * self.tile_m
 
     @property
     def size_bytes(self) -> int:
-        """A list: the rearranged activations of its tokens, their pairs, and their number."""
+        """Bytes of a list: rearranged activations of its tokens, their pairs, and their number."""
         return self.capacity * (self.k_tiles * self.token_bytes + PAIR_BYTES) + 4
 
 
-# unit lists
-#
-# Size of the lists of ``kernels.common.experts.units`` in shared memory: no device code.
+# Lists of m tiles in shared memory (``work_tiles.ExpertMTiles``)
 
 MAX_SCANNED_TOKENS: Final = 32
-"""Most tokens of a tile for which every CTA scans the factors itself, and so starts to copy weights before the lists of
-tokens are there. That is safe: the kernel that lists them lets this one start only when it has waited for all kernels
-before it."""
+"""Largest token block for which each CTA scans the factors itself. The CTA then copies weights before the lists of
+tokens exist. This is safe: the kernel that lists tokens releases its dependents only after its own wait for all earlier
+kernels."""
 M_TILE_LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)

@@ -1,22 +1,20 @@
-"""Choose experts for tokens, give pairs of a token and an expert their rows, and load what belongs to a token.
+"""Choose the experts of tokens, give pairs of a token and an expert their rows, and load the words of a token.
 
-Scores become keys: 32-bit integers in the same order. Each lane holds the keys of up to 16 consecutive experts, so that
-a group of experts is a whole number of lanes. (Where the number of groups is not a power of two a lane has up to 30,
-and keys are spilled to local memory, up to 2 KB for each thread.) ``topk`` times the warp picks the largest key, and
-among equal ones the first, by two warp-wide reductions.
+``ExpertChooser``: a warp chooses the experts of one token. Scores become keys, 32-bit integers in the same order. Each
+lane holds the keys of up to 16 consecutive experts, so that a group of experts occupies whole lanes. If the number of
+groups is not a power of two, a lane holds up to 30 keys, and ptxas spills up to 2 KB of them for each thread. The warp
+picks the largest key ``topk`` times, and the first of equal keys, by two warp-wide reductions.
 
-Give each pair of a token and an expert a row in the order of the experts.
+``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
+same expert. A CTA processes its slots (tokens, or single pairs) in batches. Each pair sets a bit of a bitmap (experts x
+slots) in shared memory, and a rank is a population count. So no result depends on the order of events.
 
-The row of a pair is the first row of its expert plus its *rank*, the number of pairs before it with the same expert. A
-CTA has a run of slots (tokens, or single pairs), which it processes a chunk at a time: each pair sets a bit in a bitmap
-(experts by slots) in shared memory, and a rank is a population count. So no result depends on the order of events.
+- Few slots: one CTA does all the work, in one launch.
+- Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs for
+  each expert in a workspace. Each CTA of a second kernel has the same slots. It adds up the counts of all earlier CTAs,
+  and of all CTAs, and gives each pair its row.
 
-- Few slots: one CTA does everything, in one launch.
-- More: each CTA of a first kernel has a run. It stores the rank of each pair within the run in ``expanded``, and the
-  number of pairs of each expert in a workspace. Each CTA of a second kernel has the same run. It adds up the counts of
-  all runs before it, and of all runs, and gives each pair its row.
-
-Each expert's rows begin at the running sum of the experts' counts, each rounded up; or, masked, at equal distances. The
+Each expert's rows begin at the running sum of the experts' counts, each rounded up; if masked, at equal distances. The
 CTAs divide the rows without a pair among themselves and set them to -1.
 """
 
@@ -44,22 +42,23 @@ from torch_cute_ops.kernels.common.experts.tiles import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 NAN_KEY = 1
-"""Key of NaN, below that of any number; 0 is for no expert, and for experts of groups that were not chosen."""
+"""Key of NaN, below the key of any number. Key 0 stands for no expert, and for experts of groups that were not chosen.
+"""
 TINY = 1e-20
-"""Added to a sum of sigmoids, which may be 0, before dividing by it; as in DeepSeek-V3's reference."""
+"""Term added to a sum of sigmoids, which may be 0, before the division; as in DeepSeek-V3's reference."""
 
 
 class ExpertChooser:
-    """The device code of one ``ExpertChoice``."""
+    """Device code of one ``ExpertChoice``."""
 
     def __init__(self, choice: ExpertChoice):
         self.choice = choice
 
     @cute.jit
     def choose(self, token, logits, bias, factor, lane):
-        """The ``lane``-th best expert of a token and its weight times ``factor``; expert 0 for lanes from ``topk`` on.
+        """Return the ``lane``-th best expert of a token, and its weight times ``factor``.
 
-        All lanes of a warp come here with the same token.
+        All lanes of a warp call it with the same token. Lanes from ``topk`` on get expert 0.
         """
         c = self.choice
         experts, keys = [], []
@@ -89,7 +88,7 @@ class ExpertChooser:
                 largest = _value_of(best)
                 if const_expr(not c.renormalize):
                     for key in keys:
-                        # Zero for the keys of no expert.
+                        # Keys of no expert add zero.
                         total = total + _exp(_value_of(key) - largest)
             first = Int32(c.experts)
             for expert, key in zip(reversed(experts), reversed(keys), strict=True):
@@ -97,7 +96,6 @@ class ExpertChooser:
             first = cute.arch.warp_redux_sync(first, "min")
             keys = [ptx.select(e == first, Uint32(0), key) for e, key in zip(experts, keys, strict=True)]
             own = ptx.select(lane == j, first, own)
-        # Lane j has the j-th expert.
         value = Float32(logits[token, own])
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
@@ -107,18 +105,17 @@ class ExpertChooser:
             total = cute.arch.warp_reduction(total, lambda a, b: a + b)
             weight = ptx.div_rn(weight, total + Float32(TINY) if c.is_sigmoid else total)
         if const_expr(not c.is_sigmoid):
-            # As in any softmax, one NaN makes all weights NaN.
             weight = ptx.select(cute.arch.vote_any_sync(is_nan), Float32(math.nan), weight)
         return own, ptx.mul_rn(weight, factor)
 
     def _expert_in_lane(self, lane, i: int):
-        """The lane's i-th expert, and whether there is one."""
+        """Return the lane's i-th expert, and whether it exists."""
         c = self.choice
         group, in_group = lane // c.group_lanes, lane % c.group_lanes * c.lane_experts + i
         return group * c.group_size + in_group, (group < c.num_groups) & (in_group < c.group_size)
 
     def _keep_best_groups(self, keys: list, lane) -> list:
-        """The keys, 0 except in the groups with the largest sums of their two best scores."""
+        """Return the keys, with 0 except in the groups with the largest sums of their two best scores."""
         c = self.choice
         best, second = keys[0], Uint32(0)
         for key in keys[1:]:
@@ -143,7 +140,7 @@ class ExpertChooser:
 
 
 def _key_of(value: Float32) -> Uint32:
-    """An integer that is ordered like the number; both zeros have the same, and NaN has ``NAN_KEY``."""
+    """Return an integer that is ordered like the number. Both zeros have the same key; NaN has ``NAN_KEY``."""
     bits = ptx.bits_of(ptx.select(value == Float32(0.0), Float32(0.0), value))
     negative = bits >> 31 != Uint32(0)
     key = ptx.select(negative, ~bits, bits | Uint32(0x80000000))
@@ -151,13 +148,13 @@ def _key_of(value: Float32) -> Uint32:
 
 
 def _value_of(key: Uint32) -> Float32:
-    """The number of a key; minus infinity for NaN, and for no expert."""
+    """Return the number of a key: minus infinity for NaN and for no expert."""
     bits = ptx.select(key >> 31 != Uint32(0), key & Uint32(0x7FFFFFFF), ~key)
     return ptx.select(key > Uint32(NAN_KEY), ptx.float_of(bits), Float32(-math.inf))
 
 
 def _larger(a: Uint32, b: Uint32) -> Uint32:
-    # ``cutlass.max`` may compare them as signed (DSL 4.8.1).
+    # ``cutlass.max`` may compare unsigned integers as signed (DSL 4.8.1).
     return ptx.select(a > b, a, b)
 
 
@@ -166,12 +163,12 @@ def _smaller(a: Uint32, b: Uint32) -> Uint32:
 
 
 def _exp(value: Float32) -> Float32:
-    """``exp(value)``, accurate to some ulps, or for large values to about |value| ulps."""
+    """Return ``exp(value)``, accurate to a few ulps; for large values, to about |value| ulps."""
     return ptx.ex2_approx(ptx.mul_rn(value, Float32(math.log2(math.e))))
 
 
 def _sigmoid(value: Float32) -> Float32:
-    """``1 / (1 + exp(-value))``."""
+    """Return ``1 / (1 + exp(-value))``."""
     return ptx.div_rn(Float32(1.0), _exp(-value) + Float32(1.0))
 
 
@@ -179,7 +176,7 @@ def _sigmoid(value: Float32) -> Float32:
 
 
 class Thread(NamedTuple):
-    """A thread's place in the grid, and the run of slots of its CTA, from ``first`` up to ``last``."""
+    """Place of a thread in the grid, and the slots of its CTA, from ``first`` up to ``last``."""
 
     tid: Int32
     lane: Int32
@@ -191,7 +188,7 @@ class Thread(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Tensors in shared memory; see ``SmemOffsets``."""
+    """Tensors in shared memory, as in ``SmemOffsets``."""
 
     bits: cute.Tensor
     chosen: cute.Tensor
@@ -203,7 +200,7 @@ class Smem(NamedTuple):
 
 
 class RowOutputs(NamedTuple):
-    """The outputs ``permuted_to_expanded``, ``offsets`` and ``counts`` in global memory."""
+    """Outputs ``permuted_to_expanded``, ``offsets`` and ``counts`` in global memory."""
 
     permuted: cute.Tensor
     offsets: cute.Tensor
@@ -211,12 +208,12 @@ class RowOutputs(NamedTuple):
 
 
 class ExpertPlacer:
-    """Base of the kernels that give pairs their rows; a subclass provides the expert of each pair.
+    """Base of the kernels that give pairs their rows. A subclass provides the expert of each pair.
 
-    In all methods ``thread`` is a ``Thread`` and ``smem`` the ``Smem`` memory.
+    In all methods ``thread`` is a ``Thread`` and ``smem`` an ``Smem``.
 
     Attributes:
-        may_lack_experts: whether a pair may have no expert, and so no row, which is -1.
+        may_lack_experts: True if a pair may have no expert; its row is -1.
     """
 
     may_lack_experts = False
@@ -225,7 +222,7 @@ class ExpertPlacer:
         self.placement, self.pdl = placement, pdl
 
     def order_arguments(self, pairs: TensorArg) -> dict[str, TensorArg | ScalarArg]:
-        """The arguments that describe the order, of kernels for tokens and experts as in ``pairs``, (M, topk) int32."""
+        """Return the arguments that describe the order of rows. ``pairs`` is the argument for (M, topk) int32."""
 
         def integers(count: Dim | int) -> TensorArg:
             return TensorArg("Int32", (count,), (1,), align=4)
@@ -236,25 +233,25 @@ class ExpertPlacer:
             "offsets": integers(self.placement.experts + 1),
             "counts": integers(self.placement.experts),
             "workspace": integers(Dim("workspace_words")),
-            "unit": ScalarArg("Int32"),
+            "row_multiple": ScalarArg("Int32"),
             "sms": ScalarArg("Int32"),
         }
 
     def take_batch(self, batch, inputs, thread: Thread, smem: Smem):
-        """Set the bits of the slots from ``batch`` on and, after a barrier, rank the thread's pair of the chunk.
+        """Set the bits of the slots from ``batch`` on and, after a barrier, rank the thread's pair of the batch.
 
-        All threads of the CTA come here. ``inputs`` are what the subclass passed to ``launch``.
+        All threads of the CTA call it. ``inputs`` are the values that the subclass passed to ``launch``.
 
         Returns:
-            The pair's expert, negative for none, and its rank in the run; arbitrary if the thread has no pair.
+            Expert of the pair, negative for none, and its rank in the CTA; arbitrary if the thread has no pair.
         """
         raise NotImplementedError
 
     def expert_of(self, pair, inputs) -> Int32:
-        """The expert of a pair, read from global memory by the second kernel; negative for none."""
+        """Return the expert of a pair, read from global memory by the second kernel; negative for none."""
         raise NotImplementedError
 
-    # The launches
+    # Launches
 
     @cute.jit
     def launch(self, slots, inputs, expanded, rows: RowOutputs, workspace, row_multiple, sms, written, read, stream):
@@ -262,14 +259,15 @@ class ExpertPlacer:
 
         Args:
             slots: number of slots.
-            inputs: what the kernels pass on to ``take_batch`` and ``expert_of``.
-            expanded: (M, topk) int32, the row of each pair.
-            rows: the other outputs.
-            workspace: ``ExpertPlacement.workspace_words`` int32; unused where that is 0.
-            row_multiple: rows of each expert if masked; otherwise what each expert's first row is a multiple of.
-            sms: multiprocessors of the device.
+            inputs: values that the kernels pass on to ``take_batch`` and ``expert_of``.
+            expanded: (M, topk) int32, row of each pair, written.
+            rows: other outputs.
+            workspace: ``ExpertPlacement.workspace_words`` int32; unused for 0 words.
+            row_multiple: number of rows of each expert if masked; otherwise the multiple at which each expert's rows
+                begin.
+            sms: number of SMs of the device.
             written, read: all tensors of the call except the workspace, for ``ctas_unless_overlapping``.
-            stream: the stream.
+            stream: CUDA stream.
         """
         placement = self.placement
         # As in ``ExpertPlacement.workspace_words``
@@ -297,7 +295,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def place_in_single_cta(self, slots: Int32, inputs, expanded, rows, row_multiple: Int32):
-        """Everything, by one CTA, for a single chunk."""
+        """Place all pairs of a single batch with one CTA."""
         thread, smem = self._begin(slots), self._allocate()
         self._clear(thread, smem)
         expert, rank = self.take_batch(thread.first, inputs, thread, smem)
@@ -308,7 +306,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def rank_pairs(self, slots: Int32, inputs, expanded, workspace):
-        """Store the rank of each pair in its run, and each expert's count in the run."""
+        """Store the rank of each pair in its CTA, and the CTA's count of each expert."""
         placement = self.placement
         thread, smem = self._begin(slots), self._allocate()
         ranks = self.flat(expanded)
@@ -324,7 +322,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def place_pairs(self, slots: Int32, inputs, expanded, rows, workspace, row_multiple: Int32):
-        """Store the row of each pair of a run."""
+        """Store the row of each pair of the CTA."""
         placement = self.placement
         thread, smem = self._begin(slots), self._allocate()
         expert, part = (
@@ -346,27 +344,27 @@ class ExpertPlacer:
             self._store_row(pair, self.expert_of(pair, inputs), ranks[pair], expanded, rows, row_multiple, smem)
         self._fill_padding(rows, thread, smem)
 
-    # What subclasses use
+    # Methods for subclasses
 
     def flat(self, pairs: cute.Tensor) -> cute.Tensor:
-        """A contiguous (M, topk) tensor as one dimension of pairs."""
+        """Return a contiguous (M, topk) tensor as one dimension of pairs."""
         return cute.make_tensor(pairs.iterator, cute.make_layout((pairs.shape[0] * pairs.shape[1],)))
 
     def has_pair(self, batch, thread: Thread):
-        """Whether the thread has a pair of the chunk."""
+        """Return whether the thread has a pair of the batch."""
         placement = self.placement
         return thread.tid < cutlass.min(thread.last - batch, placement.batch) * placement.slot_pairs
 
     def mark(self, expert, slot, smem: Smem) -> None:
-        """Set the bit of an expert for a slot of the chunk."""
+        """Set the bit of an expert for a slot of the batch."""
         at = smem.bits.iterator + (expert * self.placement.words + slot // 32)
         cute.arch.atomic_or(at, Uint32(1) << Uint32(slot % 32), scope="cta")
 
     def rank_of(self, expert, slot, smem: Smem) -> Int32:
-        """How many pairs of the run, before this slot of the chunk, have this expert."""
+        """Return the number of pairs with this expert in the CTA's slots before this slot of the batch."""
         rank = smem.before[expert]
         for i in range(self.placement.words):
-            # All bits of the words before the slot's own word, and the bits below the slot in that.
+            # Count all bits of the words before the slot's word, and the bits below the slot in that word.
             below = cutlass.min(cutlass.max(slot - 32 * i, 0), 32)
             mask = ptx.select(below < 32, (Uint32(1) << Uint32(below % 32)) - 1, Uint32(0xFFFFFFFF))
             rank = rank + Int32(cute.arch.popc(smem.bits[expert * self.placement.words + i] & mask))
@@ -376,7 +374,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _begin(self, slots):
-        """The thread's place and its CTA's run; waits for the kernels before this one."""
+        """Wait for the previous kernels, and return the thread's place and its CTA's slots."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -398,7 +396,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _clear(self, thread, smem):
-        """Clear the bits, and the counts of what came before."""
+        """Clear the bits, and the counts of earlier batches."""
         before, bits = smem.before, smem.bits
         words = self.placement.words
         if thread.tid < self.placement.experts:
@@ -409,7 +407,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _count(self, thread, smem):
-        """How many pairs of the chunk have the expert that this thread counts."""
+        """Return the number of pairs of the batch with the expert that this thread counts."""
         count = Int32(0)
         words = self.placement.words
         if thread.tid < self.placement.experts:
@@ -419,7 +417,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _add_batch(self, thread, smem):
-        """Add the chunk's counts to what came before, and clear the bits for the next chunk."""
+        """Add the batch's counts to the earlier counts, and clear the bits for the next batch."""
         count = self._count(thread, smem)
         before, bits = smem.before, smem.bits
         words = self.placement.words
@@ -431,7 +429,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _sum_counts(self, before, total, thread, smem):
-        """Add up the parts of each expert's count: of all runs, and, in shared memory, of those before."""
+        """Return the sum of each expert's counts over all CTAs; store the sum over earlier CTAs in ``smem.before``."""
         placement = self.placement
         partial_sums, befores = smem.partial_sums, smem.before
         partial_sums[thread.tid] = before
@@ -448,7 +446,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _divide_rows(self, total, rows, row_multiple, thread, smem):
-        """Divide the buffer among the experts; thread e knows the number of pairs of expert e, ``total``."""
+        """Divide the buffer among the experts. Thread e passes ``total``, the number of pairs of expert e."""
         placement = self.placement
         offsets, counts = rows.offsets, rows.counts
         size, space = total, row_multiple
@@ -473,7 +471,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _store_row(self, pair, expert, rank, expanded, rows, row_multiple, smem):
-        """Store the row of a pair, -1 if it has no expert or there is no room, and the pair of the row."""
+        """Store a pair's row, or -1 if the pair lacks an expert or the expert lacks room; store the row's pair."""
         permuted = rows.permuted
         known = expert
         if const_expr(self.may_lack_experts):
@@ -491,7 +489,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _fill_padding(self, rows, thread, smem):
-        """Store -1 for rows without a pair: behind each expert's pairs, a warp for each expert; and at the end."""
+        """Store -1 for rows without a pair: after each expert's pairs, one warp for each expert; and at the end."""
         experts, permuted = self.placement.experts, rows.permuted
         warps = THREADS // WARP
         for expert in range(thread.cta * warps + thread.warp, experts, thread.ctas * warps):
@@ -507,7 +505,7 @@ class ExpertPlacer:
 
 
 class TokenKernel:
-    """A kernel of one ``Config``, for tokens of ``config.dtype``."""
+    """Base of kernels of one ``Config`` for tokens of ``config.dtype``."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -519,12 +517,12 @@ def _words_at_once(topk: int) -> int:
 
 
 def alignment(topk: int) -> int:
-    """The alignment in bytes that the tensor needs."""
+    """Return the alignment that the tensor needs, in bytes."""
     return 4 * _words_at_once(topk)
 
 
 def words_of_token(tensor: cute.Tensor, token, topk: int, exists=True) -> list:
-    """The ``topk`` words of a token; zeros unless it ``exists``."""
+    """Return the ``topk`` words of a token; zeros unless it ``exists``."""
     count = _words_at_once(topk)
     start = tensor.iterator + cute.assume(Int64(token) * topk, divby=count)
     return [word for j in range(0, topk, count) for word in ptx.load_if(start, exists, count, 4 * j)]

@@ -1,7 +1,13 @@
-"""Units of work of GEMMs that compute routed pairs of token and expert: an expert and up to ``group`` of its tokens.
+"""Lists of routed tokens, and the work tiles of GEMMs that compute only routed pairs of a token and an expert.
 
-A CTA lists the experts that any token of its tile is routed to in shared memory, in their order, and where the units of
-each begin.
+A GEMM divides its tokens into *token blocks*. A CTA of a first kernel lists the tokens of a block that are routed to an
+expert (``TokenLister``). An *m tile* is an expert and up to ``tile_m`` of its listed tokens. Each CTA of the GEMM lists
+in shared memory the touched experts (those with a token in the block) and where their m tiles begin (``ExpertMTiles``).
+
+A list holds the tokens in their order, each as a *pair* of words: a number, negative in the unused rest of the last m
+tile, and a factor. If each expert has activations of its own, the list holds these too, rearranged as
+``kernels.common.fp4.activations`` describes, one k tile after the other. In a k tile, groups of eight tokens follow
+each other, so that the tokens of an m tile are contiguous.
 """
 
 import itertools
@@ -28,8 +34,13 @@ from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_R
 
 
 class TokenLists(NamedTuple):
-    """The lists in the workspace, each part contiguous over all tiles: activations (``activations``) and pairs, both as
-    bytes; and how many tokens an expert has, int32 for each tile and expert."""
+    """Lists in the workspace, each tensor contiguous over all token blocks.
+
+    Attributes:
+        activations: rearranged activations, bytes.
+        pairs: numbers and factors of tokens, bytes.
+        counts: int32, number of tokens for each token block and expert.
+    """
 
     activations: cute.Tensor
     pairs: cute.Tensor
@@ -37,7 +48,8 @@ class TokenLists(NamedTuple):
 
 
 class TokenLister:
-    """What a CTA for an expert and a tile of tokens does, with ``TokenListLayout.threads`` threads."""
+    """Device code of a CTA that lists the tokens of an expert and a token block, with ``TokenListLayout.threads``
+    threads."""
 
     def __init__(self, layout: TokenListLayout, activations: Activations):
         self.layout, self.activations = layout, activations
@@ -46,7 +58,7 @@ class TokenLister:
     def workspace_tensors(
         self, at: cute.Pointer, token_blocks, experts
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Pointer]:
-        """The first two parts of ``TokenLists`` from ``at`` on, and where they end."""
+        """Return the first two tensors of ``TokenLists``, which begin at ``at``, and the pointer to their end."""
         layout = self.layout
         entries = Int64(token_blocks) * experts * layout.capacity
         token_bytes = cute.assume(entries * (layout.k_tiles * layout.token_bytes), divby=layout.token_bytes)
@@ -59,20 +71,21 @@ class TokenLister:
         )
 
     def entry(self, tile, expert, experts):
-        """Where the list of a tile's tokens of an expert begins, in tokens."""
+        """Return the index of the first token of a list, over all lists."""
         return (Int64(tile) * experts + expert) * self.layout.capacity
 
     def group_at(self, activations, entry, k_tile, place) -> cute.Pointer:
-        """Where the workspace has a chunk of the eight tokens from the list's ``place``-th on."""
+        """Return the address in the workspace of a k tile of eight tokens, from the list's ``place``-th token on."""
         layout = self.layout
         at = entry * layout.k_tiles + Int64(k_tile) * layout.capacity + place
         return activations.iterator + cute.assume(at * layout.token_bytes, divby=ATOM_M * layout.token_bytes)
 
     @cute.jit
     def list_tokens(self, factors, lists, tile, expert, experts, m, number_of):
-        """List the tokens, as the pairs of ``number_of(token)`` and their factors.
+        """List the tokens as pairs of ``number_of(token)`` and their factors.
 
-        Returns them, numbered in the tile, in shared memory, and how many there are.
+        Returns:
+            Tokens, as indices in the token block, in shared memory; and their number.
         """
         layout = self.layout
         tid, _, _ = cute.arch.thread_idx()
@@ -97,7 +110,7 @@ class TokenLister:
         if factor_counts(value):
             token_ids[before] = tid
             self._store_pair(lists.pairs, entry + before, number_of(tid), value)
-        # What is left of the last unit
+        # Fill the unused rest of the last m tile.
         if (tid >= total) & (tid < cute.ceil_div(total, layout.tile_m) * layout.tile_m):
             self._store_pair(lists.pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
@@ -113,8 +126,15 @@ class TokenLister:
     def arrange(
         self, a, a_scale, token_ids, total, activations, entry, first_token, first_k, width, first_k_tile, k_tiles
     ):
-        """Rearrange the activations of the ``total`` tokens ``token_ids``, of ``k_tiles`` chunks from ``first_k_tile``
-        on: of elements ``first_k ... first_k + width`` of their rows."""
+        """Rearrange activations of ``total`` listed tokens.
+
+        Args:
+            token_ids: indices of the tokens in the token block.
+            entry: index of the list's first token, from ``entry``.
+            first_token: first token of the token block.
+            first_k, width: first element of k of the expert, and number of elements.
+            first_k_tile, k_tiles: first k tile to rearrange, and number of k tiles.
+        """
         layout = self.layout
         pieces = self.activations.k_groups
         elements = self.activations.config.k_tile
@@ -129,10 +149,16 @@ class TokenLister:
 
     @cute.jit
     def copy_m_tile(self, activations, entry, k_tile, position, tokens, target, barrier):
-        """One thread starts the copies of a chunk of ``tokens`` activations from the list's ``position``-th on, the
-        first of a unit, to ``target`` in shared memory; ``barrier`` counts their bytes."""
+        """Start the copies of a k tile of an m tile's activations, in one thread.
+
+        Args:
+            position: index in the list of the first token of the m tile.
+            tokens: number of tokens to copy.
+            target: address in shared memory.
+            barrier: mbarrier that counts the bytes.
+        """
         source = self.group_at(activations, entry, k_tile, position)
-        # In the layout for mma.sync a token is contiguous, in that for wgmma eight tokens are.
+        # A token is contiguous in the layout for mma.sync; eight tokens are contiguous in the layout for wgmma.
         by_warp = self.activations.config.by_warp
         whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
         if whole > 0:
@@ -145,8 +171,15 @@ class TokenLister:
 
 
 class MTileLists(NamedTuple):
-    """The touched experts, in order: their numbers; where their units begin, and after the last one the number of
-    units; their numbers of tokens. And the number of units, in all and of the first part."""
+    """Lists of a CTA's m tiles in shared memory. Touched experts are in order.
+
+    Attributes:
+        experts: number of each touched expert.
+        begins: index of the first m tile of each touched expert, then the number of m tiles.
+        counts: number of tokens of each touched expert.
+        num_m_tiles: number of m tiles, one element.
+        num_first: number of m tiles of the CTA's first range of classes, one element.
+    """
 
     experts: cute.Tensor
     begins: cute.Tensor
@@ -156,14 +189,18 @@ class MTileLists(NamedTuple):
 
 
 class ExpertMTiles:
-    """How a CTA finds the units of a tile of ``tokens``. Where ``classes`` is more than one, an expert's class is its
-    number modulo that, and a CTA has two parts of the units: those of some classes, and then those of others."""
+    """M tiles of a token block.
+
+    With several ``classes``, an expert's class is its number modulo ``classes``. A CTA has the m tiles of up to two
+    ranges of classes, one range after the other.
+    """
 
     def __init__(self, token_block: int, tile_m: int, classes: int = 1):
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
 
     def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
-        """The lists from ``at`` on in shared memory, and where they end: after ``unit_lists.M_TILE_LIST_BYTES``."""
+        """Return the lists that begin at ``at`` in shared memory, and the pointer to their end, ``M_TILE_LIST_BYTES``
+        later."""
         at = cute.recast_ptr(at, dtype=Int32)
         sizes = MTileLists(experts=MAX_EXPERTS, begins=MAX_EXPERTS + 4, counts=MAX_EXPERTS, num_m_tiles=1, num_first=1)
         starts = (0, *itertools.accumulate(sizes[:-1]))
@@ -172,7 +209,7 @@ class ExpertMTiles:
         return lists, at + M_TILE_LIST_BYTES // 4
 
     def list_in_cta(self, *arguments, waits: bool) -> None:
-        """Wait, if this kernel ``waits`` for the lists, for the kernel that makes them; then call ``gather``."""
+        """Call ``gather``, after a wait for the kernel that lists tokens if ``waits``."""
         if waits:
             cute.arch.griddepcontrol_wait()
         self.gather(*arguments)
@@ -191,13 +228,14 @@ class ExpertMTiles:
         class_ranges,
         lists,
     ):
-        """The threads of a CTA make the lists of their tile.
+        """List the m tiles of the CTA's token block, with all threads of the CTA.
 
         Args:
-            factors: of tokens and experts: what is routed.
-            counts, tile, m: how many tokens of each tile each expert has, where the CTA does not scan the
-                factors itself; the tile; and tokens in all.
-            warp, listing_warp: the thread's warp, and the one that calls ``find``, with ``parts``: begins and ends.
+            factors: (M, experts), nonzero for routed pairs.
+            counts: number of tokens for each token block and expert; unused if the CTA scans the factors itself.
+            tile, m: index of the token block, and number of tokens in all.
+            warp, listing_warp: warp of the thread, and the warp that calls ``list_m_tiles``.
+            class_ranges: begins and ends of the CTA's ranges of classes, for ``list_m_tiles``.
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):
@@ -212,7 +250,7 @@ class ExpertMTiles:
 
     @cute.jit
     def count(self, factors, expert, first_token, m):
-        """How many of the tile's tokens are routed to an expert."""
+        """Return the number of tokens of the token block that are routed to an expert."""
         values = cute.make_rmem_tensor((self.token_block,), Float32)
         for i in range_constexpr(self.token_block):
             values[i] = Float32(0.0)
@@ -225,9 +263,12 @@ class ExpertMTiles:
 
     @cute.jit
     def list_m_tiles(self, lane, experts, begins, ends, lists):
-        """A warp turns the number of tokens of every expert, in ``lists.counts``, into the lists of the touched ones:
-        of the classes from ``begins[0]`` to ``ends[0]``, then of those from ``begins[1]`` to ``ends[1]``; of all, if
-        there is one class."""
+        """Turn ``lists.counts``, the number of tokens of every expert, into the lists of the touched experts, with one
+        warp.
+
+        With several classes, the lists hold the experts of the classes from ``begins[0]`` to ``ends[0]``, then those
+        from ``begins[1]`` to ``ends[1]``.
+        """
         each = MAX_EXPERTS // WARP
         first = lane * each
         counts = cute.make_rmem_tensor((each,), Int32)
@@ -235,7 +276,7 @@ class ExpertMTiles:
             counts[i] = Int32(0)
             if first + i < experts:
                 counts[i] = lists.counts[first + i]
-        # All lanes have read what the lists overwrite.
+        # All lanes have read the counts, which the lists overwrite.
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
         for which in range_constexpr(2 if self.classes > 1 else 1):
@@ -270,7 +311,8 @@ class ExpertMTiles:
 
     @cute.jit
     def index_of(self, m_tile, index, lists):
-        """The place in the lists of a unit's expert, from that of a unit before it."""
+        """Return the index in the lists of an m tile's expert, searched from the ``index`` of an earlier m tile's
+        expert."""
         while lists.begins[index + 1] <= m_tile:
             index += 1
         return index
