@@ -36,7 +36,7 @@ EXPORTS = {
 def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
     """In a copy of the project, an op that has another name than ``fp8_quantize`` and differs in nothing else."""
     # With bytecode, which is valid where its source has the same size and date.
-    for folder in ("torch_cute_ops", "tests", "benchmarks", "docs", "examples", "tools"):
+    for folder in ("torch_cute_ops", "tests", "benchmarks", "docs", "examples", "tools", "ptx_emulator"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -52,7 +52,7 @@ def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
     of_op = f"({NEW} and not compile)"
     of_documents = "((test_documents.py or test_package.py) and (op or readme) and not figures)"
     # In one run, because most of it is imports and collection.
-    paths = ("tests/conformance", "tests/testing", *documents)
+    paths = ("tests/conformance", "tests/docs/test_op_examples.py", "tests/testing", *documents)
     outcome = pytest_in(tmp_path, *paths, "-k", f"{of_op} or {of_documents}")
     assert re.search(r"\d{3,} passed", outcome) and "failed" not in outcome, outcome[-3000:]
     assert all(f"\n{path} ." in outcome for path in documents), outcome
