@@ -37,7 +37,7 @@ def test_import_is_quick():
         "import torch; middle = time.process_time()\n"
         "import torch_cute_ops; print((time.process_time() - middle) / (middle - start))"
     )
-    # The first import writes bytecode, which installed packages contain. Torch starts as many threads as for users.
+    # The first import writes bytecode, which installed packages contain. Torch starts its default number of threads.
     written = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": str(os.cpu_count())}
     python(code, **written)
     best, limit = 1.0, 0.05

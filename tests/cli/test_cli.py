@@ -58,7 +58,7 @@ def test_info(capsys, cache, monkeypatch):
     assert report["ops"]["fp4_quantize"] == {"cpu": "reference", **dict.fromkeys(ARCHS, "kernel")}
     assert len(report["devices"]) == torch.cuda.device_count()
     answers = [line for line in text.splitlines() if "reference: cpu" in line]
-    assert [line.split()[0] for line in answers] == list(OPS)  # with a blank behind, however long it is
+    assert [line.split()[0] for line in answers] == list(OPS)  # a blank follows each name, however long it is
 
 
 @pytest.mark.parametrize(

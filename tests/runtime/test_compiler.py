@@ -109,7 +109,7 @@ def test_key_contains_class_architecture_options_and_versions(monkeypatch):
 
 
 def test_real_kernels_differ_by_config_alone():
-    """Equal kernels have equal keys, and different configurations different keys."""
+    """Equal kernels share a key, and different configurations change it."""
     kernels = [row_quant.RowQuantKernel(CONFIGS["row_quant"]), fp4_dequant.FP4DequantKernel(CONFIGS["fp4_dequant"])]
     keys = [compiler.key_of(kernel, SM90) for kernel in kernels]
     again = [compiler.key_of(type(kernel)(kernel.config), SM90) for kernel in kernels]

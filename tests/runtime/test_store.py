@@ -430,7 +430,7 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
-    """Of processes that start at once, one compiles and the others load. Damaged kernels are compiled again."""
+    """When processes start at once, one compiles and the others load. Damaged kernels are compiled again."""
     kept, in_the_way = tmp_path / "kept", tmp_path / "file"
     in_the_way.touch()
     folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))

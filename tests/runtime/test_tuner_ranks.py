@@ -109,7 +109,7 @@ def test_a_failed_rank_delays_nobody(tmp_path):
 
 
 def last_is_late(rank):
-    """Rank 2 comes after the others have decided without it, with different times."""
+    """Rank 2 comes after the others decided without it, with different times."""
     if rank == 2:
         time.sleep(4.0)
     clock = Clock({A: 0.1, B: 9.0, C: 9.0} if rank == 2 else {A: 3.0, B: 2.0, C: 9.0})
@@ -143,7 +143,7 @@ def test_waiting_for_the_first_rank_is_bounded(tmp_path):
 
 
 def test_ranks_that_decide_at_once_take_one_decision():
-    """Two ranks have given up on rank 0 and propose different decisions."""
+    """Two ranks gave up on rank 0 and propose different decisions."""
     store, barrier, answers = dist.HashStore(), threading.Barrier(2), {}
 
     def decide(posts):

@@ -34,7 +34,7 @@ class Ranks:
 
 
 def ranks() -> Ranks | None:
-    """Return the ranks of the default process group, or None if there is no group or only one rank."""
+    """Return the ranks of the default process group, or None for a single process."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return None

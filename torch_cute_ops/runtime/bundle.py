@@ -136,7 +136,7 @@ class Bundle:
         """Find the DSL's runtime library: the configured file, else the bundle's file, else the DSL package's file.
 
         Raises:
-            BundleError: if there is no library, or if it is not configured and differs from the library that the bundle
+            BundleError: if no library is found, or if it is not configured and differs from the library that the bundle
                 was built with.
         """
         if settings.DSL_RUNTIME is not None:
@@ -205,8 +205,8 @@ def _mismatch(value: Any, schema: Any, place: str) -> str | None:
     A schema is a type, the pattern of a string, or a dict of schemas for the fields of an object.
     """
     if isinstance(schema, type):
-        kind = {str: "a string", list: "a list", dict: "an object"}[schema]
-        return None if isinstance(value, schema) else f"{place}: expected {kind}"
+        kinds: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+        return None if isinstance(value, schema) else f"{place}: expected {kinds[schema]}"
     if isinstance(schema, re.Pattern):
         matches = isinstance(value, str) and schema.fullmatch(value)
         return None if matches else f"{place}: expected a string like {schema.pattern}"

@@ -26,7 +26,7 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]]) -> N
         kernels: pairs of a kernel and the name of an architecture.
 
     Raises:
-        BundleError: if there is no C compiler to link with, linking fails, or the DSL's build or runtime library is
+        BundleError: if no C compiler is found, linking fails, or the DSL's build or runtime library is
             unknown.
         OSError: if the bundle cannot be written.
     """

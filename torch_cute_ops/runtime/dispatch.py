@@ -36,7 +36,7 @@ uses the names in ``CHECKS``, and is inserted into generated functions: calling 
 """
 
 NEEDS_DISPATCHER_WITHOUT_DYNAMO: str
-"""``NEEDS_DISPATCHER`` of a process that has not imported ``torch._dynamo``, and so compiles nothing."""
+"""``NEEDS_DISPATCHER`` for processes without ``torch._dynamo``, which cannot compile."""
 
 CHECKS: dict[str, Any]
 

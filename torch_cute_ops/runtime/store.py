@@ -91,7 +91,7 @@ class Store:
             load: function that loads a symbol from an object file, or raises ``OSError``.
 
         Returns:
-            Result of ``load``, or None if there is no usable entry.
+            Result of ``load``, or None without a usable entry.
         """
         folder = self.root / digest
         try:
@@ -124,7 +124,7 @@ class Store:
         """Read the description of an entry and check it against the entry's name and object file.
 
         Raises:
-            FileNotFoundError: if there is no such entry.
+            FileNotFoundError: if the entry does not exist.
             Damaged: if the content contradicts the description or the name.
             OSError: if the entry cannot be read.
         """

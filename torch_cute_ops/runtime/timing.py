@@ -1,7 +1,7 @@
 """Timing method: cold L2, replayed CUDA graphs, interleaved variants, medians with percentiles.
 
 - Buffer sets. Each variant cycles through ``n_sets`` independent sets of tensors, including weights. Together the sets
-  occupy at least 3 × L2, and there are at least 2 sets. A tiny problem needs thousands of sets and gets at most
+  occupy at least 3 × L2; at least 2 sets are used. A tiny problem needs thousands of sets and gets at most
   ``max_sets``; if that is too few, the plan's ``rotation_over_l2`` is below 3. The alternative, flushing L2 between
   calls, requires subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of
   a decode step are warm and the weights cold; here everything is cold.

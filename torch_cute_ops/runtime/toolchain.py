@@ -68,7 +68,7 @@ _INSTRUCTION_SETS = re.compile(
 
 @functools.cache
 def host_features() -> tuple[str, ...]:
-    """Return the processor's architecture and instruction sets, all of which the launching code may use."""
+    """Return the processor's architecture and instruction sets. The launching code may use all of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -50,7 +50,7 @@ def parse(remarks: str) -> list[Resources]:
     """Parse the output of ``ptxas -v`` for the resources of each device kernel.
 
     Raises:
-        RuntimeError: if there are no figures, or ptxas reports that warpgroup MMAs do not overlap.
+        RuntimeError: without figures, or if ptxas reports that warpgroup MMAs do not overlap.
     """
     # If registers spill, the DSL prints the remarks within a longer message and wraps its lines.
     remarks = " ".join(remarks.split())
