@@ -12,18 +12,16 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import fp8_rows, host, ops, peers, performance, report, rows, runner
+from benchmarks import fp8_rows, host, ops, peers, performance, report, runner
 from benchmarks.case import Case, mismatch
 from benchmarks.fp8_rows import Fp8Rows
 from benchmarks.measure import Ceilings, Settings
 from benchmarks.rows import RowBenchmark
-from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 CPU = torch.device("cpu")
 ROW_OPS = [name for name in ops.names() if isinstance(ops.load(name), RowBenchmark)]
 FP8 = [name for name in ROW_OPS if isinstance(ops.load(name), Fp8Rows)]
-ADD = [name for name in ops.names() if name.startswith("add_")]
 EVERY_CHOICE = [(name, None) for name in ROW_OPS] + [(n, choices) for n in FP8 for choices in fp8_rows.OTHERS]
 
 
@@ -80,47 +78,6 @@ def test_bytes_of_fp8_scales_by_hand():
 
 
 # --- sizes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", ROW_OPS)
-def test_sizes_hold_every_mark(op):
-    benchmark = ops.load(op)
-    cases = {sizes: {str(case): case for case in benchmark.cases(sizes)} for sizes in rows.SIZES}
-    assert list(cases) == ["marks", "quick", "full"]
-    assert set(cases["marks"]) < set(cases["quick"]) < set(cases["full"])
-    assert all(len(named) == len(benchmark.cases(sizes)) for sizes, named in cases.items())
-    usual = {
-        sizes: {tuple(case.sizes.values()): case for case in named.values() if case.choices == benchmark.choices}
-        for sizes, named in cases.items()
-    }
-    for named in usual.values():
-        assert {size for size, case in named.items() if case.inductor == "static"} >= set(benchmark.least_over_inductor)
-    assert {(9363, 7168), (2048, 32768), (32768, 2048), (16384, 8192), (1, 7168), (128, 7168)} <= set(usual["marks"])
-    assert len(usual["marks"]) == 11
-    sizes = set(usual["quick"])
-    assert {
-        (9363, 7168),
-        (4 * 9363, 7168),
-        (2048, 32768),
-        (32768, 2048),
-        (16384, 8192),
-        (1, 7168),
-        (128, 7168),
-    } <= sizes
-    everything = set(usual["full"])
-    assert {(1, 1536), (65536, 1536), (65536, 32768)} <= everything
-    assert all(m * h >= 2**26 or h == 7168 for m, h in sizes)
-
-
-@pytest.mark.parametrize("op", FP8)
-def test_every_fp8_granularity_is_measured_large_and_small(op):
-    benchmark = ops.load(op)
-    others = [case for case in benchmark.cases("quick") if case.choices != benchmark.choices]
-    assert [case.chosen for case in others] == [n for n in ("block128 row", "block128 column", "tensor") for _ in "12"]
-    assert {tuple(case.sizes.values()) for case in others} == {(9363, 7168), (32, 7168)}
-    assert [str(case).split(" ", 1)[0] for case in others if case.inductor] == ["M=9363"]
-    assert str(others[2]) == f"M=9363 {benchmark.width}=7168 block128 column"
-    assert benchmark.panel(others[2]) == f"{benchmark.width} = 7,168, block128 column"
 
 
 # --- correctness checks ---------------------------------------------------------------------------
@@ -181,21 +138,6 @@ def test_the_op_agrees_with_the_composition(op, sizes):
 def test_the_op_agrees_with_the_composition_in_every_granularity(op, choices):
     for m, width in ((1, 256), (130, 384)):
         assert_agrees(ops.load(op), ops.load(op).case(m, width, choices=choices))
-
-
-def test_a_residual_that_calls_repeat_on_stays_ordinary():
-    benchmark = ops.load("add_rmsnorm_fp4quant")
-    case = benchmark.case(4, 256)
-    tensors = benchmark.make_set(case, CPU)
-    for _ in range(1000):
-        tensors["residual"].add_(tensors["input"])
-    stagnant = tensors["residual"].clone()
-    got, expected = benchmark.ours(case, [tensors]).call(0), benchmark.expected(case, {**tensors, "residual": stagnant})
-    assert torch.equal(tensors["residual"], stagnant)
-    assert all(mismatch([a], [b]) <= may_differ(benchmark, a) for a, b in zip(got, expected, strict=True))
-    ratio = (stagnant.float() / tensors["input"].float()).abs()
-    assert ratio.median() >= 128 and (stagnant.float().abs() <= 520 * tensors["input"].float().abs() + 8).all()
-    assert len(got[0].unique()) > 100  # codes are as various as ever
 
 
 # --- a whole run ----------------------------------------------------------------------------------
@@ -259,44 +201,6 @@ def test_a_residual_that_is_not_updated_is_seen(monkeypatch):
     assert runner.check(benchmark, case, sets, {"ours": benchmark.ours(case, sets)})["ours"] > 0.5
 
 
-def test_peers_of_an_op_with_a_residual(monkeypatch):
-    """QuACK leaves the residual as it is; the compiled composition updates it, and is checked."""
-    monkeypatch.setattr(peers, "quack_rmsnorm", lambda: lambda x, weight, eps, residual: (x, x + residual))
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    benchmark = ops.load("add_rmsnorm_fp8quant")
-    case = benchmark.case(4, 64, "static")
-    sets = [benchmark.make_set(case, CPU) for _ in range(2)]
-    before = [tensors["residual"].clone() for tensors in sets]
-    quack, inductor = (benchmark.peer(name, case, sets) for name in ("quack", "inductor"))
-    assert (quack.bytes, quack.checked) == (2 * (4 * 4 * 64 + 64), False)
-    assert torch.equal(quack.call(1)[1], before[1] + sets[1]["input"]) and torch.equal(sets[1]["residual"], before[1])
-    assert (inductor.bytes, inductor.checked) == (benchmark.bytes_moved(case), True)
-    assert runner.check(benchmark, case, sets, {"inductor": inductor}) == {"inductor": 0.0}
-    assert torch.equal(inductor.call(1)[-1], before[1] + sets[1]["input"])
-    norm = ops.load("rmsnorm_fp8quant").peer("quack", case, sets)
-    assert norm.bytes == 2 * (2 * 4 * 64 + 64)
-
-
-def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys, fake_backend):
-    benchmark = ops.load("rmsnorm_fp8quant")
-    monkeypatch.setattr(type(benchmark), "bytes_moved", lambda self, case: 64 // (case["M"] - 4))
-    errors = []
-    result = runner.run(
-        benchmark,
-        [benchmark.case(m, 64) for m in (4, 8)],
-        device=CPU,
-        backend=fake_backend([10.0, 8.0]),
-        settings=Settings(max_sets=2),
-        l2_bytes=1,
-        ceilings=Ceilings(1.0),
-        with_peers=False,
-        after_case=lambda case, rows, error: errors.append(error),
-    )
-    assert [row["sizes"]["M"] for row in result] == [8]
-    assert errors[0].startswith("failed: ZeroDivisionError: ") and errors[1] == ""
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_host_calls_run():
     timed, absent = host.calls(CPU, with_peers=False)
     expected = {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM}
@@ -306,13 +210,6 @@ def test_host_calls_run():
     assert list(absent) == [host.RAW]
     for call in timed.values():
         call()
-
-
-def test_host_calls_of_a_gemm_have_the_sizes_of_the_method():
-    timed = host.gemm_calls(CPU)
-    shapes = {name: tuple(as_tuple(call())[0].shape) for name, call in timed.items()}
-    codes = {name: (1, 128) for name in timed if name.startswith("moe_fc1")}
-    assert shapes == dict.fromkeys(timed, (1, 256)) | codes and "N = 256, K = 1,536" in host.__doc__
 
 
 # --- the command line -----------------------------------------------------------------------------

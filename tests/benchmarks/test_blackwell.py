@@ -22,8 +22,8 @@ def rows_of(printed):
 def test_figures(capsys):
     """Of a tile of 128 × 16 on 148 SMs with 28 bytes and 32,768 operations a clock each, at 1.7 GHz."""
     one = blackwell.line(NVFP4, 16384, 16384, 16, B200, None)
-    assert one.tactic == (16, 1, 1) and one.config.tensor_columns == 128
-    # A chunk is 256 elements: 128 bytes of codes and 16 of scales a row.
+    assert one.tactic == (16, 1, 1) and one.config.tmem_columns == 128
+    # A k tile is 256 elements: 128 bytes of codes and 16 bytes of scales a row.
     assert one.mma_clocks == 2 * 128 * 16 * 256 / 32_768
     assert one.byte_clocks == pytest.approx((128 + 16) * (128 + 16) / BYTES_PER_CLOCK)
     moved = (16384 + 16) * (8192 + 1024) + 2 * 16 * 16384

@@ -6,10 +6,7 @@ import struct
 import pytest
 import torch
 
-from benchmarks import compositions, fp8_rows, ops
-from benchmarks.rows import RowBenchmark
-
-ROW_OPS = [name for name in ops.names() if isinstance(ops.load(name), RowBenchmark)]
+from benchmarks import compositions, ops
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -251,23 +248,3 @@ def test_the_order_of_rows(alignment):
 
 
 # --- compiled -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("op", "choices"),
-    [(name, None) for name in ROW_OPS] + [("silu_mul_fp8quant", choices) for choices in fp8_rows.OTHERS],
-)
-def test_one_symbolic_compile_serves_all_row_counts_above_one_tile(op, choices):
-    benchmark = ops.load(op)
-    torch._dynamo.reset()
-    compiled = torch.compile(benchmark.composition(), fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for m in (300, 129, 1024):
-            case = benchmark.case(m, 256, "dynamic", choices)
-            tensors = benchmark.make_set(case, torch.device("cpu"))
-            expected = benchmark.expected(case, tensors)
-            for rows in benchmark.rows(tensors):
-                torch._dynamo.mark_dynamic(rows, 0)
-            got = benchmark.results(benchmark.call(compiled, case, tensors), tensors)
-            for a, b in zip(got, expected, strict=True):
-                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from test_fp4_gemms import CEILINGS, CPU, no_peers, sets_of, stand_ins  # noqa: F401  (two are fixtures)
+from test_fp4_gemms import sets_of
 
-from benchmarks import expert_gemms, ops, report, runner, targets
-from benchmarks.measure import Settings
+from benchmarks import expert_gemms, ops
 
 OPS = ["moe_fc2_fp4", "moe_fc2_fp4_weight_only"]
-SMALL = (5, 136, 4 * 64, 4)
-"""M, N, K, E."""
 by_op = pytest.mark.parametrize("op", OPS)
 by_routing = pytest.mark.parametrize("name", ["top-8", "Zipf", "dense"])
 
@@ -79,19 +76,6 @@ def test_the_package_s_estimate_is_near(op):
         assert benchmark.problem(case).flops(m) == benchmark.flops(case)
 
 
-@by_op
-def test_sizes(op):
-    benchmark = ops.load(op)
-    cases = {sizes: [str(case) for case in benchmark.cases(sizes)] for sizes in expert_gemms.SIZES}
-    assert set(cases["marks"]) < set(cases["quick"]) < set(cases["full"])
-    assert [len(set(cases[sizes])) for sizes in cases] == [len(cases[sizes]) for sizes in cases] == [13, 21, 24]
-    assert cases["marks"][0] == "M=1 N=7168 K=65536 E=256 top-8"
-    assert benchmark.panel(benchmark.cases("marks")[-1]) == "N = 7,168, K = 65,536, E = 256, dense"
-    for name, goals in targets.EXPERTS_US.items():
-        assert {f"M={m} N=7168 K=65536 E=256 {name}" for m in goals} <= set(cases["marks"])
-    assert any("Marlin" in note and "35 (M = 8)" in note and "not from this run" in note for note in benchmark.notes)
-
-
 # --- checks and peers -----------------------------------------------------------------------------
 
 
@@ -111,75 +95,4 @@ def test_the_op_agrees_with_float64(op, name):
     assert rows == [4]
 
 
-@by_op
-@by_routing
-def test_peers_compute_dense_gemms(op, name, stand_ins):  # noqa: F811
-    """With the same result, outputs of their own set, and the bytes of all experts."""
-    benchmark = ops.load(op)
-    case = benchmark.case(*SMALL, name)
-    sets = sets_of(benchmark, case)
-    variants, absent = runner.collect_variants(benchmark, case, sets, with_peers=True)
-    assert list(variants) == ["ours", "humming", "cublas_bf16"]
-    assert all(absent[name] == "needs a CUDA device; the tensors are on cpu" for name in benchmark.ways)
-    for tensors in sets:
-        tensors["out"].fill_(float("nan"))
-    assert runner.check(benchmark, case, sets, variants) == dict.fromkeys(variants, 0.0)
-    for variant in variants.values():
-        (got,) = variant.call(1)
-        assert got.data_ptr() == sets[1]["out"].data_ptr()
-        assert benchmark.mismatch((got,), benchmark.expected(case, sets[1])) == 0.0
-    assert variants["humming"].note == "dense, activations times alpha"
-    assert variants["humming"].bytes == 136 * 256 * 9 // 16 + 2 * 5 * 256 + 2 * 5 * 136
-
-
-@by_op
-def test_absent_peers_have_reasons(op, no_peers):  # noqa: F811
-    benchmark = ops.load(op)
-    case = benchmark.case(*SMALL)
-    variants, absent = runner.collect_variants(benchmark, case, sets_of(benchmark, case), with_peers=True)
-    assert list(variants) == ["ours", "cublas_bf16"] and list(absent) == [*benchmark.ways, "humming"]
-
-
 # --- a whole run ----------------------------------------------------------------------------------
-
-
-@by_op
-def test_a_run_on_the_cpu_with_a_made_up_clock(op, no_peers, fake_backend):  # noqa: F811
-    benchmark = ops.load(op)
-    rows = runner.run(
-        benchmark,
-        [benchmark.case(*SMALL), benchmark.case(*SMALL, "dense")],
-        device=CPU,
-        backend=fake_backend([10.0, 20.0, 8.0]),  # ours, cuBLAS, copy
-        settings=Settings(max_sets=2),
-        l2_bytes=1,
-        ceilings=CEILINGS,
-    )
-    assert [row["correct"] for row in rows] == [True, True]
-    assert rows[0]["variants"]["ours"]["tflops"] == pytest.approx(rows[0]["flops"] / 10e-6 / 1e12)
-    for text in (report.results_table(rows), report.rates_table(rows)):
-        lines = text.splitlines()
-        assert "routing" in lines[0] and "top-8" in lines[2] and "dense" in lines[3]
-    assert [mark.value for mark in benchmark.marks(rows)][:13] == [None] * 13
-    rows[1]["variants"]["cublas_bf16"] |= {"correct": False, "mismatch": 0.5}
-    assert report.wrong_results(rows) == [
-        "cuBLAS bf16: up to 50.0% of the elements differ, at M=5 N=136 K=256 E=4 dense"
-    ]
-
-
-@by_op
-def test_marks(op):
-    def row(name, m, us):
-        variants = {"ours": {"us": us}, "wgmma": {"us": us}}
-        sizes = {"M": m, "N": 7168, "K": 65536, "E": 256}
-        return {"sizes": sizes, "choices": {"routing": name}, "variants": variants}
-
-    marks = {mark.name: mark for mark in ops.load(op).marks([row("top-8", 8, 17.5), row("dense", 32, 80.0)])}
-    assert len(marks) == 8 + 5 + 2
-    measured = {name: (mark.goal, mark.value, mark.passed) for name, mark in marks.items() if mark.value is not None}
-    assert measured == {
-        "top-8, M = 8: time": ("≤ 18 µs", 17.5, True),
-        "dense, M = 32: time": ("≤ 76 µs", 80.0, False),
-        "time of auto over the fastest of our backends: median": ("≤ 1.1 ×", 1.0, True),
-        "time of auto over the fastest of our backends: largest": ("≤ 1.25 ×", 1.0, True),
-    }

@@ -75,22 +75,6 @@ def test_a_way(name, way):
     )
 
 
-def test_what_ways_share():
-    """Those of one format the experts of a set; the other set has other codes."""
-    prepared = expert_ways.Prepared(SMALL[DEEPSEEK], CPU)
-    ways = {(name, i): prepared.way(name, i) for name in expert_ways.WAYS for i in range(2)}
-    assert ways["few", 0] is prepared.way("few", 0)
-    for part in ("gate_up_proj", "down_proj"):
-        one, *others = (getattr(ways[name, 0].experts, part) for name in ("many", "few", "few-bf16", "bf16"))
-        assert all(each is one for each in others)
-    activations = [ways[name, 0].experts.side_by_side.activations for name in ("few", "few-bf16")]
-    assert activations == ["fp4", "16bit"] and ways["many", 0].experts.side_by_side is None
-    assert ways["many-fp8", 0].experts.scheme == "fp8_block"
-    for name in ("many", "many-fp8"):
-        codes = [ways[name, i].experts.down_proj.weight.view(torch.uint8) for i in range(2)]
-        assert (codes[0] != codes[1]).float().mean() > 0.5
-
-
 def test_models():
     """Sizes as they are published, and bytes: 4 bits and a scale for 16 or 32 of them."""
     deepseek, gpt_oss = (expert_ways.MODELS[name] for name in (DEEPSEEK, GPT_OSS))
@@ -123,16 +107,6 @@ def test_routing(routing):
     assert len(set(most)) > 1
     again = expert_ways.draw(model, routing, 200, 2, CPU)
     assert torch.equal(again.x, draws[2].x) and not torch.equal(draws[0].x, draws[1].x)
-
-
-def test_which_ways_are_measured():
-    every = list(expert_ways.WAYS)
-    ways = expert_ways.ways_of
-    deepseek, gpt_oss = SMALL.values()
-    assert ways(deepseek, "hot", 1024, every) == every and ways(gpt_oss, "hot", 1, every) == [*every[:3], "bf16"]
-    assert ways(deepseek, "uniform", 4096, every) == ["many", "many-fp8", "bf16"]
-    assert ways(deepseek, "zipf", 4096, every) == ways(gpt_oss, "uniform", 4096, every) == []
-    assert ways(deepseek, "uniform", 4096, ["few", "many-fp8"]) == ["many-fp8"]
 
 
 def options(tmp_path, **changed):
@@ -201,35 +175,6 @@ def test_results(small, fake_backend, tmp_path, capsys):
     assert cells(line) == [f"many, {DEEPSEEK}, uniform, M=64", "16.0", "24.0", "1.500", "1.000", "SLOWER"]
 
 
-def test_what_fails_is_reported(small, monkeypatch, fake_backend, tmp_path, capsys):
-    """A way that cannot be made, one that cannot be called, and a row that cannot be timed; the run goes on."""
-    monkeypatch.setattr(expert_ways.Few, "__call__", lambda *_: 1 / 0)
-
-    def no_kernel(experts, *_, **__):
-        raise ValueError("no kernel\nfor this")
-
-    backend = fake_backend([3.0])
-    backend.elapsed_us = lambda start, end: 1 / 0 if backend.captured > 2 else end - start
-    given = options(tmp_path, models=[GPT_OSS], routing=["zipf", "hot"], tokens=[2], ways=["few", "many"])
-    assert expert_layer.measure_models(given, CPU, backend, l2_bytes=1000) == 1
-    first, second = json.loads((tmp_path / "expert_layer.json").read_text())["rows"]
-    assert first["absent"] == {"few": "ZeroDivisionError: division by zero"} and first["variants"].keys() == {"many"}
-    assert second["absent"].keys() == {"few", "many"} and not second["variants"]
-    text = (tmp_path / "expert_layer.md").read_text()
-    assert f"- many, {GPT_OSS}, hot, M = 2: ZeroDivisionError: division by zero" in text
-    printed = capsys.readouterr().out
-    assert f"{GPT_OSS}, hot, M = 2: no time\n    few: ZeroDivisionError" in printed
-
-    monkeypatch.setattr(expert_ways.QuantExperts, "route_few_", no_kernel)
-    row = expert_layer.blank(SMALL[GPT_OSS], "zipf", 2)
-    with torch.no_grad():
-        expert_layer.run(
-            expert_ways.Prepared(SMALL[GPT_OSS], CPU),
-            *(row, ["few-bf16", "many"], fake_backend([3.0]), 1000, expert_layer.Settings(1.0), 2.0),
-        )
-    assert row["absent"] == {"few-bf16": "ValueError: no kernel"} and row["variants"].keys() == {"many"}
-
-
 def row(m, experts, times, routing="uniform", model=DEEPSEEK, cosine=()):
     """A row of a result file; an expert has a MB."""
     variants = {name: {"us": us} for name, us in times.items()}
@@ -248,52 +193,6 @@ def test_the_time_of_the_same_bytes():
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 
 
-@pytest.mark.parametrize("factor", [0.99, 1.01])
-def test_marks(factor):
-    """Just reached, and just missed."""
-    rows = [
-        row(8, 56, {"few": 66 * factor, "many": 99, "many-fp8": 99 / 0.68 / factor}),
-        row(512, 256, {"few": 400, "many": 380 * factor}, cosine={"many": 0.998 / factor, "few": 0.98 / factor}),
-        row(4096, 256, {"many": 1060 * factor, "many-fp8": 1000}),
-        row(512, 250, {"many": 1.2 * 380 * factor}, "hot"),
-        row(8, 56, {"few": 1.3 * 66 * factor**2}, "hot"),
-        row(8, 50, {"few": 10.0}, "zipf", GPT_OSS),  # without a time to compare with
-        row(8, 50, {"few-bf16": 10.0}, "uniform", GPT_OSS, {"few-bf16": 0.9999 / factor}),
-    ]
-    found = {mark.name: mark for mark in expert_layer.marks(rows)}
-    judged = {name: mark.passed for name, mark in found.items() if mark.passed is not None}
-    assert judged == dict.fromkeys(
-        (
-            f"{DEEPSEEK}, M = 8: time",
-            f"{DEEPSEEK}, M = 512: time",
-            f"{DEEPSEEK}, hot: most time over that of the same bytes",
-            f"{DEEPSEEK}, M ≤ 64: many over many-fp8",
-            f"{DEEPSEEK}, M = 4,096: many over many-fp8",
-            f"{DEEPSEEK}, few: cosine",
-            f"{DEEPSEEK}, many: cosine",
-            f"{GPT_OSS}, few-bf16: cosine",
-        ),
-        factor < 1,
-    )
-    assert found[f"{DEEPSEEK}, hot: most time over that of the same bytes"].value == pytest.approx(1.3 * factor)
-    assert found[f"{DEEPSEEK}, M = 512: time"].value == pytest.approx(380 * factor)
-    assert len(found) == 8 + 3 * 2 + 2 + 8
-
-
-def test_where_few_and_many_cross():
-    def crossing(*times):
-        return expert_layer.crossing([row(m, 1, {"few": few, "many": many}) for m, few, many in times], "few")
-
-    where, line = crossing((256, 80, 20), (32, 1, 2), (64, 10, 20), (128, 20, 20))
-    assert where == pytest.approx(4) and line == "`few` and `many` cross at 4 tokens of an expert"
-    assert crossing((64, 10, 20), (256, 20, 10))[0] == pytest.approx(4)
-    # What is slower once between others does not count.
-    assert crossing((1, 9, 8), (64, 10, 20), (256, 40, 10))[0] == pytest.approx(2 * 4 ** (1 / 3))
-    assert crossing((64, 1, 2), (256, 2, 3)) == (None, "`few` is not slower than `many` up to 8 tokens of an expert")
-    assert crossing((64, 3, 2), (256, 4, 3)) == (None, "`few` is slower than `many` from 2 tokens of an expert on")
-    assert expert_layer.crossing([row(1, 1, {"few": 1})], "few") == (None, "`few` and `many` were not both measured")
-
-
 def test_command(monkeypatch, tmp_path, capsys):
     """Its options reach the measurement; without a GPU it says so."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -306,13 +205,3 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert (command, measure) == ("expert_layer", expert_layer.measure_models)
     assert (given.models, given.tokens, given.ways) == ([GPT_OSS], [1, 8], ["few", "many"])
     assert given.routing == ["uniform", "zipf", "hot"] and given.output == tmp_path and not given.no_plot
-
-
-def test_plot(tmp_path):
-    """A panel for each routing of a model; a row, and a way, without a time are left out."""
-    pytest.importorskip("matplotlib", reason="matplotlib comes with the bench extra")
-    timed = {"us": 2.0, "floor": 1.0}
-    rows = [{"rows": m, "variants": {"few": timed, "many": timed}} for m in (1, 8)]
-    panels = {f"panel {i}": rows for i in range(3)} | {"last": [{"rows": 1, "variants": {}}]}
-    layers.plot(panels, list(expert_ways.WAYS), "tokens", tmp_path / "layers.png")
-    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")

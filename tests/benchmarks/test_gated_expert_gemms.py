@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_fp4_gemms import sets_of
 
-from benchmarks import expert_gemms, gated_expert_gemms, ops, runner, targets
+from benchmarks import expert_gemms, gated_expert_gemms, ops, runner
 from benchmarks.buffers import BYTE
 from benchmarks.compositions import from_128x4
 
@@ -31,28 +31,6 @@ def test_the_package_s_estimate_is_near(op):
         m = case["M"]
         assert benchmark.problem(case).bytes_moved(m) == pytest.approx(benchmark.bytes_moved(case), rel=0.05)
         assert benchmark.problem(case).flops(m) == benchmark.flops(case)
-
-
-@by_op
-def test_sizes(op):
-    benchmark = ops.load(op)
-    cases = {sizes: [str(case) for case in benchmark.cases(sizes)] for sizes in gated_expert_gemms.SIZES}
-    assert set(cases["marks"]) < set(cases["quick"]) < set(cases["full"])
-    assert [len(set(cases[sizes])) for sizes in cases] == [8, 16, 24]
-    assert cases["marks"][0] == "M=1 I=256 H=7168 E=256 top-8"
-    assert benchmark.panel(benchmark.cases("marks")[0]) == "I = 256, H = 7,168, E = 256, top-8"
-
-
-@by_op
-def test_columns_of_backends(op):
-    """One that computes the case has a column; of others there is the reason."""
-    benchmark = ops.load(op)
-    case = benchmark.case(3, 64, 256, 16)
-    sets = sets_of(benchmark, case, 1)
-    assert benchmark.ways == ("routed",)
-    assert "needs a CUDA device" in benchmark.peer("routed", case, sets)
-    variant = benchmark.peer("reference", case, sets)
-    assert benchmark.mismatch(variant.call(0), benchmark.expected(case, sets[0])) <= benchmark.tolerance
 
 
 @by_op
@@ -87,16 +65,3 @@ def test_the_dense_peer(op):
     both = gated_expert_gemms.silu_mul_fp32((got * gated_expert_gemms.ALPHA).float().flatten(0, 1))
     want = benchmark.gated(sets[1] | {"w": sets[0]["w"], "w_scale": sets[0]["w_scale"]})
     assert (both.view(3, -1) - want).norm() < 0.02 * want.norm()
-
-
-@by_op
-def test_marks(op):
-    variants = {"ours": {"us": 37.0}, "routed": {"us": 37.0}}
-    row = {"sizes": {"M": 8, "I": 256, "H": 7168, "E": 256}, "choices": {"routing": "top-8"}, "variants": variants}
-    marks = {mark.name: mark for mark in ops.load(op).marks([row])}
-    if op == "moe_fc1_fp4":
-        assert len(marks) == len(targets.GATED_EXPERTS_US["top-8"]) + 2
-        mark = marks["top-8, M = 8: time"]
-        assert (mark.goal, mark.value, mark.passed) == ("≤ 38 µs", 37.0, True)
-        assert marks["top-8, M = 16: time"].passed is None
-    assert marks["time of auto over the fastest of our backends: largest"].passed

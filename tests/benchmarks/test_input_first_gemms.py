@@ -50,18 +50,6 @@ def test_bytes_by_hand():
 
 
 @by_op
-def test_sizes(op):
-    """One row and a few of Llama's projections, first of all."""
-    benchmark = ops.load(op)
-    weights = {(4096, 14336), (8192, 28672)} if op.startswith("silu") else {(4096, 4096), (8192, 8192)}
-    marks, quick, full = (
-        {tuple(case.sizes.values()) for case in benchmark.cases(sizes)} for sizes in ("marks", "quick", "full")
-    )
-    assert marks == {(m, *weight) for m in (1, 8) for weight in weights}
-    assert marks < quick < full == {(2**i, *weight) for i in range(14) for weight in weights}
-
-
-@by_op
 @pytest.mark.parametrize("sizes", [(1, 128, 64), (5, 136, 160)])
 def test_the_op_and_the_two_agree_with_float64(op, sizes):
     benchmark = ops.load(op)

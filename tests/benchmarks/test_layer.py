@@ -1,14 +1,13 @@
 """`python -m benchmarks layer`: the layers compute what their weights say, and the tables what was measured."""
 
 import argparse
-import copy
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import compare, compositions, fp4_peers, layer, performance, report, timeline
+from benchmarks import layer, report, timeline
 from benchmarks import measure as measurements
 
 CPU = torch.device("cpu")
@@ -58,31 +57,6 @@ def test_a_gate_apart(monkeypatch):
         assert F.cosine_similarity(*results, 0) > 0.9999
         assert gates == expected
         gates.clear()
-
-
-@torch.no_grad()
-def test_humming_has_the_same_weights(monkeypatch, fake_backend):
-    """Those of the checkpoint; where it is not installed, the others are measured."""
-    wide, made = layer.Widths(256, 512, 256, 256), []
-
-    def layers(m, n, k, config, weights):
-        (given,) = weights
-        assert config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-        weight = (
-            compositions.nvfp4_dequantize(given["weight"], given["weight_scale"]) * given["weight_scale_2"].double()
-        )
-        assert weight.shape == (n, k)
-        made.append(m)
-        return [lambda rows, outputs, tuning_config: outputs.copy_(rows.double() @ weight.t())], "tuning"
-
-    monkeypatch.setattr(fp4_peers, "humming_layers", layers)
-    one = layer.Humming(wide, CPU, 3, inductor=False)
-    assert layer.cosine(one, 5, CPU) > 0.9999 and made == [5] * 4
-    monkeypatch.setattr(fp4_peers, "humming_layers", lambda *_: "humming cannot be imported (here)")
-    settings = measurements.Settings(graph_ms=0.01, budget_ms=0.1)
-    row = layer.run(wide, 2, ["W4A16", "humming"], CPU, fake_backend([2.0]), 1000, settings, None)
-    assert set(row["variants"]) == {"W4A16"}
-    assert row["absent"] == {"humming": "RuntimeError: humming cannot be imported (here)"}
 
 
 def test_bytes():
@@ -142,30 +116,6 @@ def test_results(made_up, capsys):
     assert rows[5][:2] == ["cosine", "–"] and all(0.9 < float(cell) <= 1 for cell in rows[5][2:])
 
 
-def test_joined(made_up, tmp_path, capsys):
-    """Files of one model each, in any order, are what one file of both would be, with the first one's rate of reads."""
-    whole = json.loads((made_up / "layer.json").read_text())
-    text = (made_up / "layer.md").read_text()
-    files = []
-    for model, read in (("70B", 2.0), ("8B", 1.0)):
-        files.append(tmp_path / f"{model}.json")
-        rows = copy.deepcopy([row for row in whole["rows"] if row["model"] == model])
-        for row in rows:
-            for each in row["variants"].values():
-                each["floor"] *= 2.0 / read
-        files[-1].write_text(json.dumps({**whole, "rows": rows, "peak_read_tbps": read}))
-    output = tmp_path / "joined"
-    given = ["--join", *map(str, files), "--output", str(output), "--no-plot"]
-    assert layer.main(given) == 0
-    assert json.loads((output / "layer.json").read_text()) == whole and (output / "layer.md").read_text() == text
-    files[0].write_text(json.dumps({**whole, "environment": {"gpu": "another"}}))
-    with pytest.raises(ValueError, match="different environments"):
-        layer.main(given)
-    files[0].write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match="same model"):
-        layer.main(given)
-
-
 def test_timelines(made_up, capsys):
     """Of the middle one of four layers with six kernels each, from its start."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
@@ -197,59 +147,3 @@ def test_the_profiler_sees_what_a_replay_runs():
     replay = measurements.CudaGraphs().capture(lambda i: x.mul_(1.0).add_(float(i)), 2, 4)
     ran = timeline.one_of(timeline.recorded(replay), 4)
     assert len(ran) == 3 and all(kernel.start < kernel.end for kernel in ran) and ran[1].start == 0 < ran[2].start
-
-
-MARKS = 5 + 3 + 1 + 4 + 3 + 3 + 8
-
-
-def test_marks_and_comparison(made_up):
-    """One row and 64 have targets, in µs, and W4A8 one over FP8; bf16 is what else changed."""
-    ((name, notes, gpu, marks),) = performance.measured(made_up)
-    assert (name, notes, gpu) == ("layer", layer.NOTES, "made up")
-    measured = [mark for mark in marks if mark.value is not None]
-    fp8_fp4, fp8 = "fp8_fp4_wgmma", "fp8_wgmma"
-    assert [(mark.name, mark.value, mark.passed, mark.notes) for mark in measured] == [
-        ("8B, M=1, W4A4", pytest.approx(5), True, ""),
-        ("8B, M=1, FP8", pytest.approx(2), True, fp8),
-        ("8B, M=64, W4A4", pytest.approx(5), True, ""),
-        ("8B, M=64, W4A8", pytest.approx(3), True, fp8_fp4),
-        ("8B, M=64, W4A8 over FP8", pytest.approx(1.5), False, fp8_fp4),
-        ("70B, M=1, W4A4", pytest.approx(5), True, ""),
-        ("70B, M=64, W4A4", pytest.approx(5), True, ""),
-        ("70B, M=64, W4A8", pytest.approx(3), True, fp8_fp4),
-        ("70B, M=64, W4A8 over FP8", pytest.approx(1.5), False, fp8_fp4),
-    ]
-    # Of what was not measured the document says so.
-    assert {mark.name for mark in marks if mark.passed is None} > {"32B, M=1, W4A4", "8B, M=8, W4A4"}
-    assert len(marks) == MARKS
-    old = json.loads((made_up / "layer.json").read_text())
-    new = json.loads((made_up / "layer.json").read_text())
-    new["rows"][0]["variants"]["W4A4"]["us"] *= 1.5
-    new["rows"][0]["variants"]["bf16"]["us"] *= 1.25
-    for result, us in ((old, 9.0), (new, 9.0 * 1.25)):
-        result["rows"][0]["variants"]["humming"] = {"us": us, "floor": None}  # a peer: no case, but one of the others
-    text, slower = compare.compared("layer", old, new, 0.02)
-    assert slower == 1 and "16 cases" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("| W4A4, 8B, M=1 "))
-    assert [cell.strip() for cell in line.strip("|").split("|")][3:5] == ["1.500", "1.250"]
-
-
-def test_every_model_has_its_marks():
-    """W4A8 over FP8 also where it has no time of its own to reach."""
-    variants = {label: {"us": 100.0} for label in layer.LAYERS}
-    rows = [{"model": model, "rows": m, "variants": variants} for model in layer.MODELS for m in layer.ROWS]
-    names = {mark.name for mark in layer.marks(rows)}
-    over = {f"{model}, M={m}, W4A8 over FP8" for model in ("8B", "70B") for m in (64, 128, 256, 1024)}
-    assert {f"32B, M={m}, W4A4" for m in (1, 16, 32)} | over <= names
-    assert len(names) == MARKS
-    assert names == {mark.name for mark in layer.marks([])}
-
-
-def test_a_precision_that_fails_does_not_end_the_run(monkeypatch, fake_backend):
-    monkeypatch.setattr(layer.W4A8, "multiply", lambda *_: 1 / 0)
-    monkeypatch.setattr(layer, "cosine", lambda *_: 1.0)
-    settings = measurements.Settings(graph_ms=0.01, budget_ms=0.1)
-    with torch.no_grad():
-        row = layer.run(SMALL, 2, ["W4A8", "FP8"], CPU, fake_backend([2.0, 2.0]), 1000, settings, None)
-    assert set(row["variants"]) == {"FP8"} and row["absent"] == {"W4A8": "division by zero"}
-    assert row["variants"]["FP8"]["floor"] is None

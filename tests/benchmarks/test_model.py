@@ -13,11 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks import compare, layer, llama, model, performance
 from torch_cute_ops.nn import QuantLinear
-from torch_cute_ops.runtime import compiler
 
 CPU = torch.device("cpu")
 WIDTHS = layer.Widths(hidden=256, qkv=512, attention=256, intermediate=320)  # two heads of queries, one of keys
@@ -106,17 +105,6 @@ def test_a_compiled_decode_step(monkeypatch):
     assert bench().as_called(served) is served
 
 
-@torch.no_grad()
-def test_the_model_in_bf16():
-    """transformers' own layers, as many as asked for, and random weights."""
-    plain = llama.build("bf16", SMALL.config(3), CPU)
-    expected = AutoModelForCausalLM.from_config(SMALL.config(3), dtype=torch.bfloat16)
-    assert not any(isinstance(module, QuantLinear) for module in plain.modules())
-    shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, expected)]
-    assert shapes[0] == shapes[1] and "model.layers.2.self_attn.q_proj.weight" in shapes[0]
-    assert all(0.015 < each.float().std() < 0.025 for each in plain.parameters() if each.dim() == 2)
-
-
 def test_sizes():
     """Those of Llama 3.1, as its configurations have them."""
     for name, heads, layers, wide in (("8B", 32, 32, 14336), ("70B", 64, 80, 28672)):
@@ -155,40 +143,10 @@ def test_logits():
     assert not found.result["failed"]["8B"]
 
 
-@torch.no_grad()
-def test_generate(monkeypatch):
-    """Greedy, with a static cache; the graphs that torch compiles are counted, and the time is that of a token."""
-    monkeypatch.setattr(llama, "LONGEST", 5)
-    monkeypatch.setattr(llama, "NEW", 4)
-    whole = CompileConfig(backend="eager", mode=None)
-    whole._compile_all_devices = True
-    one = bench(compile_config=whole)
-    served, prompt = one.made(W4A16), torch.randint(64, (1, 6), generator=torch.Generator().manual_seed(2))
-    ids = prompt
-    for _ in range(4):
-        ids = torch.cat([ids, served(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    assert llama.generated(served, prompt, 4).tolist() == ids.tolist()
-    monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 5)  # of others
-    clock = iter(range(0, 100, 2))  # each generation takes two seconds
-    monkeypatch.setattr(model.time, "perf_counter", lambda: next(clock))
-    found = one.generation(served, prompt)
-    assert found == {"us": pytest.approx(2e6 / 4), "tokens_per_s": pytest.approx(4 / 2), "graphs": 1}
-
-
 def test_extrapolation():
     """2 ms of each layer and 6 of the rest."""
     assert model.extrapolated({2: 10.0, 6: 18.0}, 80) == pytest.approx(166.0)
     assert model.extrapolated({6: 18.0, 2: 10.0}, 2) == pytest.approx(10.0)
-
-
-def test_precisions():
-    assert model.precisions(["nvfp4", "fp8_block"], ["16bit", "fp8"]) == [W4A16, "nvfp4/fp8", "fp8_block/fp8"]
-
-
-def test_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert model.main(["--parts", "decode"]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
 # A run
@@ -260,100 +218,4 @@ def test_a_run(run, tmp_path, capsys):
     assert slower == 1 and "5 cases" in found and "SLOWER" in found.split("nvfp4/16bit, 8B, decode")[1].splitlines()[0]
 
 
-def test_many_sequences_have_fp8_activations_too(run, monkeypatch):
-    monkeypatch.setattr(llama, "MANY", 1)
-    status, result, _ = run([2000.0, 1000.0, 4000.0], "--models", "8B", "--parts", "decode")
-    (row,) = result["rows"]
-    times = {label: each["us"] for label, each in row["variants"].items()}
-    assert status == 0 and times == pytest.approx({W4A16: 3000, "mxfp4/fp8": 2000, "bf16": 5000})
-
-
-def test_what_fails_does_not_end_the_run(run, monkeypatch):
-    """A model that cannot be built, a step that cannot be captured, a part; and a kernel that comes too late."""
-    build, step, ready = llama.build, llama.DecodeStep.__call__, {}
-    monkeypatch.setattr(compiler, "_compiled", ready)
-
-    def without_w4a8(label, *given, **more):
-        if label == "mxfp4/fp8":
-            raise torch.OutOfMemoryError("no memory\nfor it")
-        return build(label, *given, **more)
-
-    def uncaptured(self, i=0):
-        if any(isinstance(module, QuantLinear) for module in self.model.modules()):
-            ready[len(ready)] = None
-            raise RuntimeError("a kernel was not ready")
-        return step(self, i)
-
-    monkeypatch.setattr(llama, "build", without_w4a8)
-    monkeypatch.setattr(llama.DecodeStep, "__call__", uncaptured)
-    monkeypatch.setattr(model, "cosines", lambda *_: 1 / 0)
-    chosen = ["--models", "8B", "--parts", "logits", "prefill", "decode", "--layers", "1"]
-    status, result, text = run([4000.0], *chosen)
-    assert status == 1 and [row["part"] for row in result["rows"]] == ["decode", "prefill"]
-    assert [set(row["variants"]) for row in result["rows"]] == [{"bf16"}, {W4A16, "bf16"}]
-    name = "8B with 1 layers"
-    assert result["kernels_after_warmup"] == {f"{name}, decode": 1, f"{name}, prefill": 0}
-    for line in (
-        f"- {name}, logits, nvfp4/16bit: ZeroDivisionError: division by zero",
-        f"- {name}, decode, batch 1, context 9, nvfp4/16bit: RuntimeError: a kernel was not ready",
-        f"- {name}, prefill, 12 tokens, mxfp4/fp8: OutOfMemoryError: no memory",
-    ):
-        assert line in text.splitlines()
-    # No target holds for a model that was cut.
-    assert {mark.name: mark.passed for mark in model.marks(result)} == {
-        f"{name}, decode: kernels compiled after the warm-up": False,
-        f"{name}, prefill: kernels compiled after the warm-up": True,
-    }
-
-
 # Marks
-
-
-def timed(part, name, bf16, label, us, **more):
-    variants = {"bf16": {"us": bf16}, label: {"us": us, **more.pop("of_ours", {})}}
-    return {"model": name, "part": part, "case": part, "variants": variants, **more}
-
-
-@pytest.mark.parametrize("slack", [0.99, 1.01])
-def test_marks_both_ways(slack):
-    """A little better than asked for, or a little worse."""
-    at = {"context": 1024}
-    rows = [
-        *(
-            timed("decode", "8B", 2.0 * slack, W4A16, 1.0, batch=1, **at),
-            timed("decode", "8B", 1.6 * slack, W4A16, 1.0, batch=16, **at),
-        ),
-        *(
-            timed("decode", "8B", 1.3 * slack, W4A16, 1.0, batch=64, **at),
-            timed("decode", "8B", 1.3 * slack, "mxfp4/fp8", 1.0, batch=64, **at),
-            timed("decode", "70B", 2.4 * slack, W4A16, 1.0, batch=1, **at),
-        ),
-        *(
-            timed("decode", "70B", 1.7 * slack, W4A16, 1.0, batch=64, **at),
-            timed("prefill", "8B", 0.95 * slack, W4A16, 1.0, tokens=2048),
-        ),
-        timed("prefill", "8B", 1.4 * slack, "mxfp4/fp8", 1.0, tokens=2048),
-        timed("generate", "8B", 1.6 * slack, W4A16, 1.0, of_ours={"graphs": 1 if slack > 1 else 3}),
-        # Without a target: another batch, context and precision.
-        timed("decode", "70B", 9.0, W4A16, 1.0, batch=16, **at),
-        timed("decode", "8B", 9.0, "mxfp4/fp8", 1.0, batch=16, **at),
-        timed("decode", "8B", 9.0, W4A16, 1.0, batch=1, context=4096),
-        timed("decode", "8B", 9.0, "fp8_block/fp8", 1.0, batch=1, **at),
-    ]
-    result = {
-        "rows": rows,
-        "memory": [
-            {"model": "8B", "label": W4A16, "bytes": 6.3e9 / slack, "peak_above": 2e9 / slack},
-            {"model": "70B", "label": W4A16, "bytes": 43.5e9 / slack, "peak_above": None},
-            {"model": "8B", "label": "fp8_block/fp8", "bytes": 9e9, "peak_above": 0},
-        ],
-        "logits": [{"model": "8B", "label": W4A16, "cosine": 1 - 1e-4 / slack}],
-        "kernels_after_warmup": {"8B, decode": 0 if slack > 1 else 1},
-    }
-    found = model.marks(result)
-    assert [mark.goal for mark in found] == [
-        *("≥ 2", "≥ 1.6", "≥ 1.3", "≥ 1.3", "≥ 2.4", "≥ 1.7", "≥ 0.95", "≥ 1.4", "≥ 1.6"),
-        *("≤ 6.3 GB", "≤ 2 GB", "≤ 43.5 GB", "≤ 0.0001", "≤ 0", "≤ 0"),
-    ]
-    assert [mark.passed for mark in found] == [slack > 1] * len(found)
-    assert found[0].value == pytest.approx(2.0 * slack) and found[-1].value == (0 if slack > 1 else 2)

@@ -1,13 +1,10 @@
 """The result files, and the document of measured against target."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__ as cli
-from benchmarks import compare, host, model, ops, performance, report, targets
+from benchmarks import host, model, performance, report
 
 RESULTS = sorted(performance.RESULTS.glob("*.json"))
 by_result = pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -51,19 +48,6 @@ def test_marks_have_the_values_that_were_written(path):
     assert {name: anew[name] for name in same} == {name: written[name] for name in same}
 
 
-@by_result
-def test_a_result_is_as_fast_as_itself(path):
-    text, marked = compare.compared(path.stem, read(path), read(path), compare.TOLERANCE)
-    result = read(path)
-    if path.stem == "host":
-        count = len(set(result["times"]) - set(host.NOT_OURS))
-    elif path.stem in (*performance.LAYERS, "model"):
-        count = sum(len(set(row["variants"]) - {"bf16", "humming"}) for row in result["rows"])
-    else:
-        count = len(result["rows"])
-    assert marked == 0 and f"\n{count} cases, geometric mean 1.000, 0 marked." in text
-
-
 # --- the document ----------------------------------------------------------------------------------
 
 
@@ -76,29 +60,3 @@ def test_what_is_missed_has_notes():
     for name, notes, _, marks in performance.measured(performance.RESULTS):
         for which in {mark.notes or notes for mark in marks if mark.passed is False}:
             assert (performance.ROOT / "docs" / "notes" / f"{which}.md").is_file(), name
-
-
-@pytest.mark.parametrize("op", ops.names())
-def test_notes_are_those_of_a_kernel_family(op):
-    assert (performance.ROOT / "torch_cute_ops" / "kernels" / ops.load(op).family / "kernel.py").is_file()
-
-
-def test_the_document_follows_results_and_targets(tmp_path, monkeypatch):
-    for name in ("moe_route.json", "host.json"):
-        (tmp_path / name).write_bytes((performance.RESULTS / name).read_bytes())
-    result = read(tmp_path / "moe_route.json")
-    decode = max(row["variants"]["ours"]["us"] for row in result["rows"] if row["sizes"]["M"] <= 64)
-    monkeypatch.setattr(targets, "MOE_DECODE_US", decode + 1)
-    output = tmp_path / "performance.md"
-    assert cli.main(["performance", "--results", str(tmp_path), "--output", str(output)]) == 0
-    text = output.read_text(encoding="utf-8")
-    cells = [cell.strip() for cell in re.search(r"^\| moe_route .*$", text, re.MULTILINE).group().split("|")[1:-1]]
-    assert cells == [
-        *("moe_route", "decode, M ≤ 64: time", f"≤ {decode + 1:g} µs", f"{report.number(decode)} µs", "reached", "")
-    ]
-    host_marks = read(tmp_path / "host.json")["marks"]
-    reached = sum(mark["passed"] for mark in host_marks) + 1
-    assert f"{reached} of {len(host_marks) + 1} targets are reached" in " ".join(text.split())
-    monkeypatch.setattr(targets, "MOE_DECODE_US", 1.0)
-    missed = r"^\| moe_route .*\| MISSED +\| \[moe_route\]\(notes/moe_route\.md\)"
-    assert re.search(missed, performance.document(Path(tmp_path)), re.MULTILINE)

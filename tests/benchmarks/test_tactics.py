@@ -6,7 +6,6 @@ import pytest
 from support.gemm_problems import HOPPER, fp8_problem
 
 from benchmarks import tactics
-from torch_cute_ops import deployment
 from torch_cute_ops.gemm import tune
 from torch_cute_ops.runtime.tuner import Candidate
 
@@ -49,13 +48,6 @@ def test_the_fastest_comes_first(bench):
     assert bench.freed
 
 
-def test_all_can_be_wrong(bench, monkeypatch):
-    monkeypatch.setattr(bench, "check", lambda candidate: "nothing was written")
-    rows = tactics.timed(fp8_problem(), 8, HOPPER, within=1.0)
-    assert [(row.candidate, row.seconds) for row in rows] == [(SLOW, None)]
-    assert "nothing was written" in tactics.markdown(rows)
-
-
 def test_the_table(bench):
     """The tactic that the model takes is the one with the least estimate."""
     text = tactics.markdown(tactics.timed(fp8_problem(), 8, HOPPER, within=4.0))
@@ -64,36 +56,6 @@ def test_the_table(bench):
         ["**wgmma 16 × 128 × 2**", "6.00", "1.500", "2.00"],
         ["wgmma 16 × 128 × 3", "2 of 8 elements are off", "–", "2.50"],
     ]
-
-
-def test_calls_are_named_as_for_tuning(monkeypatch, tmp_path):
-    """As options, or by a file, of which GEMMs are taken."""
-    named = []
-    monkeypatch.setattr(tactics.layers, "on_gpu", lambda command, measure, options: named.append(options.jobs) or 0)
-    assert tactics.main(["mm_fp4", "--n", "4096", "--k", "512", "--m", "1", "16", "--static-weight"]) == 0
-    given = {"n": 4096, "k": 512, "static_weight": True}
-    want = deployment.jobs_of("mm_fp4", m=[1, 16], **given)
-    assert [(job.op, set(job.properties)) for job in named[0]] == [(job.op, set(job.properties)) for job in want]
-    path = tmp_path / "calls.toml"
-    kernels = ('op = "fp4_quantize"\nhidden = 64\ndtype = "bf16"', 'op = "mm_fp8_block"\nn = 256\nk = 256\nm = [1, 8]')
-    path.write_text("".join(f"[[kernel]]\n{kernel}\n" for kernel in kernels))
-    assert tactics.main(["--config", str(path)]) == 0
-    assert named[1] == deployment.jobs_of("mm_fp8_block", n=256, k=256, m=[1, 8])
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["mm_fp8_block", "--n", "4096", "--k", "4096", "--colour", "1"], "--colour"),
-        (["mm_fp8_block", "--n", "4096"], "k: missing"),
-        (["rmsnorm", "--hidden", "4096"], "the ops with backends are fp4quant_mm_fp4"),
-        ([], "name an op"),
-    ],
-)
-def test_bad_command_lines(words, what, capsys):
-    with pytest.raises(SystemExit):
-        tactics.main(words)
-    assert what in capsys.readouterr().err
 
 
 def test_a_gpu_is_needed(monkeypatch, capsys):
