@@ -439,7 +439,7 @@ def test_merged_layers_that_do_not_fit(tmp_path):
     refused(tmp_path, content.tensors, r"layers\.0\.qkv_proj: .*multiples of 128", fp8, is_merged=True)
 
 
-def test_sizes_that_the_ops_do_not_take(tmp_path):
+def test_unsupported_sizes(tmp_path):
     content = Content(NVFP4)
     own, _ = checkpoints.random_layer(NVFP4, 12, H)
     content.tensors |= {f"layers.0.o_proj.{suffix}": tensor for suffix, tensor in own.items()}

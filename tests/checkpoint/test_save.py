@@ -97,7 +97,7 @@ def test_read_back(style, scheme, activations, is_tied, tmp_path):
 
 
 @by_format
-def test_tensors_mean_what_others_read(style, scheme, activations, tmp_path):
+def test_tensors_decode_by_the_formulas(style, scheme, activations, tmp_path):
     model = quantised(scheme, activations)
     checkpoint.save(model, tmp_path, style)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -158,7 +158,7 @@ class OwnLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
-def test_what_is_not_quantised_is_named(style, tmp_path):
+def test_unquantised_modules_are_listed(style, tmp_path):
     """Every unquantised module that a reader could take for a linear layer is listed, so that readers expect no scales
     for it."""
     model = quantised("nvfp4", "16bit")
@@ -204,7 +204,7 @@ def test_shards(tmp_path):
 
 
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
-def test_merged_layers_are_written_apart(style, tmp_path):
+def test_merged_layers_are_written_separately(style, tmp_path):
     class Merged(nn.Module):
         def __init__(self) -> None:
             super().__init__()

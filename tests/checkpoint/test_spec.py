@@ -146,12 +146,12 @@ GROUP = "config_groups/group_0"
         (DEEPSEEK, "activation_scheme", "static", "activation_scheme is 'static'; expected 'dynamic'"),
     ],
 )
-def test_what_is_refused(kind, path, value, message, tmp_path):
+def test_refused_checkpoints(kind, path, value, message, tmp_path):
     with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
         spec_of(tmp_path, changed(kind, path, value))
 
 
-def test_mixed_precision_with_an_algorithm_that_is_not_known(tmp_path):
+def test_mixed_precision_with_an_unknown_algorithm(tmp_path):
     quantization = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",

@@ -198,7 +198,7 @@ def with_tensor(suffix: str, tensor: torch.Tensor):
         (with_tensor("scale", torch.ones(32, 48)), "scale has dtype torch.float32; expected torch.float8_e4m3fn"),
     ],
 )
-def test_what_is_refused(change, message, tmp_path):
+def test_refused_checkpoints(change, message, tmp_path):
     made = stored("NVFP4Tensor", True)
     change(made)
     made.write(tmp_path)

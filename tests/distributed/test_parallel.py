@@ -345,13 +345,13 @@ def test_bounds():
         ("k_scale", (), None, None),
     ],
 )
-def test_which_part_of_a_tensor(suffix, shape, rows, columns):
+def test_shard_ranges(suffix, shape, rows, columns):
     """Check the shard of the second of two ranks, for a layer (512, 256)."""
     assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
     assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 
 
-def test_blocks_are_not_cut():
+def test_blocks_are_not_sharded():
     with pytest.raises(ValueError, match="scale: cut at 96 and 192 of 192; expected multiples of 128"):
         shard_range(WeightShard(0, 1, 2), "weight_scale_inv", (2, 2), (192, 256), "scale")
     with pytest.raises(ValueError, match="cut at 0 and 64 of 128; expected multiples of 128"):
@@ -387,7 +387,7 @@ def test_one_graph(mesh):
 
 
 @pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
-def test_what_collectives_would_get_wrong(mesh, style):
+def test_inputs_that_collectives_refuse(mesh, style):
     """Refused: a gradient, which would be lost, and a row without a row dimension, whose columns would be scattered."""
     linear = parallelize_module(nn.Linear(8, 8), mesh, style(sequence=True))
     for x in (torch.randn(2, linear.in_features), torch.randn(2, linear.in_features, requires_grad=True)):
@@ -399,7 +399,7 @@ def test_what_collectives_would_get_wrong(mesh, style):
 
 
 @torch.no_grad()
-def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
+def test_warmup_rows_count_all_ranks(mesh, monkeypatch):
     """Rows count the tokens of all ranks, if each rank has a share of them."""
     multiplied = []
     real = NVFP4Linear._product
@@ -414,7 +414,7 @@ def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
 
 
 @torch.no_grad()
-def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
+def test_warmup_of_gates_returns_partial_sums(mesh, monkeypatch):
     """Layers with partial sums return them in the dtype ``sums``."""
     dtypes = []
     real = NVFP4Linear._gated_product

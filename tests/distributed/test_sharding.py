@@ -279,7 +279,7 @@ def test_reasons():
 # Refusals and redistribution
 
 
-def test_tiles_are_not_cut(mesh):
+def test_tiles_are_not_sharded(mesh):
     """Rows and columns of the weight are sharded by whole tiles; K is not sharded."""
     x = torch.randn(192, 128)
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
@@ -305,7 +305,7 @@ def test_tiles_are_not_cut(mesh):
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_what_is_prefetched_is_not_moved(dtype, placement, mesh):
+def test_prefetched_tensors_are_not_redistributed(dtype, placement, mesh):
     """Each rank prefetches its own shard, also in FP8, because no result depends on it."""
     sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 32, 128, NVFP4, "linear", CPU, out_dtype=torch.float32)
     given = arguments(OPS["mm_fp4_weight_only"], sample)
@@ -393,7 +393,7 @@ def test_ops_without_rules_say_why(mesh):
             torch.ops.cute.fp8_quantize.out(rows, y=y, scale_out=scale)
 
 
-def test_arguments_that_are_no_tensors_decide_too(mesh):
+def test_decisions_depend_on_non_tensor_arguments(mesh):
     """torch caches decisions; a different non-tensor argument needs a new decision."""
     x = torch.randn(4, 256)
     with ranks():

@@ -106,7 +106,7 @@ def test_check_ranks(tmp_path):
         assert each["seconds"] < LIMIT / 2
 
 
-def test_one_rank_alone_has_nothing_to_compare():
+def test_a_single_rank_compares_nothing():
     check_ranks(nn.Linear(2, 2))
     with watched_ranks():
         pass
@@ -168,7 +168,7 @@ def test_a_rank_that_gives_no_sign_is_named(tmp_path):
         assert not any("earlier block" in line for line in found[rank]["log"])
 
 
-def test_a_store_that_is_gone_is_said(monkeypatch):
+def test_a_lost_store_is_reported(monkeypatch):
     class Gone:
         def set(self, *_: Any) -> None:
             raise RuntimeError("connection reset")

@@ -262,7 +262,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize("layer", LEFT)
-def test_left(layer):
+def test_patterns_that_stay(layer):
     x, weight = numbers(4, H), numbers(H)
     got, compiler = compiled(layer, x, weight)
     assert sum(compiler.quantising().values()) == 1 and {*compiler.quantising()} <= {"fp4_quantize", "fp8_quantize"}

@@ -244,7 +244,7 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
-def test_what_is_not_prefetched(left, monkeypatch):
+def test_cases_without_prefetch(left, monkeypatch):
     """GEMMs do not prefetch for many rows, a symbolic number of rows, on other GPUs, or a weight that the graph
     computes. An explicit prefetch is kept."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
@@ -290,7 +290,7 @@ def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
 # Supported GPUs
 
 
-def test_where_gates_go_with_gemms(monkeypatch):
+def test_gpus_that_fuse_gates(monkeypatch):
     """Gates fuse into GEMMs on GPUs with a kernel that gates rows, such as Hopper."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():

@@ -88,7 +88,7 @@ def test_fp4_activations():
         integration.accelerate_(model_of(nvfp4), activations="fp4")
 
 
-def test_what_stays_and_what_is_refused():
+def test_unsupported_weights():
     model = nn.Sequential(model_of(nvfp4), nn.Linear(K, N), model_of(lambda weight: mx(weight, torch.float8_e4m3fn)))
     with pytest.warns(UserWarning, match=r"layers of unsupported weight types stay unchanged: 2.0 \(MXTensor\)"):
         integration.accelerate_(model)

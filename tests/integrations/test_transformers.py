@@ -123,7 +123,7 @@ def tokens(model: nn.Module, **given) -> torch.Tensor:
 
 
 @by_config
-def test_logits_are_those_of_the_decoded_weights(config, tmp_path, device):
+def test_logits_match_the_decoded_weights(config, tmp_path, device):
     twin = saved(config, tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     assert model.device.type == device and model.dtype == torch.bfloat16 and not model.training
@@ -196,7 +196,7 @@ def test_merged_or_apart(config, tmp_path):
 
 
 @by_config
-def test_frequencies_are_those_of_the_plain_model(config, tmp_path):
+def test_frequencies_match_the_plain_model(config, tmp_path):
     saved(config, tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     want = dict(bf16_model(config).named_buffers())
@@ -220,7 +220,7 @@ def test_saved_again(tmp_path):
     assert again.config.architectures == ["Qwen2ForCausalLM"]
 
 
-def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
+def test_transformers_refuses_to_save_quantised_models(tmp_path):
     """transformers refuses to save such models, their submodels and copies; a submodel without quantised layers can be
     saved."""
     model = bf16_model(CONFIGS["llama"])
@@ -296,7 +296,7 @@ def test_a_name_is_fetched(tmp_path, monkeypatch):
     assert cosine(logits(model), logits(integration.from_pretrained(tmp_path / "x", device="cpu"))) > 0.9999
 
 
-def test_paths_that_are_no_folders(tmp_path, monkeypatch):
+def test_paths_that_are_not_folders(tmp_path, monkeypatch):
     """The Hub is never asked for these paths."""
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
@@ -480,7 +480,7 @@ def test_register(name, scheme, style, tmp_path, device, registered):
     assert got.hf_quantizer.is_compileable and not got.hf_quantizer.is_trainable
 
 
-def test_what_register_refuses(tmp_path, registered, caplog):
+def test_register_errors(tmp_path, registered, caplog):
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     saved(CONFIGS["llama"], tmp_path / "x")

@@ -138,7 +138,7 @@ def test_values(bias, supported, device):
     assert torch.equal(compiled(x), got)
 
 
-def test_sizes_that_the_op_does_not_take(supported):
+def test_unsupported_sizes(supported):
     layer, _ = layer_of(72, 48)
     with pytest.raises(ValueError, match="in_features is 48; expected a positive multiple of 32; disable CuteNvFp4"):
         supported.process_weights_after_loading(layer)

@@ -191,7 +191,7 @@ def test_by_torch(cls, is_static, dtype, calls):
 
 
 @by_class
-def test_where_torch_refuses(cls, calls):
+def test_reasons_of_torch_to_refuse(cls, calls):
     """The size, a float32 result or a bias of another dtype can cause a refusal; the number of rows never does."""
     for n, k, bias, dtype in (
         (40, K, torch.bfloat16, torch.bfloat16),

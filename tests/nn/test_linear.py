@@ -102,7 +102,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_from_float_is_what_the_formats_say():
+def test_from_float_follows_the_formats():
     linear = nn.Linear(K, N, bias=False)
     layer = NVFP4Linear.from_float(linear)
     amax = np.abs(linear.weight.detach().numpy()).max()
@@ -166,7 +166,7 @@ def test_nothing_is_cast(cls, activations, move):
 
 
 @by_kind
-def test_nothing_computed_before_loading(cls, activations):
+def test_a_layer_without_tensors_returns_nan(cls, activations):
     """A layer without loaded tensors returns NaN."""
     assert cls(K, N, activations=activations)(torch.randn(2, K).bfloat16()).isnan().all()
 
@@ -268,7 +268,7 @@ def test_merged_input_scales():
     assert_computes(merged, torch.randn(3, K).bfloat16())
 
 
-def test_what_cannot_be_merged():
+def test_layers_that_cannot_be_merged():
     nvfp4 = quantised(NVFP4Linear, "16bit")
     for other, what in {
         quantised(MXFP4Linear, "16bit"): "class",
@@ -335,7 +335,7 @@ def test_errors_of_tensors():
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"].view(torch.uint8)})
 
 
-def test_what_requires_grad_is_refused():
+def test_inputs_that_require_grad_are_refused():
     layer = quantised(NVFP4Linear, "16bit")
     with pytest.raises(ValueError, match="grad"):
         layer(torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True))
@@ -388,7 +388,7 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_chain_of_layers_is_in_no_copy_and_no_file():
+def test_copies_and_files_exclude_the_prefetch_chain():
     """A long chain is neither copied nor saved, and it does not keep removed layers alive."""
     layers = nn.ModuleList([quantised(NVFP4Linear, "16bit", n=K) for _ in range(300)])
     alone = io.BytesIO()
@@ -406,7 +406,7 @@ def test_a_chain_of_layers_is_in_no_copy_and_no_file():
 
 
 @torch.no_grad()
-def test_what_a_layer_cannot_prefetch():
+def test_weights_that_a_layer_cannot_prefetch():
     """A layer does not prefetch a weight on another device, or a weight whose rows are not multiples of 16 bytes."""
     first, second = (quantised(NVFP4Linear, "16bit", n=K) for _ in range(2))
     x = torch.randn(1, K).bfloat16()
@@ -418,7 +418,7 @@ def test_what_a_layer_cannot_prefetch():
     assert torch.equal(first(x), want) and (narrow.weight.shape[1] % 16 == 0) == (first._prefetch_weight() is not None)
 
 
-def test_a_chain_is_no_part_of_a_program():
+def test_compiled_programs_exclude_the_prefetch_chain():
     """In exported or compiled programs, weights of other layers are neither inputs nor constants."""
     layers = [quantised(NVFP4Linear, "16bit", n=K) for _ in range(2)]
     prefetch_(layers)

@@ -100,7 +100,7 @@ class ByKeyword(Attention):
         return torch.cat(parts, -1)
 
 
-def test_parts_are_called_and_looked_at_as_linear_layers_are():
+def test_merged_layers_look_like_linear_layers():
     plain = ByKeyword().bfloat16().requires_grad_(False)
     model = quantize_(nn.Sequential(plain), "mxfp4")
     want = model(X)
@@ -112,7 +112,7 @@ def test_parts_are_called_and_looked_at_as_linear_layers_are():
     assert all(torch.equal(getattr(seen, f"{name}_proj").weight, w) for name, w in zip("qkv", weights, strict=True))
 
 
-def test_a_second_time_is_nothing_more():
+def test_merging_twice_changes_nothing():
     model = merge_(model_of())
     want = model(X)
     found = [type(module) for module in model]
@@ -130,7 +130,7 @@ def test_pickled_and_copied(tmp_path):
         assert model[0].qkv_proj.weight.any()
 
 
-def test_what_does_not_fit_together_stays_apart():
+def test_layers_that_do_not_fit_stay_separate():
     model = model_of("fp8_block")  # k has 64 rows, less than a block of 128
     want = model(X)
     assert linears(merge_(model)) == {"0.q_proj", "0.k_proj", "0.v_proj", "1.gate_up_proj", "1.down_proj"}
@@ -147,7 +147,7 @@ def test_different_inputs_are_refused():
         attention(X, other=X.clone())
 
 
-def test_calls_side_by_side():
+def test_concurrent_calls():
     """Two threads are inside ``forward`` of the same module at the same time."""
     attention = merge_(model_of())[0]
     inputs = [torch.randn(3, H).bfloat16() for _ in range(2)]

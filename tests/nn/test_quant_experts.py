@@ -135,7 +135,7 @@ def test_split():
             assert torch.equal(up.tensors()[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_what_is_left():
+def test_experts_that_stay():
     with pytest.warns(UserWarning, match=r"the experts mlp.experts, because its gate is not SwiGLU"):
         block = block_of(Experts(act_fn=nn.GELU()), "nvfp4")
     assert isinstance(block.mlp.experts, Experts) and isinstance(block.o_proj, NVFP4Linear)
@@ -256,7 +256,7 @@ def test_few_tokens_are_routed(scheme, form, device):
 
 
 @torch.no_grad()
-def test_what_few_tokens_need_follows_the_weights():
+def test_derived_buffers_follow_the_weights():
     """Derived buffers follow a loaded state dict, in place, and copies; casts do not affect them."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
     torch.manual_seed(1)
@@ -314,7 +314,7 @@ def test_warmup_of_few_tokens(monkeypatch):
     assert counts == [1, 8, 12, 20]
 
 
-def test_experts_that_are_wide_copy_nothing():
+def test_wide_experts_copy_nothing():
     """For wide experts no number of tokens is few, and one warning says so. With `tokens_of_expert` they are routed,
     and without it no longer."""
     experts = block_of(Experts(width=1088), "mxfp4").mlp.experts
@@ -332,7 +332,7 @@ def test_experts_that_are_wide_copy_nothing():
     assert experts.side_by_side is None
 
 
-def test_the_most_tokens_of_a_call():
+def test_largest_number_of_few_tokens():
     """The limit is one tile of the kernel that lists tokens; it also bounds the temporary tensor (M, E · I)."""
     from torch_cute_ops.kernels.fp4_gated_experts import TILES
 
@@ -353,7 +353,7 @@ def few_times():
 
 
 @pytest.mark.parametrize(("tokens", "is_few", "times"), [*few_times()])
-def test_few_tokens_are_where_they_are_faster(tokens, is_few, times):
+def test_the_routed_path_is_used_if_it_is_faster(tokens, is_few, times):
     """For any routing the selected path is at most 5 % slower than the other path. Measurements vary by that much, and
     a smaller gain (one token of gpt-oss's wide experts) does not justify a second copy of the down layers. Beyond
     ``MOST_FEW`` memory decides; there permuted rows cost up to 9 % with one of three routings."""

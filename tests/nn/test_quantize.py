@@ -138,7 +138,7 @@ def test_tied_embeddings_stay():
     assert torch.equal(model.embed.weight, before)
 
 
-def test_a_layer_at_two_places_stays_one():
+def test_a_shared_layer_stays_shared():
     model = model_of()
     model.layers[1].o_proj = model.layers[0].o_proj
     quantize_(model, ignore=("router",))
@@ -357,7 +357,7 @@ def test_warmup_of_layers_that_prefetch(activations):
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
-def test_warmup_calls_once_what_cannot_prefetch(scheme, monkeypatch):
+def test_warmup_calls_layers_without_prefetch_once(scheme, monkeypatch):
     """torch's GEMM never prefetches, with or without a next layer."""
     layers = quantize_(nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)
@@ -369,7 +369,7 @@ def test_warmup_calls_once_what_cannot_prefetch(scheme, monkeypatch):
         rows.clear()
 
 
-def test_warmup_leaves_layers_as_they_are():
+def test_warmup_does_not_change_layers():
     model = quantize_(model_of(), ignore=("lm_head", "router"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     warmup(model, rows=(2,))
