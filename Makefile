@@ -1,6 +1,6 @@
 # Each target runs in a virtual environment that tools/setup_env.py makes the first time and updates when needed.
-#   PYTHON  the Python that makes the environment; a right torch in it is used
-#   VENV    where the environment is
+#   PYTHON  the Python that makes the environment; a suitable torch in it is used
+#   VENV    the folder of the environment
 #   ARGS    more arguments for the program: make demo ARGS="--help", make test ARGS="-k fp4"
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,38 +19,38 @@ help:          ## List the targets
 demo:          ## Quantise hidden states and check the result: examples/quickstart.py
 	@$(dev) -- examples/quickstart.py $(ARGS)
 
-demo-minilm:   ## The same on the weights of a real model
+demo-minilm:   ## The same with the weights of a real model
 	@$(dev) --extras dev,examples -- examples/quickstart.py --model minilm $(ARGS)
 
-demo-minilm-nvfp4:  ## That model's linear layers in NVFP4, its embeddings beside fp32's: examples/minilm_nvfp4.py
+demo-minilm-nvfp4:  ## Compare that model's embeddings in NVFP4 with fp32: examples/minilm_nvfp4.py
 	@$(dev) --extras dev,examples -- examples/minilm_nvfp4.py $(ARGS)
 
-demo-moe:      ## An expert layer in FP4 beside the same in bf16: examples/moe_layer.py
+demo-moe:      ## Compare an expert layer in FP4 with bf16: examples/moe_layer.py
 	@$(dev) -- examples/moe_layer.py $(ARGS)
 
-demo-fp8-moe:  ## An expert layer in FP8 beside the same in bf16: examples/fp8_moe_layer.py
+demo-fp8-moe:  ## Compare an expert layer in FP8 with bf16: examples/fp8_moe_layer.py
 	@$(dev) -- examples/fp8_moe_layer.py $(ARGS)
 
-demo-save:     ## Quantise a model, save it as others read it, load it again: examples/quantize_and_save.py
+demo-save:     ## Quantise a model, save it for other libraries, load it again: examples/quantize_and_save.py
 	@$(dev) -- examples/quantize_and_save.py $(ARGS)
 
-demo-serve:    ## Serve a quantised Llama, requests that come and go: examples/serve.py
+demo-serve:    ## Serve a quantised Llama to requests that come and go: examples/serve.py
 	@$(dev) -- examples/serve.py $(ARGS)
 
-demo-tensor-parallel:  ## A decoder and experts on two ranks: examples/tensor_parallel.py
+demo-tensor-parallel:  ## Run a decoder and experts on two ranks: examples/tensor_parallel.py
 	@$(dev) -- -m torch.distributed.run --nproc-per-node 2 examples/tensor_parallel.py $(ARGS)
 
-demo-experts:  ## A model with experts in DeepSeek-V3's shape, or gpt-oss's: examples/expert_models.py
+demo-experts:  ## Run a model in the shape of DeepSeek-V3 or gpt-oss: examples/expert_models.py
 	@$(dev) -- examples/expert_models.py $(ARGS)
 
-test:          ## Run the tests on every processor; kernels too where there is a GPU
+test:          ## Run the tests on every processor; with a GPU also the kernels
 	@$(dev) -- -m pytest $(workers) $(ARGS)
 
 lint:          ## Check style and formatting
 	@$(dev) -- -m ruff check
 	@$(dev) -- -m ruff format --check
 
-format:        ## Mend style and formatting
+format:        ## Repair style and formatting
 	@$(dev) -- -m ruff check --fix
 	@$(dev) -- -m ruff format
 
@@ -63,7 +63,7 @@ docs:          ## Render the documents and the API reference into build/docs
 bench:         ## Measure on a GPU: make bench ARGS=rmsnorm_fp4quant
 	@$(dev) --extras dev,bench -- -m benchmarks $(ARGS)
 
-venv:          ## Only make the environment
+venv:          ## Create the environment only
 	@$(dev)
 
 clean:         ## Remove the environment, build outputs and caches

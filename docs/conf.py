@@ -1,4 +1,4 @@
-"""How Sphinx renders the documents, and the API reference from the docstrings: ``make docs``."""
+"""Sphinx configuration for the documents, and for the API reference from the docstrings (``make docs``)."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 
 nitpicky = True
-# Types of other libraries, whose inventories are not fetched: the build needs no network.
+# Types of other libraries: their inventories are not fetched, so that the build needs no network.
 nitpick_ignore_regex = [
     ("py:.*", rf"({other})\..*") for other in ("torch", "collections", "pathlib", "typing", "types")
 ]
@@ -38,7 +38,7 @@ html_show_copyright = False
 
 
 def section(lines: list[str], title: str) -> tuple[int, int, list[str]] | None:
-    """Where a section of a Google docstring begins and ends, and its entries, each on one line."""
+    """Return begin, end and entries (one line each) of a section of a Google docstring, or None."""
     if title not in lines:
         return None
     begin = lines.index(title)
@@ -53,7 +53,7 @@ def section(lines: list[str], title: str) -> tuple[int, int, list[str]] | None:
 
 
 def list_results(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Show each of several results on a line of its own: Napoleon takes a section ``Returns:`` for one."""
+    """Show several results as a list: Napoleon takes a section ``Returns:`` for a single result."""
     if (found := section(lines, "Returns:")) is not None:
         begin, end, entries = found
         is_list = sum(entry.startswith("``") for entry in entries) > 1
@@ -75,19 +75,19 @@ written: dict[str, list[str]] = {}
 
 
 def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Keep the docstring of an attribute: Napoleon takes what stands before a colon for its type."""
+    """Save the docstring of an attribute: Napoleon takes the text before a colon for its type."""
     if what in ATTRIBUTES:
         written[name] = list(lines)
 
 
 def restore_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Put it back."""
+    """Restore the docstring of an attribute after Napoleon."""
     if what in ATTRIBUTES:
         lines[:] = written.pop(name)
 
 
 def setup(app: Any) -> None:
-    """Connect what is called around Napoleon, whose priority is 500."""
+    """Connect the functions before and after Napoleon, whose priority is 500."""
     for function in (list_results, split_attributes, keep_attribute):
         app.connect("autodoc-process-docstring", function, priority=400)
     app.connect("autodoc-process-docstring", restore_attribute, priority=600)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A whole model with experts, random codes in place of a checkpoint: DeepSeek-V3's shape in FP8, or gpt-oss's in MXFP4.
+"""Run a whole model with experts and random codes: DeepSeek-V3's shape in FP8, or gpt-oss's in MXFP4.
 
     python examples/expert_models.py                                  # DeepSeek-V3 with FP8 blocks
     python examples/expert_models.py --model gpt-oss                  # gpt-oss with MXFP4 experts
     python examples/expert_models.py --layers 4 --experts 64 --tokens 128 --batches 1 16
 
-The model is transformers' own; its linear layers and experts are those of torch_cute_ops.nn, whose weights never exist
-in another format. Each batch of prompts is continued by `generate` with a static cache, which on a GPU compiles and
+The model class is from transformers; linear layers and experts are modules of torch_cute_ops.nn, with weights that
+never exist in another format. `generate` continues each batch of prompts with a static cache, and on a GPU compiles and
 captures the decode step. The first layer of experts is compared with the decoded weights in float32. Without a GPU the
 ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
@@ -34,10 +34,10 @@ LARGE = {
     },
     "gpt-oss": {"layers": 8, "hidden": 2880, "width": 2880, "experts": 32, "heads": 64, "vocabulary": 32_000},
 }  # fmt: skip
-"""Small on a CPU; on a GPU each model's own widths, with fewer layers, experts and words."""
+"""SMALL on a CPU; LARGE on a GPU: each model's own widths, with fewer layers, experts and words."""
 
 LEAST_COSINE = 0.995
-"""Of a token's result: FP8 activations cost 0.001 to 0.002, twice."""
+"""Smallest cosine of a token's result: FP8 activations cost 0.001 to 0.002 in each of two GEMMs."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = SMALL if device.type == "cpu" else LARGE[options.model]
     sizes = {**sizes, **{name: value for name in ("layers", "experts") if (value := getattr(options, name))}}
     scheme = SCHEMES[options.model]
-    # Of gpt-oss the attention stays in bf16, as in its checkpoints.
+    # gpt-oss's attention stays in bf16, as in its checkpoints.
     ignore = ("lm_head", "re:.*self_attn.*") if options.model == "gpt-oss" else ("lm_head",)
     model = cute_transformers.from_config(
         CONFIGS[options.model](**sizes), scheme, device=device, ignore=ignore, dtype=torch.bfloat16
@@ -115,7 +115,7 @@ CONFIGS = {"deepseek-v3": deepseek_v3, "gpt-oss": gpt_oss}
 
 
 def cosine_of_experts(model: torch.nn.Module, device: torch.device) -> float:
-    """The least cosine of a token between the first layer of experts and its decoded weights."""
+    """Return the smallest cosine of a token between the first layer of experts and its decoded weights."""
     experts = next(each for each in model.modules() if isinstance(each, torch_cute_ops.nn.QuantExperts))
     x = torch.randn(16, experts.hidden_size, device=device, dtype=torch.bfloat16)
     factors, ids = torch.rand(16, experts.experts, device=device).topk(experts.topk)

@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
-"""An expert layer as in DeepSeek-V3 with its activations in FP8 and its weights in FP8 or FP4, beside the same layer in
-bf16.
+"""Run an expert layer of DeepSeek-V3 with FP8 activations and FP8 or FP4 weights, and compare it with bf16.
 
     python examples/fp8_moe_layer.py                          # rows of experts one after the other
-    python examples/fp8_moe_layer.py --layout masked          # equally many rows for each expert, as for decoding
+    python examples/fp8_moe_layer.py --layout masked          # an equal number of rows for each expert, for decoding
     python examples/fp8_moe_layer.py --weights mxfp4          # or nvfp4: half of the weights' bytes
     python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
 A router chooses 8 experts for each token, from at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts
 and gives each pair of a token and an expert a row; `moe_permute_fp8quant` writes the tokens to these rows, in FP8 with
-a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gates and ups, whose weights have a scale for each
+a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gates and ups from weights with a scale for each
 128 x 128; `moe_swiglu_fp8quant` computes from these the input of the second `grouped_mm_fp8`; and `moe_finalize` adds
 up the rows of each token, weighted. Nothing waits for the host, and no shape depends on the routing, so the layer is
-captured as one CUDA graph. FP4 weights take `grouped_mm_fp8_fp4` in place of `grouped_mm_fp8`, and nothing else.
+captured as one CUDA graph. With FP4 weights, `grouped_mm_fp8_fp4` replaces `grouped_mm_fp8`; nothing else changes.
 
-The layer in bf16 has the weights from which those in FP8 were made, or, beside FP4, the decoded ones: what an FP4
-checkpoint stands for. Weights are random. Without a GPU the ops run their references in plain torch, and no time is
-measured. The layer in bf16 loops over the experts and waits for the device, so its time is that of calls, not of a
-graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+The bf16 layer uses the original weights of the FP8 layer, or the decoded weights of an FP4 layer. Weights are random.
+Without a GPU the ops run their references in plain torch, and no time is measured. The bf16 layer loops over the
+experts and waits for the device, so its time is measured over calls, not as a graph. The last line starts with SUCCESS
+or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -53,12 +52,13 @@ SIZES: dict[str, Sizes] = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32,
 
 LEAST_COSINE = {"fp8": 0.995, "mxfp4": 0.998, "nvfp4": 0.9965}
 LARGEST_ERROR = {"fp8": 0.1, "mxfp4": 0.06, "nvfp4": 0.075}
-"""What each token must reach. Measured on a CPU, in FP8, 60 layers of three sizes: cosines of 0.9965 and more, errors
-up to 0.081; in MXFP4 and NVFP4, 12 layers of two sizes: 0.9986 and 0.9976, 0.045 and 0.059."""
+"""Limits of the checks for each token. Measured on a CPU, in FP8, 60 layers of three sizes: cosines of 0.9965 and more,
+errors up to 0.081; in MXFP4 and NVFP4, 12 layers of two sizes: cosines of 0.9986 and 0.9976, errors up to 0.045 and
+0.059."""
 
 
 class Weights(NamedTuple):
-    """The layer's weights, bf16 but for the bias; an expert's gates come first, then its ups."""
+    """The layer's weights in bf16, with an fp32 bias; an expert's gate rows precede its up rows."""
 
     router: torch.Tensor
     """(E, H)."""
@@ -71,7 +71,7 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How experts are chosen: how many groups there are, how many a token uses, and how many experts it gets."""
+    """The number of groups, of groups that a token uses, and of experts that it gets."""
 
     num_groups: int
     topk_groups: int
@@ -117,12 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = layer_parser(__doc__, hidden_step=BLOCK, intermediate_step=BLOCK)
     parser.add_argument("--layout", choices=("contiguous", "masked"), default="contiguous", help="of experts' rows")
-    parser.add_argument("--weights", choices=tuple(EXPERTS), default="fp8", help="what experts' weights are stored in")
+    parser.add_argument("--weights", choices=tuple(EXPERTS), default="fp8", help="format of the experts' weights")
     return parser.parse_args(arguments)
 
 
 def random_weights(hidden: int, experts: int, intermediate: int, device: torch.device) -> Weights:
-    """Random weights, scaled so that the result of each GEMM is about as large as its input."""
+    """Return random weights, scaled so that the result of each GEMM is about as large as its input."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).div_(shape[-1] ** 0.5)
@@ -152,7 +152,7 @@ class BF16Layer:
         return total.to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts of each token, (M, topk)."""
+        """Return weights and experts of each token, (M, topk)."""
         scores = F.linear(x.float(), self.weights.router.float()).sigmoid()
         groups = (scores + self.weights.bias).unflatten(1, (self.routing.num_groups, -1))
         best_groups = groups.topk(2, dim=2).values.sum(2).topk(self.routing.topk_groups, dim=1).indices
@@ -167,7 +167,7 @@ class FP8Experts:
 
     Attributes:
         tensors: codes and scales.
-        represented: the weights that these stand for, in bf16; here those that they were made from.
+        represented: bf16 weights of the layer that is compared; here the original weights.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -182,8 +182,8 @@ class FP8Experts:
 
 
 class FP4Experts:
-    """The same in FP4: a checkpoint's codes and scales, and the decoded weights. NVFP4 has a global scale, which the
-    GEMM takes back by ``alpha``."""
+    """The same in FP4: a checkpoint's codes and scales, and the decoded weights. The GEMM divides out NVFP4's global
+    scale by ``alpha``."""
 
     def __init__(self, weight: torch.Tensor, block_size: int) -> None:
         self.block_size = block_size
@@ -210,13 +210,13 @@ EXPERTS: dict[str, Callable[[torch.Tensor], FP8Experts | FP4Experts]] = {
 
 
 class FP8Layer:
-    """The layer with its activations in FP8, but for the router.
+    """The layer with FP8 activations, except in the router.
 
     Args:
-        router, bias: as of the layer in bf16.
+        router, bias: the router's weight and bias, as in the bf16 layer.
         up, down: the experts' GEMMs.
-        routing: as of the layer in bf16.
-        is_masked: whether each expert has room for all tokens, in place of as many rows as it needs.
+        routing: the choice of experts, as in the bf16 layer.
+        is_masked: True for a buffer with room for all tokens in each expert, False for packed rows.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class FP8Layer:
             self.routing.num_groups,
             self.routing.topk_groups,
             scaling_factor=SCALING,
-            alignment=1,  # no padding: `grouped_mm_fp8` takes rows anywhere
+            alignment=1,  # no padding: `grouped_mm_fp8` needs no alignment
             max_rows=len(x) if self.is_masked else None,
         )
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
@@ -253,7 +253,7 @@ class FP8Layer:
             a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
             offsets = None
         else:
-            # Without padding the offsets alone say where rows are, and GEMMs choose their tiles for packed rows.
+            # Without padding the offsets alone locate the rows, and GEMMs choose their tiles for packed rows.
             counts = None
         both = self.up(a, a_scale, offsets, counts)
         h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts)
@@ -262,7 +262,7 @@ class FP8Layer:
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (E, N, K) of a weight, and a scale for each 128 x 128, whose largest element becomes 448."""
+    """Return codes (E, N, K) of a weight, and a scale for each 128 x 128 that maps the largest element to 448."""
     experts, n, k = weight.shape
     rows = -(-n // BLOCK)
     codes, scale = (

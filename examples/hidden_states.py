@@ -1,4 +1,4 @@
-"""Where the quickstart's hidden states come from: rows (M, H), a norm weight (H,), and a description."""
+"""Hidden states for the quickstart: rows (M, H), a norm weight (H,), and a description of their source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pan; when it foams, add the potatoes, crush each with the back of a spoon, and l
 
 
 def load(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """The states that the quickstart's options name; tensors in float32, on the CPU."""
+    """Return the states that the quickstart's options name, as float32 tensors on the CPU."""
     if options.model is None:
         return synthetic(options.rows, options.hidden, options.seed)
     try:
@@ -50,7 +50,7 @@ def synthetic(rows: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Te
 
 
 def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Rows of a matrix in a .safetensors file, spread over it, and a norm weight of as many columns.
+    """Return rows spread over a matrix of a .safetensors file, and a norm weight of equal width.
 
     The weight is the longest vector named *norm*weight: shorter ones belong to attention heads. The matrix is the
     largest one named *embed*, or the largest of all if none is.
@@ -82,7 +82,7 @@ def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
-    """The tensors of all-MiniLM-L6-v2, and its tokenizer, which neither pads nor truncates."""
+    """Return the tensors of all-MiniLM-L6-v2, and its tokenizer without padding and truncation."""
     from importlib.resources import files
 
     from safetensors.torch import load_file
@@ -96,7 +96,7 @@ def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
 
 
 def minilm(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """The input of the norm behind the last attention of all-MiniLM-L6-v2: a row for each token of the text."""
+    """Return the input of the norm after the last attention of all-MiniLM-L6-v2, a row for each token of the text."""
     tensors, tokenizer = minilm_model()
     text = options.text.read_text(encoding="utf-8") if options.text else TEXT
 

@@ -53,7 +53,7 @@ HEAD = 32  # elements of an attention head
 
 
 class Minimums(NamedTuple):
-    """What a run must reach, over the sentences: cosines of embeddings, Kendall's tau, nearest neighbours kept."""
+    """Limits of the checks over the sentences: cosines of embeddings, Kendall's tau, nearest neighbours kept."""
 
     mean_cosine: float
     worst_cosine: float
@@ -61,15 +61,15 @@ class Minimums(NamedTuple):
     nearest: int
 
 
-# Measured on a CPU with 640 other sentences, of Python's documentation, in 40 sets of 16: the lowest of a set, rounded
-# down. Here, where each sentence has one that belongs to it, more nearest neighbours are kept: 15 and 16 of 16; one
-# about the bank has two within 0.01. The error of 36 layers hides a fault in one of them, even scales in a wrong order,
-# so each layer is compared by itself too.
+# Measured on a CPU with 640 other sentences from Python's documentation, in 40 sets of 16: the lowest of a set, rounded
+# down. In this script each sentence is paired with another, so more nearest neighbours are kept: 15 and 16 of 16; a
+# sentence about the bank finds two neighbours within 0.01. The error of 36 layers hides a fault in one of them, even
+# scales in a wrong order, so each layer is also compared separately.
 MINIMUMS = {
     "16bit": Minimums(mean_cosine=0.97, worst_cosine=0.95, mean_tau=0.82, nearest=14),
     "fp4": Minimums(mean_cosine=0.955, worst_cosine=0.915, mean_tau=0.77, nearest=14),
 }
-# A layer rounds once, to bf16: by 2^-8 at most, and some 0.0016 in the root mean square.
+# A layer rounds once, to bf16: by 2^-8 at most, and about 0.0016 in the root mean square.
 MAX_LAYER_ERROR = 2.0**-8
 
 
@@ -128,7 +128,7 @@ def encode(
 
 
 class Block(nn.Module):
-    """A layer of the encoder; here and below the names are those of the tensors in the file."""
+    """A layer of the encoder; the names follow the tensors in the file."""
 
     def __init__(self, hidden: int, wide: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class MiniLM(nn.Module):
     """BERT's encoder, and the mean over the tokens of a sentence: token ids and their mask (N, T) to unit rows (N, H).
 
     Args:
-        tensors: the model's file; sizes are read off the shapes.
+        tensors: tensors of the model's file; their shapes give the sizes.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -166,7 +166,7 @@ class MiniLM(nn.Module):
         self.embeddings["LayerNorm"] = layer_norm(hidden)
         layers = sum(name.endswith("intermediate.dense.weight") for name in tensors)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Block(hidden, wide) for _ in range(layers))})
-        # The file has more: a pooler, which sentence embeddings do not use, and the numbers of the positions.
+        # The file also contains a pooler, which sentence embeddings do not use, and the numbers of the positions.
         self.load_state_dict({name: tensors[name] for name in self.state_dict()})
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def layer_norm(hidden: int) -> nn.LayerNorm:
 def quantized(
     model: MiniLM, activations: str = "16bit", calibrate: Callable[[nn.Module], object] | None = None
 ) -> MiniLM:
-    """The model in bf16, with its linear layers in NVFP4, quantised from the weights that ``model`` has."""
+    """Return the model in bf16, with its linear layers quantised to NVFP4 from ``model``'s weights."""
     result = torch_cute_ops.nn.quantize_(
         copy.deepcopy(model), "nvfp4", activations=activations, ignore=(), calibrate=calibrate
     )
@@ -201,7 +201,7 @@ def quantized(
 
 
 def decoded(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, from the same FP4 numbers decoded and multiplied in fp32."""
+    """Return the layer's result computed from the decoded FP4 numbers in fp32."""
     rows = x.flatten(0, -2).float()
     if layer.activations == "fp4":
         codes, scale = layer.quantize(x).operands
@@ -217,7 +217,7 @@ def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
 
 
 def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """The embeddings, and how far each layer's output was from ``decoded``, relative to that (Frobenius norms)."""
+    """Return the embeddings, and each layer's relative error against ``decoded`` (Frobenius norms)."""
     errors = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -235,11 +235,12 @@ def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 class Comparison(NamedTuple):
-    """For each sentence: the cosine of its two embeddings, and how the others are ordered by similarity to it.
+    """For each sentence: the cosine of its two embeddings, and the agreement of the others' order by similarity.
 
     Attributes:
-        tau: Kendall's: 1 for the same order, -1 for the opposite one; (1 + tau) / 2 of the pairs have the same order.
-        nearest: whether the first of them is the same.
+        cosine: cosine of the two embeddings.
+        tau: Kendall's tau, 1 for the same order, -1 for the opposite; (1 + tau) / 2 of the pairs keep their order.
+        nearest: True if the nearest sentence is the same.
     """
 
     cosine: torch.Tensor
@@ -259,7 +260,7 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> Comparison:
 
 
 def report(fp4: Comparison, bf16: Comparison, minimums: Minimums) -> list[str]:
-    """Print the comparison of each sentence; return what is not good enough."""
+    """Print the comparison of each sentence; return the violated limits."""
     width = 52
     print(f"\n{'sentence':{width}}  cosine bf16  cosine NVFP4  order (tau)  nearest")
     for sentence, bf16_cosine, cosine, tau, nearest in zip(SENTENCES, bf16.cosine, *fp4, strict=True):
@@ -278,7 +279,7 @@ def report(fp4: Comparison, bf16: Comparison, minimums: Minimums) -> list[str]:
 
 
 def summary(comparison: Comparison) -> list[float]:
-    """The values that ``Minimums`` bounds, in its order."""
+    """Return the values that ``Minimums`` bounds, in its order."""
     cosine, tau, nearest = comparison
     return [value.item() for value in (cosine.mean(), cosine.min(), tau.mean(), nearest.sum())]
 

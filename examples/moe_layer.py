@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""An expert layer in FP4, as in DeepSeek-V3 or in gpt-oss, beside the same layer in bf16 with the decoded weights.
+"""Run an expert layer of DeepSeek-V3 or gpt-oss in FP4, and compare it with bf16 on the decoded weights.
 
     python examples/moe_layer.py                        # activations in FP4 too: moe_fc1_fp4, moe_fc2_fp4
     python examples/moe_layer.py --activations bf16     # moe_fc1_fp4_weight_only, moe_fc2_fp4_weight_only
     python examples/moe_layer.py --model gpt-oss        # MXFP4, biases, another gate, no shared expert
     python examples/moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
-A router chooses some of the experts for each token; the result is the sum of their `down(swiglu(gate(x), up(x)))`,
-weighted by the router, and that of a shared expert, which DeepSeek-V3 has.
+A router chooses some of the experts for each token. The result is the sum of their `down(swiglu(gate(x), up(x)))`,
+weighted by the router, plus the result of a shared expert in DeepSeek-V3.
 
-`torch_cute_ops.nn.ExpertLayer` is such a layer. Few tokens take three ops, without permuted rows: `moe_route_dense`
-writes the routing weights of all experts, 0 for those that a token does not have; `moe_fc1_fp4` computes gate, up and
-SwiGLU of the routed pairs and quantises them; and `moe_fc2_fp4` multiplies these alone, and adds them up, weighted.
-Many tokens are put into the experts' order, with activations in FP8: `moe_route`, `moe_permute_fp8quant`,
-`grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. Few are up to 16 tokens of an expert, on average, and 512 in
-all; with experts as wide as gpt-oss's none are (`torch_cute_ops.nn.experts.few_tokens`). In either no shape depends on
-the routing, and the layer can be captured in a CUDA graph. Both need their own order of the second weight.
+The layer is a `torch_cute_ops.nn.ExpertLayer`. Few tokens take three ops, without permuted rows: `moe_route_dense`
+writes the routing weights of all experts, 0 for unrouted experts; `moe_fc1_fp4` computes gate, up and SwiGLU of the
+routed pairs and quantises them; `moe_fc2_fp4` multiplies these pairs and adds them up, weighted. Many tokens are
+permuted into the experts' order, with activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`,
+`moe_swiglu_fp8quant`, and so on. Few means up to 16 tokens for each expert on average, and 512 in all; with experts as
+wide as gpt-oss's no call counts as few (`torch_cute_ops.nn.experts.few_tokens`). No shape depends on the routing, and
+the layer can be captured in a CUDA graph. The two ways store the second weight in different orders.
 
-Weights are random. Without a GPU, or with one that has no kernels for both GEMMs, the ops run their references in plain
-torch on the CPU, and no time is measured. The layer in bf16 loops over the experts and waits for the device, so its
-time is that of calls, not of a graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+Weights are random. Without a GPU, or if the GPU lacks kernels for both GEMMs, the ops run their references in plain
+torch on the CPU, and no time is measured. The bf16 layer loops over the experts and waits for the device, so its time
+is measured over calls, not as a graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Sizes = tuple[int, int, int, Sequence[int]]
 
 
 class Model(NamedTuple):
-    """What layers of a model have in common.
+    """Properties of a model's expert layers.
 
     Attributes:
-        sizes: on a GPU; of DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
+        sizes: sizes on a GPU; for DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
         top: experts of a token.
-        block_size: of the weights: 16, NVFP4, or 32, MXFP4.
+        block_size: block size of the weights: 16 (NVFP4) or 32 (MXFP4).
         scoring: arguments of `moe_route` and `moe_route_dense`.
         swiglu: alpha, beta and limit of the gate.
-        has_bias: whether the experts' layers have biases.
-        has_shared: whether there is a shared expert, as wide as the others.
+        has_bias: True if the experts' layers use biases.
+        has_shared: True if a shared expert of equal width follows.
     """
 
     sizes: Sizes
@@ -76,16 +76,16 @@ MODELS = {
     "gpt-oss": Model((2880, 128, 2880, TOKENS), 4, 32, {}, (1.702, 1.0, 7.0), has_bias=True),
 }
 SMALL: Sizes = (256, 16, 64, (1, 8, 33))
-"""On a CPU; with 8 of 16 experts, 33 tokens are many."""
+"""Sizes on a CPU; with 8 of 16 experts, 33 tokens count as many."""
 
 LARGEST_ERROR = {"bf16": 0.014, "nvfp4": 0.2, "mxfp4": 0.26, "fp8": 0.06}
-"""The largest relative error that a run may have, by what activations are in: 0.014 and 0.2 are cosines of 0.9999 and
-0.98. Measured on a CPU, 20 layers of two sizes of each model: 0.0036 to 0.0065 in bf16, 0.098 to 0.144 in NVFP4, 0.148
-to 0.238 in MXFP4, of one token and of 8, and 0.031 to 0.041 in FP8, of 60."""
+"""Largest relative error of a run, by the format of activations: 0.014 and 0.2 are cosines of 0.9999 and 0.98. Measured
+on a CPU, 20 layers of two sizes of each model, with 1 and 8 tokens: 0.0036 to 0.0065 in bf16, 0.098 to 0.144 in NVFP4,
+0.148 to 0.238 in MXFP4; with 60 tokens 0.031 to 0.041 in FP8."""
 
 
 class Weights(NamedTuple):
-    """The layer's weights, bf16; of an expert the gate's rows come before those of up."""
+    """The layer's weights in bf16; an expert's gate rows precede its up rows."""
 
     router: torch.Tensor
     """(E, H)."""
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     in_bf16 = BF16Layer(model, decoded(layer, weights))
     print_device(device, kernels)
     print(f"layer      {experts} experts of {intermediate}, {model.top} a token, hidden {hidden}")
-    is_timed = device.type == "cuda"  # the time of references would say nothing
+    is_timed = device.type == "cuda"  # timing the references would be meaningless
     print(f"backend    of the GEMMs for few tokens: {'auto' if is_timed else 'reference'}")
     stacks = (layer.experts.gate_up_proj, layer.experts.down_proj)
     print_weights((weights.up, weights.down), (each for stack in stacks for each in (stack.weight, stack.weight_scale)))
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = layer_parser(__doc__, hidden_step=64, intermediate_step=64, top=None)
-    parser.add_argument("--model", choices=tuple(MODELS), default="deepseek-v3", help="whose layer it is")
+    parser.add_argument("--model", choices=tuple(MODELS), default="deepseek-v3", help="model that the layer is from")
     parser.add_argument("--activations", choices=("fp4", "bf16"), default="fp4", help="of few tokens")
     return parser.parse_args(arguments)
 
@@ -154,7 +154,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def layer_parser(
     description: str | None, hidden_step: int, intermediate_step: int, top: int | None = 8
 ) -> argparse.ArgumentParser:
-    """A parser of the options that say how large a layer of experts is, and how many tokens it gets."""
+    """Return a parser of options for the sizes of an expert layer and its numbers of tokens."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
     parser.add_argument(
@@ -172,24 +172,24 @@ def layer_parser(
 
 
 def print_device(device: torch.device, kernels: str) -> None:
-    """What computes, and with which kernels."""
+    """Print the device and its kernels."""
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {kernels}")
 
 
 def print_weights(in_bf16: Iterable[torch.Tensor], quantised: Iterable[torch.Tensor]) -> None:
-    """How large the experts' weights are."""
+    """Print the sizes of the experts' weights."""
     before, after = (sum(tensor.nbytes for tensor in tensors) for tensors in (in_bf16, quantised))
     print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
 
 
 def inputs(tokens: Iterable[int], hidden: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each number of tokens so many random ones, (M, H)."""
+    """Yield each number of tokens M, and random tokens (M, H)."""
     for count in tokens:
         yield count, torch.randn(count, hidden, device=device).bfloat16()
 
 
 def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """The least cosine of a token's results, and the relative error of all; of no tokens 1 and 0."""
+    """Return the smallest cosine of a token's results, and the relative error of all; without tokens 1 and 0."""
     if not len(got):
         return 1.0, 0.0
     got, want = got.double(), want.double()
@@ -197,7 +197,7 @@ def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 def chosen_sizes(options: argparse.Namespace, defaults: Sizes) -> Sizes:
-    """What was asked for, or else the defaults."""
+    """Return the sizes from the options, or the defaults."""
     hidden, experts, intermediate, tokens = defaults
     return (
         options.hidden or hidden,
@@ -208,7 +208,7 @@ def chosen_sizes(options: argparse.Namespace, defaults: Sizes) -> Sizes:
 
 
 def random_weights(model: Model, hidden: int, experts: int, intermediate: int, device: torch.device) -> Weights:
-    """Random weights, scaled so that the result of each GEMM is about as large as its input."""
+    """Return random weights, scaled so that the result of each GEMM is about as large as its input."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).div_(shape[-1] ** 0.5)
@@ -245,7 +245,7 @@ class BF16Layer:
         return total.to(x.dtype)
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
-        """Routing weights (M, E), fp32; 0 for the experts that a token does not have."""
+        """Return routing weights (M, E), fp32; 0 for unrouted experts."""
         logits = self.logits(x)
         if self.model.scoring.get("scoring") == "sigmoid":
             scores = logits.sigmoid()
@@ -257,17 +257,17 @@ class BF16Layer:
         return torch.zeros_like(logits).scatter(1, best.indices, values)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The router's logits (M, E), fp32."""
+        """Return the router's logits (M, E), fp32."""
         return F.linear(x.float(), self.weights.router.float())
 
     def activations(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What the expert's second GEMM takes, (M, I)."""
+        """Return the input (M, I) of the expert's second GEMM."""
         bias = None if self.weights.up_bias is None else self.weights.up_bias[expert]
         return gated(F.linear(x, self.weights.up[expert], bias), *self.model.swiglu)
 
 
 def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) -> torch.Tensor:
-    """SwiGLU of the halves of rows."""
+    """Return SwiGLU of the two halves of each row."""
     gate, up = both.float().chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -275,7 +275,7 @@ def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) ->
 
 
 class ModelExperts(torch.nn.Module):
-    """The experts' weights as models of Hugging Face hold them, which `quantize_` makes `QuantExperts` of."""
+    """The experts' weights as Hugging Face models store them; `quantize_` turns this module into a `QuantExperts`."""
 
     def __init__(self, model: Model, weights: Weights) -> None:
         super().__init__()
@@ -291,13 +291,13 @@ class ModelExperts(torch.nn.Module):
 
 
 def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activations: str) -> ExpertLayer:
-    """The layer with its weights in FP4, but for the router's.
+    """Return the layer with its weights in FP4, except the router's.
 
     Args:
-        model: whose layer it is.
-        weights: what is quantised.
+        model: properties of the layer.
+        weights: bf16 weights to quantise.
         calibration: tokens (M, H), for the global scales of the activations.
-        activations: their format where tokens are few, "fp4" or "bf16".
+        activations: format of activations for few tokens, "fp4" or "bf16".
     """
     modules = torch.nn.ModuleDict({"experts": ModelExperts(model, weights)})
     if weights.shared_up is not None and weights.shared_down is not None:
@@ -319,14 +319,14 @@ def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activat
 
 
 def linear(weight: torch.Tensor) -> torch.nn.Linear:
-    """The linear layer that has this weight (N, K)."""
+    """Return a linear layer with this weight (N, K)."""
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = torch.nn.Parameter(weight, requires_grad=False)
     return made
 
 
 def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those of activations in NVFP4: of the tokens, and of each expert's activations; MXFP4 has none."""
+    """Return global scales of NVFP4 activations: of the tokens and of each expert's activations. MXFP4 uses none."""
     if model.scheme != "nvfp4":
         return {}
     twin = BF16Layer(model, weights)
@@ -338,7 +338,7 @@ def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> 
 
 
 def decoded(layer: ExpertLayer, weights: Weights) -> Weights:
-    """What the layer's codes stand for, in bf16."""
+    """Return the layer's decoded weights in bf16."""
     up, down = layer.experts.dequantize(torch.bfloat16)
     weights = weights._replace(up=up, down=down)
     if layer.shared is None:
@@ -349,7 +349,7 @@ def decoded(layer: ExpertLayer, weights: Weights) -> Weights:
 
 
 def activations_of(layer: ExpertLayer, tokens: int) -> str:
-    """What those of so many tokens are in."""
+    """Return the format of the activations of a call with this number of tokens."""
     experts = layer.experts
     if not experts.are_routed(tokens, layer.topk, torch.bfloat16):
         return "fp8"
@@ -361,8 +361,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, replays: int = 50) -> float:
-    """The median time of a replay of the captured layer, whose weights may be in L2."""
-    layer(x)  # compiles and loads; a server calls torch_cute_ops.warmup
+    """Return the median time of a replay of the captured layer; its weights may be in L2."""
+    layer(x)  # compiles and loads; a server would call torch_cute_ops.warmup
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer(x)
@@ -378,7 +378,7 @@ def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, 
 
 
 def called_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, calls: int = 5) -> float:
-    """The median time of a call."""
+    """Return the median time of a call."""
     times = []
     for _ in range(calls + 1):
         torch.cuda.synchronize()

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Quantise a model's linear layers, save it as others read it, and load it again.
+"""Quantise a model's linear layers, save it in a format that other libraries read, and load it again.
 
-    python examples/quantize_and_save.py                             # NVFP4, as ModelOpt and compressed-tensors do
-    python examples/quantize_and_save.py --activations fp4           # for FP4 activations, whose range is calibrated
+    python examples/quantize_and_save.py                             # NVFP4, for ModelOpt and compressed-tensors
+    python examples/quantize_and_save.py --activations fp4           # for calibrated FP4 activations
     python examples/quantize_and_save.py --scheme fp8_block --out x  # FP8; keep the checkpoints, in the new folder x
 
 The model is a stack of decoder layers in bf16 with random weights. Each checkpoint is loaded into a model on the meta
-device, q, k and v merged into one layer, gate and up too, and its logits are compared with those of the model that was
-saved. Without a GPU the ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and the
-exit status follows it.
+device, with q, k and v merged into one layer, and gate and up into another. Its logits are compared with the saved
+model's. Without a GPU the ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and
+the exit status follows it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ STYLES = {
     "mxfp4": ("compressed-tensors",),
     "fp8_block": ("compressed-tensors",),
 }
-# Of the logits, relative to those of the bf16 model: more than twice what four layers of random weights were off by.
+# Largest relative error of the logits against the bf16 model: more than twice the error of four random layers.
 MAX_ERROR = {"16bit": 0.15, "fp4": 0.2, "fp8": 0.05}
-# Merging changes the order of no sum, but on a GPU a wider GEMM may be computed by another tactic.
+# Merging keeps the order of every sum, but on a GPU a wider GEMM may use another tactic.
 MAX_DIFFERENCE = 0.02
 
 
@@ -92,7 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def refuse_activations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with a message if the scheme's layers do not take their input in the format that is asked for."""
+    """Exit with a message if the scheme's layers do not take activations in the requested format."""
     taken = ("auto", *SCHEMES[options.scheme].choices)
     if options.activations not in taken:
         parser.error(f"--activations {options.activations}: the scheme {options.scheme} takes {' or '.join(taken)}")
@@ -110,11 +110,11 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class Layer(nn.Module):
-    """A decoder layer, whose linear layers have the names that Llama's have.
+    """A decoder layer; its linear layers carry Llama's names.
 
     Args:
         hidden: the width.
-        is_merged: whether q, k and v are one linear layer, and gate and up.
+        is_merged: True if q, k and v are one linear layer, and gate and up another.
     """
 
     def __init__(self, hidden: int, is_merged: bool) -> None:

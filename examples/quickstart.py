@@ -3,7 +3,7 @@
 
     python examples/quickstart.py                            # synthetic hidden states with outlier channels
     python examples/quickstart.py --model minilm             # a real model's, on real text (the extra `examples`)
-    python examples/quickstart.py --model model.safetensors  # a norm weight and an embedding out of a file
+    python examples/quickstart.py --model model.safetensors  # a norm weight and an embedding from a file
 
 Runs the op eagerly, under torch.compile and, on a GPU, captured in a CUDA graph. Without a GPU the op runs its
 reference in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
@@ -29,7 +29,7 @@ EPS = 1e-6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 
-# What a run must reach. The op computes in fp32, so a value near a rounding boundary may be rounded the other way: one
+# Limits of the checks. The op computes in fp32, so a value near a rounding boundary may be rounded the other way: one
 # element in a thousand may differ, by one step. Hidden states give 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
 AGREEMENT = 0.999
 MAX_STEPS = 1
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     x = x.to(device, getattr(torch, options.dtype))
     weight = weight.to(device, x.dtype)
     exact = norm_float64(x, weight)
-    # A served model has this number from calibration.
+    # A served model takes this number from calibration.
     factor = torch_cute_ops.nvfp4_global_scale(exact.abs().max()) if fmt.has_global_scale else None
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
     print(f"input      {x.shape[0]} x {x.shape[1]} {options.dtype}: {source}")
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def conclude(problems: list[str]) -> int:
-    """Print the last line, and give the exit status."""
+    """Print the last line, and return the exit status."""
     print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
     return 1 if problems else 0
 
@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def multiple_of(step: int, least: int = 1) -> Callable[[str], int]:
-    """The type of an option: a multiple of ``step``, at least ``least``."""
+    """Return the type of an option: a multiple of ``step``, at least ``least``."""
 
     def number(text: str) -> int:
         try:
@@ -115,7 +115,7 @@ def multiple_of(step: int, least: int = 1) -> Callable[[str], int]:
 
 
 def pick_device() -> tuple[torch.device, str]:
-    """The device, and what runs the op there, in words."""
+    """Return the device, and a description of the implementation that runs on it."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "the op's reference in plain torch (torch sees no GPU)"
     device = torch.device("cuda", torch.cuda.current_device())
@@ -125,7 +125,7 @@ def pick_device() -> tuple[torch.device, str]:
         return torch.device("cpu"), f"the op's reference in plain torch ({error})"
 
 
-# Ways to run the op. Each returns a callable, or the reason why it does not work on this machine.
+# Ways to run the op. Each returns a callable, or the reason that it does not work on this machine.
 
 
 def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
@@ -142,7 +142,7 @@ def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Ca
 def captured(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
     if x.device.type != "cuda":
         return "a CUDA graph needs a GPU"
-    # The eager call has compiled and loaded the kernel. A server that captures before any call: torch_cute_ops.warmup.
+    # The eager call compiled and loaded the kernel. A server that captures first must call torch_cute_ops.warmup.
     static = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -157,7 +157,7 @@ def captured(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Ca
 
 
 def timed(call: Call) -> str:
-    """Median wall time of a call, with the GPU's work."""
+    """Return the median wall time of a call, including the GPU's work."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     us = timer.blocked_autorange(min_run_time=0.2).median * 1e6
     return f"{us:.1f} µs a call" if us < 1000 else f"{us / 1000:.1f} ms a call"
@@ -172,14 +172,14 @@ def norm_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest: float) -> torch.Tensor:
-    """`value` rounded to the nearest number of a small float format, ties to even, saturating."""
+    """Round `value` to the nearest number of a small float format, ties to even, saturating."""
     exponent = (torch.frexp(value).exponent - 1).clamp(min=min_exponent)
     step = torch.exp2((exponent - mantissa_bits).double())
     return ((value / step).round() * step).clamp(-largest, largest)
 
 
 def quantize_float64(norm: torch.Tensor, factor: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements (M, blocks, block size) and block scales (M, blocks), as numbers."""
+    """Return elements (M, blocks, block size) and block scales (M, blocks), as numbers."""
     blocks = norm.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     if fmt is NVFP4:
@@ -199,7 +199,7 @@ def compare_with_float64(
     fmt: FP4Format,
     layout: str,
 ) -> list[str]:
-    """Print how the op's outputs compare with float64 and with the unquantised norm; return what is not good enough."""
+    """Compare the op's outputs with float64 and with the unquantised norm; print figures, return violated limits."""
     rows, hidden = exact.shape
     want, want_scale = quantize_float64(exact, 1.0 if factor is None else factor.item(), fmt)
     want_steps = torch.bucketize(want.abs(), torch.tensor(E2M1, dtype=want.dtype, device=want.device)) * want.sign()

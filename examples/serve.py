@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Serve a quantised model: requests of different lengths that come and go, in batches that change with every step.
 
-    python examples/serve.py                            # a tiny model with random weights, for a look
+    python examples/serve.py                            # a tiny model with random weights
     python examples/serve.py --size 8b                  # the shapes of Llama 3 8B; 70b fits one H200
     python examples/serve.py --model path/or/hub-name   # an NVFP4, MXFP4 or FP8 checkpoint
-    python examples/serve.py --config config.json       # random weights of a model that transformers has
+    python examples/serve.py --config config.json       # random weights of a model of transformers
     python examples/serve.py --size 8b --scheme fp8_block --requests 256
 
-Random weights are drawn as codes, and never exist in bf16, so that a model needs no more memory than it is served with.
-Batches are those of transformers' continuous batching: a request joins when there is room and leaves when it is done.
-On a GPU steps are captured as CUDA graphs, by sizes. What was served is checked in the end: a forward pass over the
-whole of a request has to like each of its tokens best, or nearly. The last line starts with SUCCESS or FAILURE, and the
-exit status follows it.
+Random weights are drawn as codes and never exist in bf16, so making the model needs no more memory than serving it.
+transformers' continuous batching forms the batches: a request joins when a batch has room and leaves when it is done.
+On a GPU steps are captured as CUDA graphs, one for each size. At the end the served tokens are checked: in a forward
+pass over a whole request each token must be the most likely one, or nearly. The last line starts with SUCCESS or
+FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES = {
 }
 PAGE = 256  # tokens of a page of transformers' cache
 CHECKED = 4  # requests
-# By how much of the logits' standard deviation a token may fall short of the best one: a pass over a whole request
-# rounds its attention in another order than steps do.
+# Largest distance of a token's logit from the best logit, in standard deviations: a pass over a whole request rounds
+# its attention in another order than single steps.
 MAX_SHORTFALL = 0.1
 
 
@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = max(options.prompt, min(len(prompts), options.batch))
     torch_cute_ops.nn.warmup(model, rows=range(1, rows + 1))
     if not is_cuda:
-        # It complains that it cannot read the CPU's memory, and need not here.
+        # It warns that it cannot read the CPU's memory, which is not needed here.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    # Explicit, since they would follow from all the memory that is free.
+    # Explicit, because the defaults would fill all free memory.
     batching = ContinuousBatchingConfig(
         num_blocks=pages + 1,
         max_batch_tokens=rows,
@@ -114,7 +114,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=multiple_of(1), default=32, help="tokens of the longest prompt (default: 32)")
     parser.add_argument("--new", type=multiple_of(1), default=16, help="new tokens of each request (default: 16)")
     options = parser.parse_args(arguments)
-    if options.model is None:  # a checkpoint says its scheme itself
+    if options.model is None:  # a checkpoint names its own scheme
         refuse_activations(parser, options)
     return options
 
@@ -151,15 +151,14 @@ def llama_config(options: argparse.Namespace) -> Any:
 
 
 def random_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """Of half of the longest prompt's length, and up to that."""
+    """Return random prompts, from half of the longest prompt's length up to the full length."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(-(-options.prompt // 2), options.prompt + 1, (options.requests,), generator=random)
     return [torch.randint(vocabulary, (length,), generator=random).tolist() for length in lengths.tolist()]
 
 
 def shortfall(model: Any, prompt: list[int], output: list[int]) -> float:
-    """How far the logits of a request's tokens are below the best at their places, at most, in the logits' standard
-    deviations there."""
+    """Return the largest distance of a served token's logit from the best logit, in the logits' standard deviations."""
     ids = torch.tensor([prompt + output], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""A decoder and an expert layer on several ranks, beside the same on one.
+"""Run a decoder and an expert layer on several ranks, and compare them with one rank.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py                      # NCCL where each has a GPU, else gloo
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py                      # NCCL with a GPU for each, else gloo
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --scheme fp8_block
     torchrun --nproc-per-node 8 examples/tensor_parallel.py --hidden 8192 --intermediate 28672 --heads 64 \\
         --kv-heads 8 --layers 4 --tokens 4096                                    # Llama 3 70B's layers
 
-Rank 0 writes a checkpoint with random codes; every rank reads its part of it and no more. Between the layers each rank
-has its share of the tokens: it adds and normalises them, and quantises them in the same pass; codes and scales are
-gathered, multiplied with the rank's rows of q, k, v, gate and up, and then with its columns of o and down, whose sums
-are scattered again. The expert layer sends each token to the ranks of its experts as FP8 rows, and gets rows back.
+Rank 0 writes a checkpoint with random codes, and every rank reads only its slices. Between the layers each rank stores
+some of the tokens: it adds, normalises and quantises them in one pass. Codes and scales are gathered and multiplied
+with the rank's rows of q, k, v, gate and up, and then with its columns of o and down; the sums are scattered again. The
+expert layer sends each token to the ranks of its experts as FP8 rows, and receives rows back.
 
-Both are compared with what a rank alone computes from the whole checkpoint. On GPUs they are captured as CUDA graphs,
-compared again, and timed. Ranks check that they fit together before they begin; one that dies is named by the others.
+Both results are compared with one rank that computes from the whole checkpoint. On GPUs the layers are captured as CUDA
+graphs, compared again, and timed. Before they begin, the ranks check that they match; if one dies, the others name it.
 The last line, rank 0's, starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
@@ -44,10 +44,10 @@ from torch_cute_ops.nn import QuantizedRows, random_, warmup
 STYLES = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
 ACTIVATIONS: dict[str, Any] = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8_block": "fp8"}
 LEAST_SAVED = {"nvfp4": 3.5, "mxfp4": 3.7, "fp8_block": 1.9}
-"""How many times fewer bytes are gathered than in bf16."""
+"""Smallest ratio of gathered bytes, bf16 over the scheme."""
 MAX_ERROR = 0.02
-"""Of the result, relative. Ranks add sums in another order; a sum that rounds otherwise may move a code of the next
-layer, which is a step of a tenth, or in FP8 of a hundredth."""
+"""Largest relative error of the result. Ranks add sums in another order; a sum that is rounded differently may move a
+code of the next layer by a step, which is a tenth, or in FP8 a hundredth."""
 TOPK = 2
 MINUTES = 5
 
@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
             return run(options, device, backend)
     finally:
         dist.destroy_process_group()
-        # A group ends with the last reference to it, such as a layer's. Until then gloo's threads live; one of them
-        # that still has a tensor of the last collective, when the interpreter ends, aborts the process.
+        # A group ends with the last reference to it, such as a layer's. Until then gloo's threads live. If the
+        # interpreter ends while a thread still holds a tensor of the last collective, the process aborts.
         gc.collect()
 
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, device: torch.device, backend: str) -> int:
         problems += decoder_problems(options, mesh, device, path)
         dist.barrier()
     problems += expert_problems(options, mesh, device)
-    # Every rank ends as the worst does.
+    # Every rank returns the same exit status.
     found: list[Any] = [None] * mesh.size()
     dist.all_gather_object(found, problems)
     problems = [f"rank {rank}: {problem}" for rank, each in enumerate(found) for problem in each]
@@ -114,7 +114,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def place() -> tuple[torch.device, str]:
-    """This rank's device, and the backend of its collectives."""
+    """Return this rank's device, and the backend of its collectives."""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if torch.cuda.is_available() and torch.cuda.device_count() >= on_host:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
@@ -129,7 +129,7 @@ def by_device(device: torch.device) -> dict[str, Any]:
 
 
 def shared_folder(own: str) -> Path:
-    """Rank 0's folder."""
+    """Return rank 0's folder."""
     folder = [own]
     dist.broadcast_object_list(folder)
     return Path(folder[0])
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(options.hidden, options.hidden, bias=False)
 
     def forward(self, rows: QuantizedRows) -> torch.Tensor:
-        """The heads that this rank has, of all tokens."""
+        """Return the output projection of this rank's heads, for all tokens."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head)).transpose(0, 1).unsqueeze(0)
             for part in self.qkv_proj(rows).split(self.qkv_proj.parts, -1)
@@ -188,7 +188,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(options.hidden, eps=1e-6)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """What is to be added to ``residual``, to which ``x`` has been."""
+        """Add ``x`` to ``residual`` in place, and return the layer's output, to be added by the next layer."""
         to_rows = cute_distributed.normed_rows
         x = self.self_attn(to_rows(self.self_attn.qkv_proj, x, self.input_layernorm.weight, residual))
         return self.mlp(to_rows(self.mlp.gate_up_proj, x, self.post_attention_layernorm.weight, residual))
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         self.model.layers = nn.ModuleList(Layer(options, is_merged) for _ in range(options.layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the last layer, for tokens (M, H): this rank's, or all."""
+        """Return the residual stream after the last layer, for tokens (M, H): this rank's tokens, or all."""
         residual = torch.zeros_like(x)
         for layer in self.model.layers:
             x = layer(x, residual)
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
 
 
 def norms_(model: nn.Module) -> None:
-    """Weights of norms, which ``random_`` leaves on the meta device."""
+    """Create weights of norms, which ``random_`` leaves on the meta device."""
     random = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
@@ -307,7 +307,7 @@ def random_experts(experts: int, n: int, k: int, random: torch.Generator) -> cut
 
 
 def captured_problems(name: str, call: Callable[[], torch.Tensor], want: torch.Tensor) -> list[str]:
-    """Capture a call with its collectives as a CUDA graph, compare it, and print how long it takes."""
+    """Capture a call with its collectives as a CUDA graph, compare its result, and print its time."""
     graph, out = captured(call)
     out.zero_()
     graph.replay()
