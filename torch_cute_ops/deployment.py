@@ -1,7 +1,7 @@
-"""The kernels of a deployment: listed in a file, compiled side by side, then loaded.
+"""Kernels of a deployment: listed in a file, compiled in parallel, then loaded.
 
-A file (TOML) has a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
-``torch_cute_ops.warmup`` with dtypes by name; a list stands for each of its entries:
+The file (TOML) contains a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
+``torch_cute_ops.warmup``, with dtypes by name. A list stands for each of its entries:
 
     [[kernel]]
     op = "add_rmsnorm_fp4quant"
@@ -41,17 +41,17 @@ DTYPES: Final = {
     for name in names
 }
 LIMIT: Final = 10_000
-"""Calls that a file may stand for: at a second for each kernel, hours of compiling."""
+"""Maximum number of calls in a file. At a second for each kernel, more would compile for hours."""
 FILE_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to make ready.
+    """Kernel to prepare.
 
     Attributes:
         op: name of the op.
-        properties: as ``torch_cute_ops.warmup`` takes them.
+        properties: names and values of static properties, as ``torch_cute_ops.warmup`` takes them.
     """
 
     op: str
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the compilation of a job ended; ``error`` is empty where it went well."""
+    """Result of compiling a job for an architecture. ``error`` is empty on success."""
 
     job: Job
     arch: str
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def expected(known: Property, value: Any = None) -> str:
-    """What a property has to be in place of a value, as a file states it."""
+    """Describe the values that a property accepts, instead of ``value``, in the syntax of a file."""
     if known.choices:
         return f"one of {', '.join(map(_shown, known.choices))}"
     if known.kind is torch.dtype:
@@ -83,12 +83,12 @@ def expected(known: Property, value: Any = None) -> str:
 
 
 def jobs_of(op: str, **properties: Any) -> list[Job]:
-    """A job for every combination of the properties that are lists; dtypes may be names.
+    """Return a job for every combination of the properties that are lists. Dtypes may be names.
 
     Raises:
-        ValueError: for an unknown op or property, one that is missing, a value that the op does not take, or more
+        ValueError: for an unknown op, an unknown or missing property, a value that the op does not accept, or more
             combinations than ``LIMIT``.
-        TypeError: for properties that the op refuses together.
+        TypeError: for a combination of properties that the op refuses.
     """
     if not isinstance(op, str) or op not in registry.OPS:
         raise ValueError(f"{_shown(op)} is no op; the ops are {', '.join(registry.OPS)}")
@@ -103,7 +103,7 @@ def jobs_of(op: str, **properties: Any) -> list[Job]:
     count = math.prod(map(len, values.values()))
     if count > LIMIT:
         sizes = " × ".join(f"{len(found)} {name}" for name, found in values.items() if len(found) > 1)
-        raise ValueError(f"{sizes} are {count:,} combinations; at most {LIMIT:,} are taken")
+        raise ValueError(f"{sizes} are {count:,} combinations; the limit is {LIMIT:,}")
     jobs = [Job(op, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
     for job in jobs:
         _check(spec, job)
@@ -111,14 +111,14 @@ def jobs_of(op: str, **properties: Any) -> list[Job]:
 
 
 def _check(spec: OpSpec, job: Job) -> None:
-    """Refuse properties that the op refuses together, whatever the architecture.
+    """Check that the op accepts the combination of properties on at least one architecture.
 
     Raises:
         ValueError, TypeError: as the op does.
     """
     try:
         args, kwargs = spec.path.example(**dict(job.properties), device="meta")
-    except (RuntimeError, OverflowError) as error:  # torch's, such as for sizes beyond 64 bits
+    except (RuntimeError, OverflowError) as error:  # from torch, for example for sizes beyond 64 bits
         raise ValueError(f"{job}: {str(error).splitlines()[0]}") from None
     refusals: list[Exception] = []
     for arch in ARCHS.values():
@@ -131,14 +131,14 @@ def _check(spec: OpSpec, job: Job) -> None:
 
 
 def _values(name: str, stated: Any, known: Property) -> list[Any]:
-    """The values that are stated for a property.
+    """Return the values that are given for a property.
 
     Raises:
-        ValueError: if the op does not take one, or there is none.
+        ValueError: if the list of values is empty, or the op does not accept a value.
     """
     values = stated if isinstance(stated, list) else [stated]
     if not values:
-        raise ValueError(f"{name} = []: an empty list stands for no call at all")
+        raise ValueError(f"{name} = []: expected at least one value")
     found = []
     for value in values:
         if known.kind is torch.dtype and isinstance(value, str):
@@ -150,17 +150,17 @@ def _values(name: str, stated: Any, known: Property) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a file has it, or what it is if it is long."""
+    """Format a value in the syntax of a file, shortened if it is long."""
     text = json.dumps(value) if isinstance(value, (str, bool, int, float)) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read(path: str | Path) -> list[Job]:
-    """The jobs that a deployment's file lists.
+    """Read the jobs in a deployment's file.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not such a file; with file, table, op and key that are wrong.
+        OSError: if the file cannot be read.
+        ValueError: if the file is invalid; the message names the file, table, op and key.
         ModuleNotFoundError: on Python 3.10 without tomli.
     """
     content = _toml(Path(path))
@@ -176,7 +176,7 @@ def read(path: str | Path) -> list[Job]:
             raise ValueError(f"{path}: [[kernel]] {i}{op}: {error}") from None
         if len(jobs) > LIMIT:
             raise ValueError(
-                f"{path}: the first {i} tables [[kernel]] stand for {len(jobs):,} calls; at most {LIMIT:,}"
+                f"{path}: the first {i} tables [[kernel]] stand for {len(jobs):,} calls; the limit is {LIMIT:,}"
             )
     return list(jobs)
 
@@ -210,19 +210,19 @@ def _toml(path: Path) -> dict[str, Any]:
 def compile_jobs(
     jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
 ) -> Generator[Outcome, None, None]:
-    """Compile jobs for architectures into the cache on disk, in parallel processes; outcomes as they come.
+    """Compile jobs for architectures into the cache on disk, in parallel processes; yield outcomes as they come.
 
-    Needs no GPU. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` goes through it, the
-    processes are ended. As with all of ``multiprocessing``, a script that
-    calls this does so under ``if __name__ == "__main__"``.
+    No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
+    processes are ended. As always with ``multiprocessing``, a script must call this function under
+    ``if __name__ == "__main__"``.
 
     Args:
-        jobs: what to compile.
-        archs: architectures by name.
-        workers: number of processes; ``None``: one for each processor.
+        jobs: jobs to compile.
+        archs: names of architectures.
+        workers: number of processes, or None for one per processor.
 
     Raises:
-        ValueError: for a number of processes below 1.
+        ValueError: if ``workers`` is less than 1.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers!r}; use 1 or more")
@@ -239,19 +239,19 @@ def _fate(died: Died) -> str:
 
 
 def prepare(path: str | Path, workers: int | None = None) -> None:
-    """Compile and load, on the current CUDA device, every kernel that a deployment's file lists.
+    """Compile and load, on the current CUDA device, every kernel in a deployment's file.
 
-    What the cache on disk lacks is compiled in parallel processes first. After it, the calls that the file lists
+    Kernels that the cache on disk lacks are first compiled in parallel processes. Afterwards, the calls in the file
     neither compile nor load nor synchronise.
 
     Args:
-        path: the file.
-        workers: number of processes; ``None``: one for each processor.
+        path: deployment's file.
+        workers: number of processes, or None for one per processor.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: for a bad file, or properties that an op refuses.
-        RuntimeError: without a CUDA device, or where a compilation fails.
+        RuntimeError: without a CUDA device, or if a compilation fails.
     """
     jobs = read(path)
     if not torch.cuda.is_available():

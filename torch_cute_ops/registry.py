@@ -1,7 +1,7 @@
-"""The list of ops, their registration with PyTorch, and what is made ready ahead of calls.
+"""List of all ops, their registration with PyTorch, and preparation of kernels ahead of calls.
 
-Everything that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. A module
-``torch_cute_ops/ops/<op>.py`` that defines the op is all that a new one needs to be here.
+Code that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. To add an op, add a
+module ``torch_cute_ops/ops/<op>.py`` that defines it; nothing here changes.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _packed(output: torch.Tensor) -> torch.Tensor:
-    """An output with the strides that the fake says: compiled programs rely on them, also where an extent is 1."""
+    """Return the output with the strides of the fake, on which compiled programs rely even if an extent is 1."""
     packed = torch.empty_like(output, memory_format=torch.contiguous_format)
     return output if output.stride() == packed.stride() else packed.copy_(output)
 
@@ -97,7 +97,7 @@ def _register(spec: OpSpec) -> None:
         raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # A subclass such as DTensor has a version counter of its own, which a kernel on the inner tensor does not move.
+        # A subclass such as DTensor keeps its own version counter; a kernel on the inner tensor does not increment it.
         outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = path.arguments(bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
@@ -123,7 +123,7 @@ def _register(spec: OpSpec) -> None:
 
 
 def _register_flops(flop_counter: ModuleType) -> None:
-    """Tell ``FlopCounterMode`` what each GEMM takes."""
+    """Register the FLOP count of each GEMM with ``FlopCounterMode``."""
     for spec in OPS.values():
         path = spec.path
         if isinstance(path, BackendPath):
@@ -134,45 +134,51 @@ def _register_flops(flop_counter: ModuleType) -> None:
             flop_counter.register_flop_formula(getattr(torch.ops.cute, spec.name))(flops)
 
 
+def _generate(_dynamo: ModuleType) -> None:
+    for spec in OPS.values():
+        spec.generate()
+
+
 configure_log()
 for _spec in OPS.values():
     _register(_spec)
-# Dynamo must not see functions without their code.
-when_imported("torch._dynamo", lambda _: [spec.generate() for spec in OPS.values()])
-# It imports Triton where there is one, which takes as long as the rest of this package.
+# Dynamo must trace the generated code, not the functions that generate it on first use.
+when_imported("torch._dynamo", _generate)
+# Importing the flop counter here would import Triton, which takes as long as the rest of this package.
 when_imported("torch.utils.flop_counter", _register_flops)
 
 
 def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
-    """Compile and load what ``op`` needs for calls with these static properties, so that nothing happens later.
+    """Compile and load the kernels that ``op`` needs for calls with these static properties.
 
-    After it, such calls neither compile nor load nor synchronise, and may be captured in a CUDA graph. The number of
-    rows is no static property: one kernel serves all; of a GEMM, the choice of a kernel is for rows near ``m``.
+    Afterwards, such calls neither compile nor load nor synchronise, and can be captured in a CUDA graph. The number of
+    rows is no static property: one kernel serves all numbers. For a GEMM, the kernel is chosen for numbers of rows near
+    ``m``.
 
     Example:
         ``warmup("rmsnorm_fp4quant", hidden=7168, dtype=torch.bfloat16)``
 
     Args:
-        op: the op's name, such as ``"rmsnorm_fp4quant"``.
-        tune: whether to choose among backends by timing them, as calls in an :func:`autotune` block do; an op without
-            backends has nothing to choose.
-        properties: what the kernel is compiled for; ``properties_of(op)`` lists them. For the ops that quantise rows:
-            ``hidden`` (the last dimension of ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own
-            arguments that choose format and layout; FP4: also ``global_scale``, whether calls pass one; gates: also
-            ``swiglu``, whether calls pass parameters that are not the defaults. For GEMMs: ``n`` and ``k`` (columns,
-            and elements of a sum), ``m`` (rows), ``alpha`` (what calls pass: ``"one"`` element, or one for each
-            ``"column"``, ``"expert"`` or ``"expert_column"``), ``bias_dtype``, ``experts`` (how many, of an op that has
-            them), ``dtype``, ``device``, and the op's own arguments from ``out_dtype`` on; of ``grouped_mm_fp8`` also
-            ``masked``, whether the layout is, with ``m`` rows that an expert has room for, or ``counts``, whether calls
-            in the contiguous layout pass them. For the steps of an expert layer: ``hidden``, ``dtype``, ``topk``, and
-            for each optional tensor whether calls pass it (``residual``, ``offsets``, ``counts``); of ``moe_route``
-            ``experts``, ``dtype``, whether there is a ``bias``, whether calls are ``masked``, and its own arguments
-            that choose experts.
+        op: name of the op, such as ``"rmsnorm_fp4quant"``.
+        tune: True to choose among backends by timing them, as calls in an :func:`autotune` block do. No effect for an
+            op without backends.
+        properties: static properties that kernels are compiled for; ``properties_of(op)`` lists them. All ops take
+            ``device``. Ops that quantise rows take ``hidden`` (last dimension of ``input``), ``dtype``,
+            ``weight_dtype``, and the op's own arguments for format and layout; with FP4 also ``global_scale`` (True if
+            calls pass it); gates also ``swiglu`` (True if calls pass parameters other than the defaults). GEMMs take
+            ``n`` and ``k`` (columns of the result, and elements of a sum), ``m`` (rows), ``alpha`` (``"one"`` element,
+            or one for each ``"column"``, ``"expert"`` or ``"expert_column"``), ``bias_dtype``, ``experts`` (number of
+            experts, for ops with experts), ``dtype``, and the op's own arguments from ``out_dtype`` on.
+            ``grouped_mm_fp8`` also takes ``masked`` (True for the masked layout, with space for ``m`` rows of each
+            expert) and ``counts`` (True if calls in the contiguous layout pass it). Steps of an expert layer take
+            ``hidden``, ``dtype``, ``topk``, and a bool for each optional tensor that calls pass (``residual``,
+            ``offsets``, ``counts``). ``moe_route`` takes ``experts``, ``dtype``, ``bias`` and ``masked`` (True if calls
+            use them), and its own arguments that choose experts.
 
     Raises:
         ValueError: for an unknown op, or a property whose value the op refuses.
-        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
-        RuntimeError: without a CUDA device, or on one that no kernel supports.
+        TypeError: for an unknown or missing property, or a property of the wrong type.
+        RuntimeError: without a CUDA device, or on a device that no kernel supports.
     """
     spec = _spec_of(op)
     _check_properties(spec, properties)
@@ -190,19 +196,19 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
 def precompile(op: str, arch: str, **properties: Any) -> None:
     """Compile the kernels that ``op`` needs for calls with these static properties, into the cache on disk.
 
-    Needs no GPU. A process with that architecture and the same versions then loads them in milliseconds.
+    No GPU is needed. A process on that architecture, with the same versions, loads the kernels in milliseconds.
 
     Example:
         ``precompile("rmsnorm_fp4quant", "sm_90a", hidden=7168, dtype=torch.bfloat16)``
 
     Args:
-        op: the op's name.
-        arch: the architecture, such as ``"sm_90a"``, ``"sm_100a"`` or ``"sm_120a"``.
-        properties: as for :func:`warmup`, without ``device``.
+        op: name of the op.
+        arch: name of the architecture, such as ``"sm_90a"``, ``"sm_100a"`` or ``"sm_120a"``.
+        properties: static properties, as for :func:`warmup`, without ``device``.
 
     Raises:
         ValueError: for an unknown op or architecture, or a property whose value the op refuses.
-        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
+        TypeError: for an unknown or missing property, or a property of the wrong type.
         RuntimeError: if a kernel cannot be kept on disk.
     """
     for kernel in kernels_of(op, arch, **properties):
@@ -210,45 +216,46 @@ def precompile(op: str, arch: str, **properties: Any) -> None:
 
 
 def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
-    """The kernels that ``op`` needs for calls with these static properties.
+    """Return the kernels that ``op`` needs for calls with these static properties.
 
-    Arguments and errors are as of :func:`precompile`.
+    Arguments and errors are as for :func:`precompile`.
     """
     spec, target = _spec_of(op), arch_named(arch)
     if "device" in properties:
-        raise TypeError(f"cute::{op}: the property device is for warmup; kernels are compiled for an architecture")
+        raise TypeError(f"cute::{op}: kernels are compiled for an architecture; only warmup takes device")
     args, kwargs = _example(spec, {**properties, "device": "meta"})
     return spec.kernels(target, *args, **kwargs)
 
 
 def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
-    """Each backend of a GEMM and why it cannot compute calls with these static properties; ``None``: it can.
+    """Return each backend of a GEMM with the reason that it cannot compute calls with these static properties, or None.
 
-    That is what its kernels are written for. They have run on GPUs of compute capability 9.0; those of others have run
-    in an emulator of PTX alone, and ``"auto"`` chooses among them by data sheets.
+    None means that the backend's kernels support the calls. Kernels have run on GPUs of compute capability 9.0. Kernels
+    for other GPUs have run in a PTX emulator only, and ``"auto"`` chooses among them by data sheets.
 
     Example:
         ``backends("mm_fp4", n=4096, k=7168, m=16)``, ``backends("mm_fp4", "sm_100a", n=4096, k=7168, m=16)``
 
     Args:
-        op: the op's name.
-        arch: of a GPU that need not be here, such as ``"sm_100a"``; default: that of ``device``.
-        properties: as for :func:`warmup`; ``device`` may be a CPU, and is one by default where there is no GPU.
+        op: name of the op.
+        arch: name of an architecture, such as ``"sm_100a"``, for a GPU that need not be present; by default the
+            architecture of ``device``.
+        properties: static properties, as for :func:`warmup`. ``device`` may be a CPU, and without a GPU is one by
+            default.
 
     Raises:
-        ValueError: for an unknown op or architecture, an op that has no backends, or a property whose value the op
-            refuses.
-        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
+        ValueError: for an unknown op or architecture, an op without backends, or a property whose value the op refuses.
+        TypeError: for an unknown or missing property, or a property of the wrong type.
     """
     spec = _spec_of(op)
     if not spec.has_backends:
         having = ", ".join(name for name, each in OPS.items() if each.has_backends)
-        raise ValueError(f"{op!r} has one implementation a device; those with backends are {having}")
+        raise ValueError(f"{op!r} has no backends; ops with backends are {having}")
     named = properties.pop("device", None)
     if arch is None:
         where: torch.device | Arch = cuda_device(named if named is not None or torch.cuda.is_available() else "cpu")
     elif named is not None:
-        raise TypeError(f"cute::{op}: backends of a device, or of an architecture; got {named!r} and {arch!r}")
+        raise TypeError(f"cute::{op}: got device={named!r} and arch={arch!r}; pass only one of them")
     else:
         where = arch_named(arch)
     args, kwargs = _example(spec, {**properties, "device": "meta"})
@@ -256,7 +263,7 @@ def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, s
 
 
 def properties_of(op: str) -> dict[str, Property]:
-    """The static properties of an op's calls by name; :func:`warmup` takes ``device`` beside them.
+    """Return the static properties of an op's calls by name. :func:`warmup` also takes ``device``.
 
     Raises:
         ValueError: for an unknown op.
@@ -266,10 +273,10 @@ def properties_of(op: str) -> dict[str, Property]:
 
 
 def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
-    """A call with these properties.
+    """Return a call with these properties.
 
     Raises:
-        TypeError, ValueError: as ``_check_properties``, and for what the op refuses.
+        TypeError, ValueError: as ``_check_properties``, and for properties that the op refuses.
     """
     _check_properties(spec, properties)
     arguments: Arguments = spec.path.example(**properties)
@@ -277,11 +284,11 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
 
 
 def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
-    """Refuse properties that no call of the op has.
+    """Check that the op's calls can have these properties.
 
     Raises:
-        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
-        ValueError: for a number that is no size, and for a name that is no choice.
+        TypeError: for an unknown or missing property, or a property of the wrong type.
+        ValueError: for a number that is no size, or a name that is no choice.
     """
     known = properties_of(spec.name)
     for name, value in properties.items():

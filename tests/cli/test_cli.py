@@ -585,7 +585,7 @@ BAD_FILES = {
     KERNEL + "m = 8.0": "[[kernel]] 1 (mm_fp4): m = 8.0: expected a positive integer",
     KERNEL + "m = [[8]]": "[[kernel]] 1 (mm_fp4): m = [8]: expected a positive integer",
     KERNEL + "m = 2020-01-01": "[[kernel]] 1 (mm_fp4): m = datetime.date(2020, 1, 1): expected a positive integer",
-    KERNEL + "m = []": "[[kernel]] 1 (mm_fp4): m = []: an empty list stands for no call at all",
+    KERNEL + "m = []": "[[kernel]] 1 (mm_fp4): m = []: expected at least one value",
     KERNEL + f"m = {2**63}": f"[[kernel]] 1 (mm_fp4): m = {2**63}: expected an integer of at most {2**63 - 1}",
     KERNEL + f"m = {10**18}\n": "[[kernel]] 1 (mm_fp4): mm_fp4 n=64 k=128 m=1000000000000000000: Storage size",
     KERNEL + 'alpha = "no"': '[[kernel]] 1 (mm_fp4): alpha = "no": expected one of "one", "column", "expert"',
@@ -605,10 +605,10 @@ BAD_FILES = {
         '[[kernel]] 1 (fp4_quantize): global_scale = "no": expected true or false'
     ),
     f'[[kernel]]\nop = "mm_fp4"\nn = [{SIZES}]\nk = [{SIZES}]\nm = [{SIZES}]': (
-        "[[kernel]] 1 (mm_fp4): 1000 n × 1000 k × 1000 m are 1,000,000,000 combinations; at most 10,000 are taken"
+        "[[kernel]] 1 (mm_fp4): 1000 n × 1000 k × 1000 m are 1,000,000,000 combinations; the limit is 10,000"
     ),
     "".join(f'[[kernel]]\nop = "mm_fp4"\nn = [{SIZES}]\nk = {64 * i}\nm = [1, 2, 3, 4]\n' for i in (1, 2, 3)): (
-        "the first 3 tables [[kernel]] stand for 12,000 calls; at most 10,000"
+        "the first 3 tables [[kernel]] stand for 12,000 calls; the limit is 10,000"
     ),
     "[[kernel": "not TOML: ",
     "kernel = " + "[" * 100_000: "not TOML: nested too deeply",
