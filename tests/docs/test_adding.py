@@ -1,4 +1,4 @@
-"""What CONTRIBUTING says is all that a new op or backend takes."""
+"""Check that CONTRIBUTING lists every file that a new op or backend needs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ EXPORTS = {
     "README.md": ((f"| `{OLD}` |", f"| `{NEW}` | the same |\n"),),
     "CHANGELOG.md": ((f"- `{OLD}`", f"- `{NEW}`: the same.\n"),),
 }
-"""Files that get a line: after the line with the first text, the second."""
+"""Lines to insert, by file: (text of the line before, new line)."""
 
 
 @pytest.mark.slow
 def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
-    """In a copy of the project, an op that has another name than ``fp8_quantize`` and differs in nothing else."""
-    # With bytecode, which is valid where its source has the same size and date.
+    """Copy the project, add a renamed ``fp8_quantize`` by the table alone, and run the tests of the new op."""
+    # Copy bytecode too: it is valid for sources of the same size and date.
     for folder in ("torch_cute_ops", "tests", "benchmarks", "docs", "examples", "tools", "ptx_emulator"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile"):
@@ -51,7 +51,7 @@ def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
     documents = ("tests/docs/test_documents.py", "tests/test_package.py")
     of_op = f"({NEW} and not compile)"
     of_documents = "((test_documents.py or test_package.py) and (op or readme) and not figures)"
-    # In one run, because most of it is imports and collection.
+    # In one run, because imports and collection take most of the time.
     paths = ("tests/conformance", "tests/docs/test_op_examples.py", "tests/testing", *documents)
     outcome = pytest_in(tmp_path, *paths, "-k", f"{of_op} or {of_documents}")
     assert re.search(r"\d{3,} passed", outcome) and "failed" not in outcome, outcome[-3000:]
@@ -77,7 +77,7 @@ def pytest_in(folder: Path, *arguments: str) -> str:
 
 
 def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class that the text shows, with a launcher that computes something; users find it by its name."""
+    """Complete the class that the text shows with a launcher, and find it by its name."""
     (source,) = re.findall(r"```python\n(.*?class Mine.*?)```", TEXT, re.DOTALL)
     defined: dict[str, type] = {}
     exec(source, defined)

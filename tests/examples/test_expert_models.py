@@ -1,4 +1,4 @@
-"""Models with experts in the shapes of DeepSeek-V3 and gpt-oss."""
+"""Tests of examples/expert_models.py."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ SMALL = ("--layers", "2", "--tokens", "2", "--batches", "1", "2")
 @pytest.fixture
 def script(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     script = importlib.import_module("expert_models")
-    # Of the size for a CPU on a GPU too.
+    # Use the CPU's sizes on a GPU too.
     monkeypatch.setattr(script, "LARGE", dict.fromkeys(script.LARGE, script.SMALL))
     return script
 

@@ -1,4 +1,4 @@
-"""The expert layer in FP8."""
+"""Tests of examples/fp8_moe_layer.py."""
 
 import importlib
 from types import ModuleType
@@ -16,7 +16,7 @@ def fp8_moe_layer(quickstart: ModuleType) -> ModuleType:
 def token_by_token(
     weights: tuple[torch.Tensor, ...], x: torch.Tensor, groups: int, best: int, top: int
 ) -> torch.Tensor:
-    """The layer in float64, a token and an expert at a time."""
+    """Compute the layer in float64, a token and an expert at a time."""
     router, bias, both, down = (weight.double() for weight in weights)
     size = len(router) // groups
     results = []
@@ -33,7 +33,7 @@ def token_by_token(
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, layout: str) -> None:
     sizes = ["--experts", "16", "--intermediate", "128"]
-    # On a GPU two times follow.
+    # On a GPU two columns of times follow.
     columns = r"(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$"
     out, rows = rows_of_layers(fp8_moe_layer, capsys, columns, "--layout", layout, *sizes)
     elements, blocks = 3 * 16 * 128 * 128, 3 * 16
@@ -46,7 +46,7 @@ def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture,
 def test_fp4_weights(
     fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, weights: str, bits: float, layout: str
 ) -> None:
-    """Beside the layer that has the decoded weights."""
+    """Compare with the layer on the decoded weights."""
     sizes = ["--experts", "16", "--intermediate", "128"]
     columns = r"(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$"
     out, rows = rows_of_layers(fp8_moe_layer, capsys, columns, "--layout", layout, "--weights", weights, *sizes)
@@ -64,7 +64,7 @@ def test_gemms_of_packed_rows_know_nothing_but_offsets(
     layout: str,
     has_counts: bool,
 ) -> None:
-    """Then they choose tiles for random routing, which an expert's rows fill better."""
+    """Check that packed rows pass no counts: GEMMs then choose tiles for random routing, which rows fill better."""
     given = []
 
     def multiplied(*args: object, **named: object) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_fewer_experts_than_a_token_has_by_default(fp8_moe_layer: ModuleType, ca
 
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
-    """That in bf16 is near float64, that in FP8 near that of what its weights are in FP8."""
+    """Compare the bf16 layer with float64, and the FP8 layer with float64 on the decoded weights."""
     weights = fp8_moe_layer.random_weights(256, 12, 128, torch.device("cpu"))
     routing = fp8_moe_layer.Routing(groups, best, 3)
     x = torch.randn(5, 256).bfloat16()
@@ -99,7 +99,7 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
         assert codes.float().abs().unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).amax((2, 4)).eq(448).all()
         decoded.append(codes.double() * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2))
     for weight, number in zip(weights[2:], decoded, strict=True):
-        # A code has three bits behind the first; the smallest are steps of their own.
+        # A code keeps three bits after the leading bit; the smallest codes are equal steps.
         assert ((weight.double() - number).abs() <= weight.double().abs() / 16 + weight.abs().max() / 448 / 512).all()
     experts = map(fp8_moe_layer.FP8Experts, weights[2:])
     layer = fp8_moe_layer.FP8Layer(*weights[:2], *experts, routing, False)
@@ -112,11 +112,11 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
 def test_a_wrong_step_fails(
     fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, place: int
 ) -> None:
-    """One that takes another's rows, or weight."""
+    """Give a step another expert's rows or weight."""
     right = getattr(fp8_moe_layer.torch_cute_ops, name)
 
     def of_another(rows: torch.Tensor) -> torch.Tensor:
-        # torch rolls no FP8 on a GPU.
+        # torch cannot roll FP8 on a GPU.
         codes = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
         return codes.roll(1, dims=0).view(rows.dtype)
 

@@ -1,4 +1,4 @@
-"""The sentence model in NVFP4."""
+"""Tests of examples/minilm_nvfp4.py."""
 
 import importlib
 import itertools
@@ -22,7 +22,7 @@ def minilm_nvfp4(quickstart: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def bert() -> dict[str, torch.Tensor]:
-    """A file's tensors of a model with two layers of two heads, small, and what such files have besides."""
+    """Return the tensors of a small model with two layers of two heads, and the extra tensors of such files."""
     torch.manual_seed(0)
     hidden, wide = 64, 128
     tensors = {
@@ -48,7 +48,7 @@ def bert() -> dict[str, torch.Tensor]:
 
 
 def expected_embedding(tensors: dict[str, torch.Tensor], ids: list[int]) -> np.ndarray:
-    """BERT's encoder and the mean of its outputs, a sentence without padding, in NumPy and float64."""
+    """Compute BERT's encoder and the mean of its outputs for a sentence without padding, in NumPy and float64."""
     t = {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
     def dense(x: np.ndarray, name: str) -> np.ndarray:
@@ -130,7 +130,7 @@ def test_minilm_layers_are_checked(
 
         def wrong(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
             y = right(a, b, *args, **kwargs)
-            y[:, 0] *= 1 if len(b) == 32 else 2  # of the layers that take the wide input
+            y[:, 0] *= 1 if len(b) == 32 else 2  # the layers with the wide input
             return y
 
         monkeypatch.setattr(torch_cute_ops.nn.fp4_linear, op, wrong)
@@ -189,7 +189,7 @@ def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, a
 
 @pytest.mark.usefixtures("minilm_modules")
 def test_minilm_embeddings(minilm_nvfp4: ModuleType, hidden_states: ModuleType) -> None:
-    """Those of the package sentence-transformers; and what NVFP4 makes of the weights costs what the ops' run shows."""
+    """Compare with sentence-transformers' embeddings, and the error of NVFP4 weights with the ops' run."""
     tensors, tokenizer = hidden_states.minilm_model()
     ids, mask = minilm_nvfp4.encode(tokenizer, minilm_nvfp4.SENTENCES)
     with torch.no_grad():

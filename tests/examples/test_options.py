@@ -1,4 +1,4 @@
-"""Sizes and pairs of options that an example cannot use end in one line that says what it expects."""
+"""Check that unusable sizes and options end with one line that names the expected values."""
 
 import importlib
 
@@ -29,7 +29,7 @@ def test_options_that_are_wrong(quickstart, capsys, name, options, message) -> N
 
 
 def test_a_checkpoint_has_its_own_scheme(quickstart) -> None:
-    """What random weights could not be served with is no mistake beside a checkpoint."""
+    """Check that a checkpoint accepts options that random weights refuse."""
     pytest.importorskip("transformers")
     options = importlib.import_module("serve").parse(
         ["--model", "folder", "--scheme", "fp8_block", "--activations", "fp4"]

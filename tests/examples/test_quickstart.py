@@ -1,4 +1,4 @@
-"""The quickstart: what it prints, when it fails, and the models it reads."""
+"""Tests of the quickstart: its output, its failures, and the models that it reads."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from support.example_scripts import EXAMPLES, printed, rounded
 
 
 def expected_snr(x: torch.Tensor, weight: torch.Tensor, fmt: str) -> float:
-    """dB; NVFP4 and MXFP4 of an RMSNorm, in NumPy and from the formats' definitions."""
+    """Return the SNR in dB of NVFP4 and MXFP4 after an RMSNorm, in NumPy from the formats' definitions."""
     v, w = x.double().numpy(), weight.double().numpy()
     norm = v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6) * w
     error = rounded(norm, fmt) - norm
@@ -120,7 +120,7 @@ def test_a_wrong_compiled_result_fails(
 
 @pytest.mark.slow
 def test_no_compiler_is_reported(tmp_path: Path) -> None:
-    """Inductor needs a compiler for a graph that holds more than the op."""
+    """Check the message without a compiler, for a graph with more than the op."""
     program = "import quickstart, torch; print(quickstart.compiled(lambda x: (x.sin() + 1, x), torch.ones(8)))"
     nothing = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     environment = {key: value for key, value in os.environ.items() if key not in ("CXX", "CC")} | nothing
@@ -133,7 +133,7 @@ def test_no_compiler_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
-    """A file with the tensors of a decoder's first layer, small."""
+    """Return a file with the tensors of a small decoder's first layer."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     torch.manual_seed(0)
     tensors = {

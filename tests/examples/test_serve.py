@@ -1,4 +1,4 @@
-"""Requests served in batches that change."""
+"""Tests of examples/serve.py."""
 
 import importlib
 import importlib.util
@@ -30,14 +30,14 @@ def served(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, s
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8_block"])
 def test_serve(script, capsys, scheme) -> None:
-    """More requests than a batch has; every one gets its tokens."""
+    """Serve more requests than fit into a batch; every request gets its tokens."""
     out, last = served(script, capsys, "--scheme", scheme)
     assert last == "SUCCESS: every check passed"
     assert re.search(r"3 requests, 9 new tokens", out)
 
 
 def test_a_checkpoint(script, capsys, tmp_path) -> None:
-    """The model that was saved: its bytes are those of the one with random weights."""
+    """Serve a saved model, and compare its bytes with the original's."""
     options = script.parse([*SMALL])
     model = script.random_model(options, {"activations": "auto", "device": torch.device("cpu")})
     save = importlib.import_module("torch_cute_ops.checkpoint").save
@@ -55,7 +55,7 @@ def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     out, last = served(script, capsys, "--config", str(tmp_path / "config.json"))
     assert last == "SUCCESS: every check passed"
-    # Weights have 4.5 bits, the embedding and lm_head 16. Norms, and factors of merged layers, are the rest.
+    # Weights take 4.5 bits, the embedding and lm_head 16. Norms, and factors of merged layers, are the rest.
     weights, embeddings = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 192, 2 * 96 * 128
     size = int(re.search(r"config\.json, ([\d,]+) bytes", out)[1].replace(",", ""))
     assert 0 < size - (3 * weights * 0.5625 + 2 * embeddings) < 0.05 * size
@@ -64,7 +64,7 @@ def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
 
 
 def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
-    """The least likely tokens, in place of those that were served."""
+    """Replace the first served token with the least likely one."""
     real = script.shortfall
 
     def of_others(model, prompt, output):
@@ -79,7 +79,7 @@ def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("has_psutil", [False, True])
 def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monkeypatch) -> None:
-    """Without psutil, transformers takes a CPU for one without memory; with it, there may be too little."""
+    """Check both errors: without psutil transformers sees no memory on a CPU; with it, memory may be too small."""
 
     def generate_batch(*_: object, **__: object) -> None:
         raise MemoryError("Memory footprint 100 is more than available memory 0")

@@ -1,4 +1,4 @@
-"""A decoder and experts on several ranks: two under torchrun, and four processes of this one."""
+"""Tests of examples/tensor_parallel.py: two ranks under torchrun, and four processes of this one."""
 
 import importlib
 import os
@@ -57,7 +57,7 @@ def main_of_rank(rank, world, port, main) -> None:
 
 
 def assert_said(out: str, world: int) -> None:
-    """Everything is equal, and of what is gathered each byte is that of a code or a scale."""
+    """Check that all results are equal, and that only codes and scales are gathered."""
     assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
     assert f"{world} on gloo" in out
     elements = 2 * 16 // world * 256
@@ -78,7 +78,7 @@ def test_alone_it_says_how_to_run_it(script, monkeypatch) -> None:
 
 
 def test_wrong_results_are_found(script, monkeypatch, capsys) -> None:
-    """A rank alone, whose results are taken for far off."""
+    """Run one rank, and report its results as far off."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "WORLD_SIZE": 1}
     for name, value in where.items():
         monkeypatch.setenv(name, str(value))
