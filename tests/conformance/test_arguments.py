@@ -21,7 +21,7 @@ from support.cases import (
     with_usable_backend,
 )
 from support.devices import DEVICES
-from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+from support.launch_model import Launches
 from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops.ops._define import as_tuple

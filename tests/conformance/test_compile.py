@@ -20,7 +20,6 @@ from support.cases import (
     sample_cases,
     updated,
 )
-from support.compiling import fresh_compiler  # noqa: F401  (a fixture)
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton

@@ -22,7 +22,6 @@ from support.cases import (
     updated,
 )
 from support.devices import DEVICES
-from support.launch_model import launches  # noqa: F401  (a fixture)
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 

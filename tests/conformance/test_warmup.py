@@ -9,7 +9,6 @@ import pytest
 import torch
 from samples import sample_inputs
 from support.cases import forget, get_sample, op_cases, plain_sample, properties_for, sample_cases
-from support.launch_model import launches  # noqa: F401  (a fixture)
 
 import torch_cute_ops
 from torch_cute_ops import registry
@@ -66,7 +65,7 @@ class Capture:
 
 
 @pytest.fixture
-def capture(launches, monkeypatch):  # noqa: F811
+def capture(launches, monkeypatch):
     """Return a capture on the launch model, which ``warmup`` takes for a GPU."""
     monkeypatch.setattr(_call, "forbid_in_capture", forbid_in_capture)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -91,7 +90,7 @@ def samples_by_kernel(op):
 
 
 @by_op
-def test_the_advice_of_a_capture_helps(op, capture, launches):  # noqa: F811
+def test_the_advice_of_a_capture_helps(op, capture, launches):
     """Check that a miss during capture launches and compiles nothing, and recommends a valid ``warmup`` call after
     which the same call succeeds."""
     helped = 0

@@ -33,7 +33,6 @@ from support.cases import (
     updated,
     with_usable_backend,
 )
-from support.launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import as_tuple
@@ -67,7 +66,7 @@ def run_entry(op, sample, outputs=None):
 
 
 @by_sample
-def test_result(op, name, launches):  # noqa: F811
+def test_result(op, name, launches):
     """Check the first call, which makes the launcher, and the next call, which finds it. Only inputs that the op
     updates change."""
     sample = get_sample(op, name, "cpu")
@@ -95,7 +94,7 @@ STRIDED = [
 
 
 @each_sample(STRIDED)
-def test_result_after_contiguous(op, name, launches):  # noqa: F811
+def test_result_after_contiguous(op, name, launches):
     """Check that a call with other strides is right after a call with the same shapes."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
@@ -129,7 +128,7 @@ def test_wrong_number_of_outputs(op, more, monkeypatch):
     assert [output._version for output in outputs] == versions
 
 
-def test_launchers_may_change_during_a_lookup(monkeypatch, launches):  # noqa: F811
+def test_launchers_may_change_during_a_lookup(monkeypatch, launches):
     """Change the launchers during a lookup, as another thread might."""
     op = OPS["fp4_quantize"]
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
@@ -148,7 +147,7 @@ def test_launchers_may_change_during_a_lookup(monkeypatch, launches):  # noqa: F
     assert len(launches.calls) == 4 and len(launches.compiled) == 3
 
 
-def test_overlap_with_wide_scales_is_found(launches):  # noqa: F811
+def test_overlap_with_wide_scales_is_found(launches):
     """Check that the overlap of an output and wide scales is found after a good call with the same shapes."""
     op = OPS["mm_fp8_block"]
     a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
@@ -171,7 +170,7 @@ RECODED = [
 
 
 @each_sample(RECODED)
-def test_a_recoded_weight(op, name, launches):  # noqa: F811
+def test_a_recoded_weight(op, name, launches):
     """Check that two kernels run, with the FP8 weight between them."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
@@ -181,7 +180,7 @@ def test_a_recoded_weight(op, name, launches):  # noqa: F811
     assert kernels == (["FP4ToFP8Kernel", "FP8FP4RecodedKernel"] if has_work(op, sample, want) else [])
 
 
-def test_recode_refuses_a_result_in_the_weight(launches):  # noqa: F811
+def test_recode_refuses_a_result_in_the_weight(launches):
     """Check the overlap of the result with the FP4 weight. The GEMM's own check cannot find it, because the GEMM never
     sees the FP4 weight."""
     op = OPS["mm_fp8_fp4"]
@@ -197,7 +196,7 @@ def test_recode_refuses_a_result_in_the_weight(launches):  # noqa: F811
         assert not launches.calls
 
 
-def test_result_must_not_overlap_rows(launches):  # noqa: F811
+def test_result_must_not_overlap_rows(launches):
     """Check the overlap on the first call and on later calls."""
     op = OPS["moe_finalize"]
     rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
@@ -228,7 +227,7 @@ def has_work(op, sample, want) -> bool:
 
 
 @by_form
-def test_without_gradients(op, name, launches):  # noqa: F811
+def test_without_gradients(op, name, launches):
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     require_grad(sample)
@@ -239,7 +238,7 @@ def test_without_gradients(op, name, launches):  # noqa: F811
 
 
 @each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
-def test_error(op, name, on, launches):  # noqa: F811
+def test_error(op, name, on, launches):
     """Check for the same errors as on the CPU, and for no launch, on a first call and with a launcher for the call."""
     error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
@@ -273,7 +272,7 @@ QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0
 
 
 @each_sample(QUANTISING)
-def test_copies(op, name, launches):  # noqa: F811
+def test_copies(op, name, launches):
     """Check that strided rows and residuals are copied only if the kernel cannot read them."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
@@ -284,7 +283,7 @@ def test_copies(op, name, launches):  # noqa: F811
 
 
 @each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
-def test_copies_of_residuals(op, name, launches):  # noqa: F811
+def test_copies_of_residuals(op, name, launches):
     """Check that a residual is updated in place if the kernel can do so."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
@@ -296,7 +295,7 @@ def test_copies_of_residuals(op, name, launches):  # noqa: F811
 @pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
 @pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_residual_overlapping_the_input(op, rows, columns, launches):  # noqa: F811
+def test_residual_overlapping_the_input(op, rows, columns, launches):
     """Check that the same view and disjoint columns are accepted, and that other overlaps are refused."""
     given = make_call(op, 5, 80, device="cpu")
     storage = torch.randn(10, 160, dtype=torch.bfloat16)
@@ -316,7 +315,7 @@ def test_residual_overlapping_the_input(op, rows, columns, launches):  # noqa: F
 @pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
-def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):  # noqa: F811
+def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):
     """Check rows that follow each other, and rows with other rows in between."""
     given = make_call(op, 5, 64, device="cpu")
     for spare in (0, 2):
@@ -333,7 +332,7 @@ def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, 
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
-def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
+def test_one_kernel_serves_every_number_of_rows(op, launches):
     """Check that nothing is compiled after the first call, because M is in no key. (A single row that is gated or
     quantised first uses a separate kernel.)"""
     for rows in (5, 4, 3, 2, 1, 0):
@@ -347,7 +346,7 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
-def test_launchers_are_not_confused(op, launches):  # noqa: F811
+def test_launchers_are_not_confused(op, launches):
     """Check that each sample finds its own launcher, with all other launchers present and in random order."""
     samples = list(sample_inputs(op.name, "cpu"))
     for i in torch.randperm(len(samples)).tolist():
@@ -363,7 +362,7 @@ def test_launchers_are_not_confused(op, launches):  # noqa: F811
         if isinstance(case.values[0].path, RowQuant) and ("fp4quant" in case.id or case.id == "fp4_quantize")
     ],
 )
-def test_a_format_by_another_name(op, launches):  # noqa: F811
+def test_a_format_by_another_name(op, launches):
     """Check that naming the default format of a block size reuses the kernel: nothing is compiled."""
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
     want = enter(op, copy_updated(op, sample))
@@ -373,7 +372,7 @@ def test_a_format_by_another_name(op, launches):  # noqa: F811
     assert len(launches.compiled) == 1
 
 
-def test_stride_of_a_single_row_is_ignored(launches):  # noqa: F811
+def test_stride_of_a_single_row_is_ignored(launches):
     """Check that the stride of a dimension with one element is ignored."""
     op = OPS["add_rmsnorm_fp4quant"]
     memory, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
@@ -402,7 +401,7 @@ NUMBERS = {
         if name in op.signature.names
     ],
 )
-def test_numbers_are_checked_on_later_calls(op, name, launches):  # noqa: F811
+def test_numbers_are_checked_on_later_calls(op, name, launches):
     """Check that a launcher for such calls does not bypass the checks."""
     good, bad = NUMBERS[name]
     given = make_call(op, 5, 80, device="cpu") | {name: good}

@@ -25,7 +25,6 @@ from support.cases import (
     sample_cases,
     updated,
 )
-from support.compiling import fresh_compiler  # noqa: F401  (a fixture)
 from support.strategies import KINDS, PLACES, generators, leads, placed, values
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
