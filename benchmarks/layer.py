@@ -41,7 +41,7 @@ from .runner import ASSUMED_TFLOPS, describe
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
-NOTES_OF = {"W4A8": "fp8_fp4_wgmma", "FP8": "fp8_wgmma"}
+NOTES_OF = {"W4A8": "fp8_fp4_wgmma_ss", "FP8": "fp8_wgmma"}
 """The notes on what limits a layer; those of precisions whose GEMMs are another family's."""
 
 

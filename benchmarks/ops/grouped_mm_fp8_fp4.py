@@ -20,7 +20,7 @@ from .grouped_mm_fp8 import GroupedMmFp8, counts_of
 class GroupedMmFp8Fp4(GroupedMmFp8):
     op = "grouped_mm_fp8_fp4"
     peers = fp8_fp4_gemms.PEERS
-    family = "fp8_fp4_wgmma"
+    family = "fp8_fp4_wgmma_ss"
     about = fp8_fp4_gemms.ABOUT
     settings: ClassVar = {"activations": "e4m3, 1 x 128 scales", "scale layout": "128x4", "result": "bfloat16"}
 

@@ -28,7 +28,7 @@ ROWS = {
 class MmFp8Fp4(FP8GemmBenchmark):
     op = "mm_fp8_fp4"
     peers = fp8_fp4_gemms.PEERS
-    family = "fp8_fp4_wgmma"
+    family = "fp8_fp4_wgmma_ss"
     about = fp8_fp4_gemms.ABOUT
     settings: ClassVar = {"activations": "e4m3, 1 x 128 scales", "scale layout": "128x4", "result": "bfloat16"}
 

@@ -187,8 +187,8 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
         assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
         assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
     if arch.has_wgmma:
-        assert {chosen("mm_fp8_fp4", m, block_size=32) for m in few} == {"blocks"}
-        assert {chosen("mm_fp8_fp4", m, block_size=16) for m in few} == {"registers"}
+        assert {chosen("mm_fp8_fp4", m, block_size=32) for m in few} == {"wgmma_codes"}
+        assert {chosen("mm_fp8_fp4", m, block_size=16) for m in few} == {"wgmma_rs"}
     for m in (*few, *many):
         assert chosen("mm_fp8_block", m) == ("wgmma" if arch.has_wgmma else "mma_sync")
         if arch.has_wgmma:

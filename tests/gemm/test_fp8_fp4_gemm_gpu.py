@@ -11,7 +11,7 @@ from samples.mm_fp8_fp4 import sample
 from support.tactics import backend_for, check_every_tactic, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.gemm.backends.fp8_fp4_recoded import BESIDE
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import BESIDE
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.gemm.select import target_of
@@ -34,17 +34,17 @@ def target():
 @pytest.mark.parametrize(
     ("name", "fmt", "layout", "m", "k", "epilogue"),
     [
-        ("wgmma", NVFP4, "128x4", 300, 576, True),
-        ("wgmma", MXFP4, "linear", 60, 2880, False),
-        ("wgmma", NVFP4, "linear", 76, 576, True),
-        ("wgmma", MXFP4, "128x4", 92, 2880, False),
-        ("wgmma", MXFP4, "linear", 200, 2880, True),
-        ("registers", NVFP4, "128x4", 60, 2880, True),
-        ("registers", NVFP4, "linear", 14, 576, False),
-        ("registers", NVFP4, "linear", 21, 2880, True),
-        ("blocks", MXFP4, "128x4", 60, 2880, True),
-        ("blocks", MXFP4, "linear", 14, 576, False),
-        ("blocks", MXFP4, "linear", 21, 2880, True),
+        ("wgmma_ss", NVFP4, "128x4", 300, 576, True),
+        ("wgmma_ss", MXFP4, "linear", 60, 2880, False),
+        ("wgmma_ss", NVFP4, "linear", 76, 576, True),
+        ("wgmma_ss", MXFP4, "128x4", 92, 2880, False),
+        ("wgmma_ss", MXFP4, "linear", 200, 2880, True),
+        ("wgmma_rs", NVFP4, "128x4", 60, 2880, True),
+        ("wgmma_rs", NVFP4, "linear", 14, 576, False),
+        ("wgmma_rs", NVFP4, "linear", 21, 2880, True),
+        ("wgmma_codes", MXFP4, "128x4", 60, 2880, True),
+        ("wgmma_codes", MXFP4, "linear", 14, 576, False),
+        ("wgmma_codes", MXFP4, "linear", 21, 2880, True),
         ("recode", NVFP4, "128x4", 300, 2880, True),
         ("recode", NVFP4, "linear", 60, 576, False),
         ("recode", MXFP4, "128x4", 1, 128, False),
@@ -72,7 +72,13 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
 
 @pytest.mark.parametrize(
     ("name", "fmt", "m"),
-    [("wgmma", NVFP4, 40), ("wgmma", MXFP4, 20), ("wgmma", NVFP4, 190), ("registers", NVFP4, 9), ("blocks", MXFP4, 9)],
+    [
+        ("wgmma_ss", NVFP4, 40),
+        ("wgmma_ss", MXFP4, 20),
+        ("wgmma_ss", NVFP4, 190),
+        ("wgmma_rs", NVFP4, 9),
+        ("wgmma_codes", MXFP4, 9),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_clusters_with_several_tiles(name, fmt, m, target):
@@ -138,7 +144,7 @@ def test_where_the_weight_is_recoded_changes_nothing(name, target):
     """In memory or in the GEMM, for any numbers: the same bits."""
     one = next(one for one in hard(target.device) if one.name == name)
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
-    found = dict(results(op, "wgmma", one, given, target))
+    found = dict(results(op, "wgmma_ss", one, given, target))
     ((_, recoded),) = results(op, "recode", one, given, target)
     alone = {tactic: out for tactic, out in found.items() if tactic[-1] == 1}  # who share a sum have another order
     assert alone

@@ -1,4 +1,4 @@
-"""Tiles of the FP8 GEMMs: which there are, which is chosen, and how many CTAs run."""
+"""Tiles of the FP8 GEMMs: tactics, choices, and the number of CTAs."""
 
 import dataclasses
 import math
@@ -41,53 +41,54 @@ def test_every_tactic_has_a_kernel(arch):
                         for tactic in backend.tactics(problem, m, target):
                             (kernel,) = backend.kernels(problem, tactic, arch)
                             assert kernel.config.reason_unsupported(arch) is None
-                            assert kernel.config.stages >= 2 and kernel.config.tokens == tactic[0]
+                            assert kernel.config.stages >= 2 and kernel.config.tile_m == tactic[0]
 
 
 def test_tactics_are_the_tiles():
-    """Some number of rows has each; a few rows have none that are for many."""
+    """Check that each tile is a tactic for some number of rows, and that few rows get no tile for many."""
     problem = fp8_problem()
     found = {tactic for m in (1, 64, 4096) for tactic in BACKENDS[0].tactics(problem, m, HOPPER)}
     assert found == set(wgmma_kernel.TILES)
     assert all(tactic[0] < wgmma_kernel.MANY for tactic in BACKENDS[0].tactics(problem, 8, HOPPER))
-    assert {tokens for (tokens,) in BACKENDS[1].tactics(problem, 8, HOPPER)} == set(fp8_mma.TILES)
+    assert {tile_m for (tile_m,) in BACKENDS[1].tactics(problem, 8, HOPPER)} == set(fp8_mma.TILES)
 
 
 def test_unsupported():
-    """With the reason."""
+    """Check the reasons of unsupported configurations."""
     (kernel,) = BACKENDS[0].kernels(fp8_problem(), (16, 128, 1), HOPPER.arch)
     config = kernel.config
     assert "sm_100a" in config.reason_unsupported(ARCHS["sm_100a"])
     given = {"rows": ExpertLayout(), "epilogue": Epilogue(torch.bfloat16), "arch": HOPPER.arch, "pdl": True}
-    assert wgmma_kernel.plan(tokens=48, columns=128, **given) is None
-    assert wgmma_kernel.plan(tokens=16, columns=256, **given) is None
-    assert fp8_mma.plan(tokens=48, **given) is None
-    assert "as many stages; there are 2" in dataclasses.replace(config, stages=2).reason_unsupported(HOPPER.arch)
-    pairs = wgmma_kernel.plan(tokens=128, columns=128, **given)
-    assert "5 is no multiple" in dataclasses.replace(pairs, stages=5).reason_unsupported(HOPPER.arch)
+    assert wgmma_kernel.plan(tile_m=48, tile_n=128, **given) is None
+    assert wgmma_kernel.plan(tile_m=16, tile_n=256, **given) is None
+    assert fp8_mma.plan(tile_m=48, **given) is None
+    assert "need one each; there are 2" in dataclasses.replace(config, stages=2).reason_unsupported(HOPPER.arch)
+    pairs = wgmma_kernel.plan(tile_m=128, tile_n=128, **given)
+    assert "5 stages are not a multiple" in dataclasses.replace(pairs, stages=5).reason_unsupported(HOPPER.arch)
 
 
 def test_clusters_that_run_at_once():
-    """As many as SMs have room for; of more than two CTAs, fewer."""
+    """Check that clusters fill the SMs, except for clusters of more than two CTAs."""
     assert Tile(16, 128).clusters(132) == 132
     assert Tile(16, 128, 2).clusters(132) == 66
-    assert [Tile(16, 128, splits).clusters(132) for splits in (3, 4, 5, 6, 8)] == [39, 30, 22, 18, 14]
-    assert Tile(256, 128, row_ctas=2).clusters(132) == 66
+    assert [Tile(16, 128, split_k).clusters(132) for split_k in (3, 4, 5, 6, 8)] == [39, 30, 22, 18, 14]
+    assert Tile(256, 128, cluster_m=2).clusters(132) == 66
     assert Tile(16, 128, ctas_per_sm=2).clusters(114) == 228
 
 
-@pytest.mark.parametrize("tokens", [16, 24, 32, 64, 80, 128])
+@pytest.mark.parametrize("tile_m", [16, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize("mean", [0.25, 1.0, 3.0, 16.0, 40.0, 128.0, 1000.0])
-def test_expected_tiles(mean, tokens):
-    """Within 1.5 % of the sum over the distribution's probabilities."""
+def test_expected_tiles(mean, tile_m):
+    """Compare with the sum over the distribution's probabilities, within 1.5 %."""
     rows = range(1, int(mean + 40 * math.sqrt(mean) + 40))
     probabilities = [math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in rows]
-    want = sum(p * math.ceil(count / tokens) for p, count in zip(probabilities, rows, strict=True))
-    assert expected_tiles(mean, tokens) == pytest.approx(want, rel=0.015)
+    want = sum(p * math.ceil(count / tile_m) for p, count in zip(probabilities, rows, strict=True))
+    assert expected_tiles(mean, tile_m) == pytest.approx(want, rel=0.015)
 
 
 def test_random_routing_takes_larger_tiles():
-    """Half of the experts have more rows than the mean. Where the rows of each may be padded, nothing is known."""
+    """Check the tile under random routing, where half of the experts have more rows than the mean. If rows may be padded,
+    nothing is known of their distribution."""
     packed = fp8_problem(4096, 7168, ExpertLayout(True, False), 32)
     assert choose(packed, 32 * 16, HOPPER).tactic == (32, 128, 1)
     assert choose(packed, 32 * 4, HOPPER).tactic == (16, 128, 1)
@@ -99,14 +100,18 @@ def test_random_routing_takes_larger_tiles_of_an_fp4_weight():
     given = {"rows": ExpertLayout(True, False), "experts": 32}
     choices = {m: choose(fp8_fp4_problem(MXFP4, **given), 32 * m, HOPPER) for m in (4, 8, 16)}
     found = {m: (choice.backend.name, choice.tactic) for m, choice in choices.items()}
-    assert found == {4: ("blocks", (8, 128, 1)), 8: ("blocks", (16, 128, 1)), 16: ("blocks", (24, 128, 1))}
+    assert found == {
+        4: ("wgmma_codes", (8, 128, 1)),
+        8: ("wgmma_codes", (16, 128, 1)),
+        16: ("wgmma_codes", (24, 128, 1)),
+    }
     of_nvfp4 = {m: choose(fp8_fp4_problem(**given), 32 * m, HOPPER) for m in (4, 8, 16, 64)}
     found = {m: (choice.backend.name, choice.tactic) for m, choice in of_nvfp4.items()}
     want = {
-        4: ("registers", (8, 128, 1)),
-        8: ("registers", (16, 128, 1)),
-        16: ("registers", (24, 128, 1)),
-        64: ("wgmma", (80, 128, 1)),
+        4: ("wgmma_rs", (8, 128, 1)),
+        8: ("wgmma_rs", (16, 128, 1)),
+        16: ("wgmma_rs", (24, 128, 1)),
+        64: ("wgmma_ss", (80, 128, 1)),
     }
     assert found == want
 
@@ -131,14 +136,14 @@ FASTEST = [
         },
     ),
     (fp8_problem(7168, 2048), {64: (128, 64, 1), 256: (128, 128, 1), 8192: (128, 128, 1)}),
-    (fp8_fp4_problem(n=4096, k=4096), {1: ("registers", 8, 128, 3)}),
-    (fp8_fp4_problem(n=6144, k=4096), {1: ("registers", 8, 128, 2)}),
-    (fp8_fp4_problem(n=4096, k=14336), {1: ("registers", 8, 128, 3)}),
+    (fp8_fp4_problem(n=4096, k=4096), {1: ("wgmma_rs", 8, 128, 3)}),
+    (fp8_fp4_problem(n=6144, k=4096), {1: ("wgmma_rs", 8, 128, 2)}),
+    (fp8_fp4_problem(n=4096, k=14336), {1: ("wgmma_rs", 8, 128, 3)}),
     (
         fp8_fp4_problem(n=28672, k=4096),
         {
-            1: ("registers", 8, 128, 1),
-            16: ("registers", 16, 128, 1),
+            1: ("wgmma_rs", 8, 128, 1),
+            16: ("wgmma_rs", 16, 128, 1),
             32: (32, 128, 1),
             64: (64, 128, 1),
             128: (128, 128, 1),
@@ -152,7 +157,8 @@ FASTEST = [
     (fp4_problem(10240, 5120), {1: (1, 192, 2), 8: (8, 160, 2), 16: (16, 192, 2), 32: (32, 192, 2)}),
     (fp4_problem(8192, 28672), {1: (1, 256, 3), 8: (8, 224, 3), 16: (16, 256, 0), 32: (32, 256, 0)}),
 ]
-"""Problems, and for each M the tile that was fastest on an H200, or nearly, after its backend unless that is wgmma."""
+"""For each problem and M the fastest tile on an H200, or a nearly as fast tile; after its backend, unless that is
+``wgmma``, or ``wgmma_ss`` with an FP4 weight."""
 
 FASTEST_ON_H100 = [
     (fp8_problem(4096, 4096), {1: (16, 64, 2), 16: (16, 64, 2)}),
@@ -163,12 +169,12 @@ FASTEST_ON_H100 = [
     (fp8_problem(57344, 8192), {24: (32, 64, 1), 32: (32, 64, 1)}),
     (fp8_problem(51200, 5120), {32: (32, 64, 1)}),
     (fp8_problem(7168, 2048), {1: (16, 64, 1), 16: (16, 64, 1), 64: (128, 64, 1)}),
-    (fp8_fp4_problem(n=4096, k=14336), {1: ("registers", 8, 128, 3), 32: (32, 64, 2), 64: (64, 64, 2)}),
-    (fp8_fp4_problem(n=4096, k=4096), {16: ("registers", 16, 128, 3)}),
+    (fp8_fp4_problem(n=4096, k=14336), {1: ("wgmma_rs", 8, 128, 3), 32: (32, 64, 2), 64: (64, 64, 2)}),
+    (fp8_fp4_problem(n=4096, k=4096), {16: ("wgmma_rs", 16, 128, 3)}),
     (fp8_fp4_problem(n=6144, k=4096), {32: (32, 128, 2), 64: (64, 64, 1)}),
-    (fp8_fp4_problem(n=28672, k=4096), {1: ("registers", 8, 128, 1), 32: (32, 128, 1), 64: (64, 128, 1)}),
-    (fp8_fp4_problem(MXFP4, n=4096, k=14336), {1: ("blocks", 8, 128, 3), 32: (32, 64, 2), 64: (64, 64, 2)}),
-    (fp8_fp4_problem(MXFP4, n=5120, k=5120), {1: ("blocks", 8, 128, 2), 64: (64, 64, 1)}),
+    (fp8_fp4_problem(n=28672, k=4096), {1: ("wgmma_rs", 8, 128, 1), 32: (32, 128, 1), 64: (64, 128, 1)}),
+    (fp8_fp4_problem(MXFP4, n=4096, k=14336), {1: ("wgmma_codes", 8, 128, 3), 32: (32, 64, 2), 64: (64, 64, 2)}),
+    (fp8_fp4_problem(MXFP4, n=5120, k=5120), {1: ("wgmma_codes", 8, 128, 2), 64: (64, 64, 1)}),
     (fp8_fp4_problem(MXFP4, n=4096, k=4096), {96: (96, 64, 2), 128: (128, 64, 2), 256: (128, 128, 2)}),
     (fp8_fp4_problem(n=4096, k=7168), {96: (96, 64, 2), 128: (128, 64, 2), 256: (128, 128, 2)}),
     (fp8_fp4_problem(n=6144, k=4096), {96: (96, 64, 1), 128: (128, 128, 2), 256: (256, 128, 1)}),
@@ -178,7 +184,7 @@ FASTEST_ON_H100 = [
     (fp4_problem(28672, 4096), {1: (1, 256, 1), 32: (32, 256, 1), 64: (64, 256, 1), 192: (256, 128, 0)}),
     (fp4_problem(8192, 28672), {16: (16, 256, 3), 32: (32, 256, 3), 128: (128, 128, 0), 1024: (256, 128, 1)}),
 ]
-"""The same on an H100."""
+"""The fastest tiles on an H100."""
 
 
 @pytest.mark.parametrize(
@@ -191,22 +197,23 @@ FASTEST_ON_H100 = [
     ],
 )
 def test_the_fastest_is_chosen(target, problem, m, tile):
-    """Or one that was nearly as fast."""
+    """Check the choice against the measured tiles."""
     choice = choose(problem, m, target)
-    want = tile if isinstance(tile[0], str) else ("wgmma", *tile)
+    default = "wgmma_ss" if problem.a.is_fp8 and problem.b.is_fp4 else "wgmma"
+    want = tile if isinstance(tile[0], str) else (default, *tile)
     assert (choice.backend.name, *choice.tactic) == want
 
 
 def test_few_tiles_are_shared():
-    """Where there are fewer than SMs, and only there."""
+    """Check that CTAs share tiles only if there are fewer tiles than SMs."""
     assert choose(fp8_problem(1024, 7168), 8, HOPPER).tactic[2] > 1
     assert choose(masked(32, 4096, 7168), 8, HOPPER).tactic[2] == 1
 
 
-@pytest.mark.parametrize(("problem", "m", "tokens"), [(fp8_problem(), 1, 16), (fp8_problem(), 8192, 64)])
+@pytest.mark.parametrize(("problem", "m", "tile_m"), [(fp8_problem(), 1, 16), (fp8_problem(), 8192, 64)])
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
-def test_other_gpus_use_mma_sync(arch, problem, m, tokens):
-    """Tiles of 16 rows where there are no more."""
+def test_other_gpus_use_mma_sync(arch, problem, m, tile_m):
+    """Check that few rows get tiles of 16 rows."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     choice = choose(problem, m, target)
-    assert (choice.backend.name, choice.tactic) == ("mma_sync", (tokens,))
+    assert (choice.backend.name, choice.tactic) == ("mma_sync", (tile_m,))

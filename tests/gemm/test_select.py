@@ -110,7 +110,7 @@ def test_many_rows_recode_an_fp4_weight(n, k):
     """Beside FP8 activations, where an H200 was measured to be faster so. With FP4 or 16-bit ones a weight never
     becomes FP8, which rounds NVFP4's numbers."""
     names = [select.choose(fp8_fp4_problem(NVFP4, n=n, k=k), m, HOPPER).backend.name for m in (1, 64, 512, 1024, 4096)]
-    assert names == ["registers", "wgmma", "wgmma", "recode", "recode"]
+    assert names == ["wgmma_rs", "wgmma_ss", "wgmma_ss", "recode", "recode"]
     for dtype in (None, BF16):
         problem = fp4_problem(n=n, k=k, a_dtype=dtype)
         assert not any(isinstance(backend, FP8Backend) for backend in select.candidates(problem).values())
@@ -120,9 +120,11 @@ def test_many_rows_recode_an_fp4_weight(n, k):
 def test_few_rows_scale_sums_of_an_mxfp4_weight(n, k):
     """Where an H200 was measured to be faster so."""
     problem = fp8_fp4_problem(MXFP4, n=n, k=k)
-    assert [select.choose(problem, m, HOPPER).backend.name for m in (1, 16, 64, 512)] == ["blocks"] * 2 + ["wgmma"] * 2
-    assert "registers" not in select.candidates(problem)
-    assert "blocks" not in select.candidates(fp8_fp4_problem(NVFP4, n=n, k=k))
+    assert [select.choose(problem, m, HOPPER).backend.name for m in (1, 16, 64, 512)] == ["wgmma_codes"] * 2 + [
+        "wgmma_ss"
+    ] * 2
+    assert "wgmma_rs" not in select.candidates(problem)
+    assert "wgmma_codes" not in select.candidates(fp8_fp4_problem(NVFP4, n=n, k=k))
 
 
 def test_every_reason_is_given(monkeypatch):
@@ -166,7 +168,7 @@ def test_backends_on_a_cpu(op):
     made_input = ("silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
     names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "registers", "recode")  # of NVFP4
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode")  # of NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

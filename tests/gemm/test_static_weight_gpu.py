@@ -98,7 +98,7 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
     b, written = quantise_weight(weights[0])
     if is_fp4:
         # One of the backends multiplies MXFP4 alone.
-        block_size = MXFP4_BLOCK if name == "blocks" else 16
+        block_size = MXFP4_BLOCK if name == "wgmma_codes" else 16
         quantise_weight = partial(torch_cute_ops.fp4_quantize, block_size=block_size)
         multiply = partial(torch_cute_ops.mm_fp8_fp4, block_size=block_size)
         b, written = quantise_weight(weights[0])
@@ -131,14 +131,14 @@ by_chain = pytest.mark.parametrize(
     [
         (op, name, m)
         for op in CHAINS
-        for name in ("wgmma", "blocks", "registers", "recode", "tcgen05", "mma_sync")
+        for name in ("wgmma", "wgmma_ss", "wgmma_codes", "wgmma_rs", "recode", "tcgen05", "mma_sync")
         for m in (1, 24, 100)
     ],
 )
 
 
 def chain_of(op: str, name: str, m: int, static: bool) -> tuple[Round, torch.Tensor]:
-    given = {"block_size": MXFP4_BLOCK} if (op, name) == ("mm_fp8_fp4", "blocks") else {}
+    given = {"block_size": MXFP4_BLOCK} if (op, name) == ("mm_fp8_fp4", "wgmma_codes") else {}
     reason = torch_cute_ops.backends(op, n=N, k=K, m=m, **given).get(name, "is none of its backends")
     if reason is not None:
         pytest.skip(f"{name}: {reason}")

@@ -35,10 +35,9 @@ from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
 from ptx_emulator.memory import Deadlock
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
-from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, Notes, note_words
-from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
+from torch_cute_ops.kernels.fp8_fp4_recode import NOTE_ROWS, Notes, WeightArguments, note_words
+from torch_cute_ops.kernels.fp8_fp4_wgmma_ss import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -120,7 +119,7 @@ def execute(
 
 def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """How many parts of each tile of a recoded weight are done."""
-    return notes.view(-(-n // COLUMNS), -1)[:, Notes.done(-(-k // 128))]
+    return notes.view(-(-n // NOTE_ROWS), -1)[:, Notes.done(-(-k // 128))]
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
@@ -129,11 +128,11 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
     experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
-    tiles = experts * -(-n // COLUMNS)
+    tiles = experts * -(-n // NOTE_ROWS)
     for before in case.before:
-        first = tiles // 2 if case.beside else tiles
-        given, written = written_late(fp4_to_fp8.Arguments(b, b_scale, weight, notes, first, 1), WEIGHT)
-        if not before.beside or first < tiles:
+        first = tiles // 2 if case.overlaps else tiles
+        given, written = written_late(WeightArguments(b, b_scale, weight, notes, first, 1), WEIGHT)
+        if not before.overlaps or first < tiles:
             run_kernel(before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, written_before=written)
     return weight[0].t() if is_plain else weight, notes
 
@@ -145,7 +144,7 @@ def case(fmt, scale_layout: str, layout: str, tile: tuple[int, ...], *epilogue: 
 
 def beside(*given: Any) -> FP8FP4GemmCase:
     """A case of a weight that is recoded beside the GEMM."""
-    return replace(case(*given), beside=True)
+    return replace(case(*given), overlaps=True)
 
 
 def by_blocks(*given: Any) -> FP8FP4GemmCase:

@@ -68,7 +68,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
         # What consumers take, others have given away: the producers' warpgroups, and those that decode. The kernel that
         # multiplies comes first.
         own, given = kernels[0].registers, config.registers[1:]
-        helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
+        helpers = 32 * config.decoder_warps * config.decoder_teams if isinstance(case, FP8FP4GemmCase) else 0
         producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP
         if isinstance(case, WgmmaCase):
             producers *= config.other_groups

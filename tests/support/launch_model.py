@@ -20,13 +20,12 @@ from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, input_first
-from torch_cute_ops.gemm.backends import fp8_fp4_recoded as recoded
+from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
 from torch_cute_ops.kernels import (
     fp4_experts,
     fp4_gated_experts,
     fp4_mma,
-    fp4_to_fp8,
-    fp8_fp4_recoded,
+    fp8_fp4_recode,
     fp8_wgmma,
     moe_finalize,
     moe_permute,
@@ -163,7 +162,7 @@ WRITTEN = {
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
-    "FP4ToFP8Kernel": ("weight", "notes"),
+    "RecodeWeightKernel": ("weight", "notes"),
 }
 """Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
@@ -266,7 +265,7 @@ def compute_fp8(config: Any, *args: Any) -> None:
     # The kernel goes on the assumption that experts' rows follow each other.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
     weight = call.b.t() if config.rows.is_plain else call.b
-    if isinstance(config, fp8_fp4_recoded.Config):
+    if isinstance(config, fp8_fp4_recode.Config):
         factors = exponents_of(call.b_scale, weight.shape).float().exp2()
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
@@ -281,8 +280,8 @@ def compute_fp8(config: Any, *args: Any) -> None:
 
 
 def compute_recoded_weight(config: Any, *args: Any) -> None:
-    call = fp4_to_fp8.Arguments(*args)
-    if config.beside:
+    call = fp8_fp4_recode.WeightArguments(*args)
+    if config.overlaps_gemm:
         assert call.max_ctas > 0
         return  # what it writes is written already
     weight, factors = fp8_weight(call.b.t() if config.is_plain else call.b, call.b_scale, config.fmt, config.layout)
@@ -302,10 +301,10 @@ def exponents_of(words: Any, shape: torch.Size) -> torch.Tensor:
 
 def held_exponents(words: Any, experts: int, n: int, k: int) -> torch.Tensor:
     """The exponents of K blocks as kernels hold them, int16 (E, tiles, blocks, rows of a tile)."""
-    tiles, blocks = -(-n // fp4_to_fp8.COLUMNS), -(-k // FP8_BLOCK128.block_size)
-    begin, end = fp4_to_fp8.Notes.exponents(blocks, 1), fp4_to_fp8.Notes.done(blocks)
+    tiles, blocks = -(-n // fp8_fp4_recode.NOTE_ROWS), -(-k // FP8_BLOCK128.block_size)
+    begin, end = fp8_fp4_recode.Notes.exponents(blocks, 1), fp8_fp4_recode.Notes.done(blocks)
     notes = words.data.view(experts, tiles, -1)[..., begin:end]
-    return notes.view(torch.int16).unflatten(-1, (blocks, fp4_to_fp8.COLUMNS))
+    return notes.view(torch.int16).unflatten(-1, (blocks, fp8_fp4_recode.NOTE_ROWS))
 
 
 def compute_finalize(config: Any, *args: Any) -> None:
@@ -393,11 +392,11 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4ExpertsKernel": compute_fp4_experts,
     "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,
-    "FP8FP4WgmmaKernel": compute_fp8,
-    "FP8MXFP4WgmmaKernel": compute_fp8,
-    "FP8NVFP4WgmmaKernel": compute_fp8,
-    "FP4ToFP8Kernel": compute_recoded_weight,
-    "FP8FP4RecodedKernel": compute_fp8,
+    "FP8FP4WgmmaSSKernel": compute_fp8,
+    "FP8FP4WgmmaCodesKernel": compute_fp8,
+    "FP8FP4WgmmaRSKernel": compute_fp8,
+    "RecodeWeightKernel": compute_recoded_weight,
+    "FP8FP4RecodeKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,

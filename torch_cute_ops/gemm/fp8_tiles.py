@@ -1,4 +1,4 @@
-"""Tiles of FP8 GEMMs, whose rows may belong to experts: how many a call has, and how long they take."""
+"""Cost model of FP8 GEMMs whose rows may belong to experts: number of tiles of a call, and their time."""
 
 import math
 from functools import cache
@@ -10,95 +10,98 @@ from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
-BLOCK: Final = 128
-"""Elements of k that share a scale."""
+K_TILE: Final = 128
+"""Elements of K of a step of the main loop, which share a scale."""
 
 
 class Tile(NamedTuple):
     """A tile of the result.
 
     Attributes:
-        tokens, columns: rows of ``a`` and of the weight.
-        splits: CTAs of a cluster that share it, each with a part of k.
+        tile_m, tile_n: rows of ``a`` and of the weight.
+        split_k: CTAs of a cluster that share the K of a tile.
         ctas_per_sm: CTAs that share an SM.
-        row_ctas: CTAs of a cluster, each of which has a part of the rows.
+        cluster_m: CTAs of a cluster, each of which computes an equal part of the rows.
     """
 
-    tokens: int
-    columns: int
-    splits: int = 1
+    tile_m: int
+    tile_n: int
+    split_k: int = 1
     ctas_per_sm: int = 1
-    row_ctas: int = 1
+    cluster_m: int = 1
 
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.splits * self.row_ctas
+        return self.split_k * self.cluster_m
 
     def clusters(self, sms: int) -> int:
-        """Clusters that run at once."""
+        """Return the number of clusters that run at once."""
         return cost.places(sms * self.ctas_per_sm, self.cluster) // self.cluster
 
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
-        """Tiles of a call. Where nothing is known of the rows of each expert but their sum, the expectation under
-        random routing; elsewhere as many as equally many rows for each expert take."""
+        """Return the number of tiles of a call: if only the sum of the experts' rows is known, its expectation under
+        random routing; otherwise the number for experts with equally many rows."""
         if has_random_rows(problem):
-            of_expert = expected_tiles(m / problem.experts, self.tokens)
+            of_expert = expected_tiles(m / problem.experts, self.tile_m)
         else:
-            of_expert = -(-rows_of_expert(problem, m) // self.tokens)
-        return problem.experts * of_expert * -(-problem.n // self.columns)
+            of_expert = -(-rows_of_expert(problem, m) // self.tile_m)
+        return problem.experts * of_expert * -(-problem.n // self.tile_n)
 
     def seconds(
         self,
         problem: GemmProblem,
         m: int,
         target: Target,
-        block_clocks: float,
+        k_tile_clocks: float,
         wait: float,
-        row_bytes: float = BLOCK,
+        row_bytes: float = K_TILE,
         share_clocks: float = 0.0,
         read_again: float = 0.0,
     ) -> float:
-        """Time of a call, by a model of operations, bytes and waves.
+        """Estimate the time of a call from its operations, bytes and waves.
 
         Args:
-            problem, m, target: the call.
-            block_clocks: SM clocks of a K block whose operands have arrived.
-            wait: share of a K block's transfer time that the MMAs wait for it.
-            row_bytes: bytes of a row of the weight in a K block.
-            share_clocks: to add up the partial sums of a tile, per CTA that shares it but the first.
-            read_again: share of the weight that is read from memory once more where row tiles run side by side.
+            problem, m, target: call.
+            k_tile_clocks: SM clocks of a K tile whose operands have arrived.
+            wait: share of a K tile's transfer time that the MMAs wait for it.
+            row_bytes: bytes of a row of the weight in a K tile.
+            share_clocks: clocks to add up the partial sums of a tile, for each CTA that shares it except the first.
+            read_again: share of the weight that is read from memory once more if row tiles run side by side.
         """
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
         # share the bandwidth.
         tiles = self.tiles_of(problem, m)
-        beside = min(-(-rows_of_expert(problem, m) // self.tokens), RASTER_WIDTH)
+        side_by_side = min(-(-rows_of_expert(problem, m) // self.tile_m), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)
         bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
-        reads = 1.0 if beside == 1 else 1.0 + read_again
-        from_memory = readers * self.columns / self.row_ctas * row_bytes * reads / beside / bytes_per_clock
+        reads = 1.0 if side_by_side == 1 else 1.0 + read_again
+        from_memory = readers * self.tile_n / self.cluster_m * row_bytes * reads / side_by_side / bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))
-        block = max(from_memory, block_clocks + wait * from_memory)
-        clocks = waves * problem.k / BLOCK / self.splits * block + waves * share_clocks * (self.splits - 1)
+        k_tile = max(from_memory, k_tile_clocks + wait * from_memory)
+        clocks = waves * problem.k / K_TILE / self.split_k * k_tile + waves * share_clocks * (self.split_k - 1)
         return clocks / CLOCK_HZ
 
 
 def rows_of_expert(problem: GemmProblem, m: int) -> int:
-    """Rows that an expert is assumed to have: all that it has room for, or an equal share."""
+    """Return the number of rows that an expert is assumed to own: its part of the buffer, or an equal share."""
     return m if problem.grouping.rows.is_masked else -(-m // problem.experts)
 
 
 def has_random_rows(problem: GemmProblem) -> bool:
-    """Whether nothing is known of the rows of each expert but their sum, so that random routing is assumed."""
+    """Return whether only the sum of the experts' rows is known, so that random routing is assumed."""
     layout = problem.grouping.rows
     return layout.has_offsets and not layout.has_counts
 
 
 @cache
-def expected_tiles(mean: float, tokens: int) -> float:
-    """Tiles of ``tokens`` rows that an expert with a Poisson-distributed number of rows takes on average: the sum over
-    i of ``P(rows > i · tokens)``, behind the first by the normal distribution with continuity correction."""
+def expected_tiles(mean: float, tile_m: int) -> float:
+    """Return the mean number of tiles of an expert whose number of rows is Poisson-distributed.
+
+    This is the sum over i of ``P(rows > i * tile_m)``. From the second term on, the normal distribution with continuity
+    correction approximates the probability.
+    """
     tiles = 1 - math.exp(-mean)
-    for first in range(tokens, math.ceil(mean + 6 * math.sqrt(mean)) + 1, tokens):
+    for first in range(tile_m, math.ceil(mean + 6 * math.sqrt(mean)) + 1, tile_m):
         tiles += math.erfc((first + 0.5 - mean) / math.sqrt(2 * mean)) / 2
     return tiles

@@ -12,9 +12,10 @@ from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
-from torch_cute_ops.gemm.backends.fp8_fp4_few_rows import FP8MXFP4Wgmma, FP8NVFP4Wgmma
-from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
-from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
+from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
+from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
+from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.input_first import InputFirst
@@ -36,10 +37,10 @@ BACKENDS: Final[list[Backend]] = [
     Routed(),
     RoutedGated(),
     FP8Wgmma(),
-    FP8FP4Wgmma(),
-    FP8MXFP4Wgmma(),
-    FP8NVFP4Wgmma(),
-    FP8FP4Recoded(),
+    FP8FP4WgmmaSS(),
+    FP8FP4WgmmaCodes(),
+    FP8FP4WgmmaRS(),
+    FP8FP4Recode(),
     FP8MmaSync(),
     Cublas(),
     Reference(),

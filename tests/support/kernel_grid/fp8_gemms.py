@@ -10,12 +10,11 @@ from support.epilogues import epilogues
 from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase, epilogue_id
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.kernels import (
-    fp4_to_fp8,
-    fp8_fp4_recoded,
-    fp8_fp4_wgmma,
+    fp8_fp4_recode,
+    fp8_fp4_wgmma_codes,
+    fp8_fp4_wgmma_rs,
+    fp8_fp4_wgmma_ss,
     fp8_mma,
-    fp8_mxfp4_wgmma,
-    fp8_nvfp4_wgmma,
     fp8_wgmma,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -69,8 +68,8 @@ class FP8GemmCase(KernelCase):
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
-            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
-        names = ("tokens", "columns", "splits")
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile[0], **given))
+        names = ("tile_m", "tile_n", "split_k")
         given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
@@ -88,7 +87,7 @@ class FP8FP4GemmCase(KernelCase):
     arch: str = "sm_90a"
     static_weight: bool = False
     family: str = "fp8_fp4_wgmma"
-    beside: bool = False
+    overlaps: bool = False
     prefetches: bool = False
 
     @property
@@ -99,7 +98,7 @@ class FP8FP4GemmCase(KernelCase):
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = (self.family, *hints_of(self), *["beside"] * self.beside)
+        family = (self.family, *hints_of(self), *["beside"] * self.overlaps)
         parts = (*family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
@@ -107,7 +106,7 @@ class FP8FP4GemmCase(KernelCase):
     def role(self) -> Any:
         if self.static_weight:
             return self
-        kind = (self.layout, self.beside) if self.is_recoded else self.fmt
+        kind = (self.layout, self.overlaps) if self.is_recoded else self.fmt
         return self.family, kind, self.tile, has_factors(self.epilogue), self.prefetches
 
     @property
@@ -116,21 +115,22 @@ class FP8FP4GemmCase(KernelCase):
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.is_recoded:
-            return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given, beside=self.beside))
+            config = fp8_fp4_recode.plan(**given, overlaps_recode=self.overlaps)
+            return fp8_fp4_recode.FP8FP4RecodeKernel(config)
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given["prefetches"] = self.prefetches
-        given |= dict(zip(("tokens", "columns", "splits"), self.tile, strict=True))
+        given |= dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True))
         if self.family == "fp8_fp4_wgmma":
-            return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
+            return fp8_fp4_wgmma_ss.FP8FP4WgmmaSSKernel(fp8_fp4_wgmma_ss.plan(fmt=self.fmt, **given))
         if self.family == "fp8_mxfp4_wgmma":
-            return fp8_mxfp4_wgmma.FP8MXFP4WgmmaKernel(fp8_mxfp4_wgmma.plan(**given))
-        return fp8_nvfp4_wgmma.FP8NVFP4WgmmaKernel(fp8_nvfp4_wgmma.plan(**given))
+            return fp8_fp4_wgmma_codes.FP8FP4WgmmaCodesKernel(fp8_fp4_wgmma_codes.plan(**given))
+        return fp8_fp4_wgmma_rs.FP8FP4WgmmaRSKernel(fp8_fp4_wgmma_rs.plan(**given))
 
     @property
     def before(self) -> tuple[RecodeCase, ...]:
         """What recodes the weight for it."""
         whole = RecodeCase(self.fmt, self.scale_layout, self.layout == "plain")
-        return () if not self.is_recoded else (whole, replace(whole, beside=True)) if self.beside else (whole,)
+        return () if not self.is_recoded else (whole, replace(whole, overlaps=True)) if self.overlaps else (whole,)
 
 
 @dataclass(frozen=True)
@@ -140,19 +140,22 @@ class RecodeCase(KernelCase):
     fmt: FP4Format
     scale_layout: str
     is_plain: bool
-    beside: bool = False
+    overlaps: bool = False
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        family = "fp4_to_fp8" + ("-beside" if self.beside else "")
+        family = "fp4_to_fp8" + ("-beside" if self.overlaps else "")
         return "-".join((family, self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch))
 
     @property
     def kernel(self) -> Any:
         """As the op builds it."""
         given = self.fmt, SCALE_LAYOUTS[self.scale_layout], self.is_plain
-        return fp4_to_fp8.FP4ToFP8Kernel(fp4_to_fp8.Config(*given, pdl=True, beside=self.beside))
+        from torch_cute_ops.kernels.fp8_fp4_recode.weight_kernel import RecodeWeightKernel
+
+        config = fp8_fp4_recode.WeightConfig(*given, pdl=True, overlaps_gemm=self.overlaps)
+        return RecodeWeightKernel(config)
 
 
 HAVE_SPILLED = (
@@ -164,8 +167,8 @@ HAVE_SPILLED = (
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
     """Whether the compiled part has this format of a tile of ``fp8_fp4_wgmma``."""
-    sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma.TILES})
-    of_size = [tile[2] for tile in fp8_fp4_wgmma.TILES if tile[:2] == (tokens, columns)]
+    sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
+    of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
 
 
@@ -199,14 +202,14 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True)]
     cases.append(replace(cases[0], prefetches=True))
-    for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
+    for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma_ss.TILES):
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
     if not every:
         cases = [case for case in cases if case.static_weight or has_turn(case.fmt, *case.tile)]
-    few = [(NVFP4, "fp8_nvfp4_wgmma", tile) for tile in fp8_nvfp4_wgmma.TILES]
-    few += [(MXFP4, "fp8_mxfp4_wgmma", tile) for tile in fp8_mxfp4_wgmma.TILES]
+    few = [(NVFP4, "fp8_nvfp4_wgmma", tile) for tile in fp8_fp4_wgmma_rs.TILES]
+    few += [(MXFP4, "fp8_mxfp4_wgmma", tile) for tile in fp8_fp4_wgmma_codes.TILES]
     for fmt, family, tile in few:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
@@ -214,6 +217,6 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
         one = FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded")
-        cases += [one, replace(one, beside=True)] if layout == "plain" else [one]
+        cases += [one, replace(one, overlaps=True)] if layout == "plain" else [one]
     kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), ((True, False), (True, True), (False, False)))
     return cases + [RecodeCase(fmt, scale_layout, *kind) for fmt, scale_layout, kind in kinds]

@@ -17,9 +17,9 @@ def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,
-        "tokens": tile.tokens,
-        "columns": tile.columns,
-        "splits": tile.splits,
+        "tile_m": tile.tile_m,
+        "tile_n": tile.tile_n,
+        "split_k": tile.split_k,
         "arch": arch,
         "pdl": settings.PDL,
         "static_weight": problem.static_weight,

@@ -4,7 +4,7 @@ import math
 
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend
-from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.runtime import settings
@@ -30,16 +30,16 @@ class FP8MmaSync(FP8Backend):
             # Warpgroup MMA is faster at any size, and these guesses must not compete with its measured figures.
             return math.inf
         tile = self.tile(tactic)
-        clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
+        clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
         return tile.seconds(problem, m, target, clocks, 0.0)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         (tokens,) = map(int, tactic)
         config = fp8_mma.plan(
-            rows=problem.grouping.rows, epilogue=problem.epilogue, tokens=tokens, arch=arch, pdl=settings.PDL
+            rows=problem.grouping.rows, epilogue=problem.epilogue, tile_m=tokens, arch=arch, pdl=settings.PDL
         )
         return (KernelSpec(fp8_mma.KERNEL, config),)
 
     def tile(self, tactic: Tactic) -> Tile:
         (tokens,) = map(int, tactic)
-        return Tile(tokens, fp8_mma.COLUMNS, ctas_per_sm=CTAS_PER_SM)
+        return Tile(tokens, fp8_mma.TILE_N, ctas_per_sm=CTAS_PER_SM)

@@ -3,7 +3,7 @@
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend, plan_of_tile
 from torch_cute_ops.gemm.decode import reason_no_wgmma
-from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, rows_of_expert
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.fp8_wgmma import MANY
@@ -46,7 +46,7 @@ class FP8Wgmma(FP8Backend):
         useful = [
             (tokens, columns, splits)
             for tokens, columns, splits in fp8_wgmma.TILES
-            if (rows > MANY // 4 if tokens == MANY else columns == BLOCK or problem.grouping.rows.is_plain)
+            if (rows > MANY // 4 if tokens == MANY else columns == K_TILE or problem.grouping.rows.is_plain)
             and (splits == 1 or rows <= tokens)
         ]
         # Among equal estimates the first is taken: the fewest rows, the widest tile, the fewest CTAs.
@@ -54,8 +54,8 @@ class FP8Wgmma(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
-        if tile.tokens < MANY:
-            clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens * tile.columns / BLOCK
+        if tile.tile_m < MANY:
+            clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tile_m * tile.tile_n / K_TILE
             return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS, read_again=READ_AGAIN)
         return many_rows_seconds(tile, problem, m, target)
 
@@ -69,7 +69,7 @@ class FP8Wgmma(FP8Backend):
 
 def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:
     """Time of a call in tiles of 128 rows of ``a``."""
-    clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
+    clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
     if rows_of_expert(problem, m) <= MANY // 2:
         clocks *= ONE_GROUP
     return tile.seconds(problem, m, target, clocks, WAIT)

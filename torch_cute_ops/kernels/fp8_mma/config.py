@@ -1,50 +1,44 @@
-"""Configuration of the FP8 GEMM by mma.sync: no device code."""
+"""Configuration of the FP8 GEMM by mma.sync. No device code."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from torch_cute_ops.kernels.common.core.layouts import Epilogue, first_fit
-from torch_cute_ops.kernels.common.fp8.layouts import (
-    STORE_TILE_BYTES,
-    Arguments,
-    ExpertLayout,
-)
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, STORE_TILE_BYTES, Arguments, ExpertLayout
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
-BLOCK: Final = 128
-"""Elements of k that share a scale, and of a stage."""
-COLUMNS: Final = 128
+TILE_N: Final = 128
 """Rows of ``b`` of a tile, which share a scale."""
 TILES: Final = {16: (1, 4), 64: (4, 2)}
-"""Rows of ``a`` of a tile, and how many warps divide its rows and its columns."""
+"""Rows of ``a`` of a tile: how many warps divide its rows, and how many its columns."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. N, K, R and the number of experts are not.
+    """Everything static about a kernel. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
-        epilogue: what is done to the sums.
-        tokens: rows of ``a`` of a tile: 16 or 64.
-        stages: K blocks in flight.
+        epilogue: what is done to an accumulator before it is stored.
+        tile_m: rows of ``a`` of a tile, 16 or 64.
+        stages: stages of the pipeline, a K tile each.
         pdl: whether launches are programmatic dependent launches.
     """
 
     rows: ExpertLayout
     epilogue: Epilogue
-    tokens: int
+    tile_m: int
     stages: int
     pdl: bool
     prefetches: ClassVar[bool] = False
-    """As of ``FP8TilesConfig``."""
+    """As in ``FP8GemmConfig``."""
 
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
-        down, across = TILES[self.tokens]
+        down, across = TILES[self.tile_m]
         return down * across
 
     @property
@@ -53,19 +47,19 @@ class Config:
         return 32 * self.warps
 
     @property
-    def warp_rows(self) -> int:
+    def warp_m(self) -> int:
         """Rows of ``a`` of a warp."""
-        return self.tokens // TILES[self.tokens][0]
+        return self.tile_m // TILES[self.tile_m][0]
 
     @property
-    def warp_columns(self) -> int:
+    def warp_n(self) -> int:
         """Rows of ``b`` of a warp."""
-        return COLUMNS // TILES[self.tokens][1]
+        return TILE_N // TILES[self.tile_m][1]
 
     @property
     def stage_bytes(self) -> int:
-        """A K block of both operands."""
-        return (self.tokens + COLUMNS) * BLOCK
+        """Shared memory of a K tile of both operands."""
+        return (self.tile_m + TILE_N) * K_TILE
 
     @property
     def smem_bytes(self) -> int:
@@ -73,14 +67,14 @@ class Config:
         return self.stages * self.stage_bytes + self.warps * STORE_TILE_BYTES + self.rows.table_bytes
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.tokens not in TILES:
-            return f"no tile has {self.tokens} rows of a"
+        """Reason that the kernel cannot run on ``arch``, or None."""
+        if self.tile_m not in TILES:
+            return f"no tile has tile_m={self.tile_m}"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)
 
 
-def plan(*, rows: ExpertLayout, epilogue: Epilogue, tokens: int, arch: Arch, pdl: bool) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    return first_fit((Config(rows, epilogue, tokens, stages, pdl) for stages in range(4, 1, -1)), arch)
+def plan(*, rows: ExpertLayout, epilogue: Epilogue, tile_m: int, arch: Arch, pdl: bool) -> Config | None:
+    """Return the configuration with the most stages that fit on an SM of ``arch``, or None if none fits."""
+    return first_fit((Config(rows, epilogue, tile_m, stages, pdl) for stages in range(4, 1, -1)), arch)

@@ -1,47 +1,53 @@
 """GEMMs of FP8 matrices with block scales by wgmma, plain or grouped by expert, through an epilogue. For Hopper:
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
-Roles. A CTA has a producer warp and three scale warps, which are a warpgroup together, and two consumer warpgroups.
-CTAs are persistent and take tiles in the order that ``kernels.common.experts.tiles`` describes; the copies of
-the next tile start while the one before is multiplied.
+Roles. A CTA consists of two consumer warpgroups and a third warpgroup of one producer warp and three scale-loader
+warps. CTAs are persistent and take tiles in the order of ``common.fp8.tiles``; the copies of the next tile start while
+the current tile is multiplied.
 
-1. The producer keeps a ring of stages filled. A stage is a block, 128 elements of k, of the tile's rows of ``a`` and
-   ``b``, copied in boxes with the 128-byte swizzle, with its scales and a barrier that counts bytes. The last block may
-   have 64 elements; TMA fills the rest with zeros. The producer also finds the tiles, and records in each stage which
-   one it belongs to. The scale warps take the K blocks in turn; each loads the scales of several blocks at once and
-   stores those of each in its stage: rows of ``a_scale`` begin anywhere, which bulk copies cannot do. (With one scale
-   warp, all others waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static
-   weight before the kernel before this one has ended.
-2. A consumer multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers. Tensor cores add up
-   e4m3 products with less than fp32's precision. So each block's sums are taken out, multiplied by both scales, and
-   added to the totals in fp32. The MMAs of two blocks are started together: the first block's sums are added while the
-   second's MMAs run, and the second's while those of the other consumer run. In the largest tiles a pass of the loop is
-   a whole round of the ring, so that addresses are constants. (Where power limits the clock, every instruction that is
-   left out saves time.)
-3. A consumer whose rows of the M side do not exist only frees the stages.
-4. The epilogue finishes the totals. They are stored in whole lines, only in rows that the expert has, and, with rows of
-   ``a`` on the M side, while the first MMAs of the next tile run (0.7 % faster with sixteen K blocks,
-   32,768 x 7,168 x 2,048 on an H200).
-5. Where tiles are few, the CTAs of a cluster share one, each with a part of k (``splits``), and a share of its rows of
-   ``a``. They send each other their totals of these rows (``st.async``), which a barrier of each CTA (``sent``) counts,
-   add up and store what they have received, in the order of the CTAs, and arrive at a second barrier (``read``) before
-   the next tile's totals are sent there. In swapped tiles a CTA has every ``splits``-th row. In those of 128 rows,
-   which only kernels with an FP4 weight share, each of two CTAs has the rows of one consumer; threads of the other
-   CTA send their accumulators to theirs.
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
+| partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-In tiles of 128 rows of ``a`` these are the M side. In tiles of fewer, the swapped ones, rows of ``b`` are: a weight is
-then streamed once, and the MMAs have hardly any rows that do not exist. With 64 rows of ``b`` in place of 128 each
-consumer has all of them, and half of the rows of ``a``. An element's sum is in the order of k in
-either, within a part of k; which rows are computed together changes nothing.
+1. The producer fills the stages. A stage holds a K tile of 128 elements of the tile's rows of ``a`` and ``b``, copied
+   in boxes with the 128-byte swizzle, its scales, and a barrier that counts bytes. The last K tile may have 64
+   elements; TMA fills the rest with zeros. The producer also finds the tiles, and records in each stage which tile it
+   belongs to. The scale loaders take the K tiles in turn: each loads the scales of several K tiles at once and stores
+   the scales of each in its stage. Bulk copies cannot do that, since rows of ``a_scale`` begin anywhere. (With one
+   scale loader, all other warps waited for its loads.) In tiles of few rows without experts, the producer starts to
+   copy a static weight before the previous kernel has ended.
+2. A consumer multiplies 64 rows of the M side by all of the N side, in four MMAs of 32 elements of K, into registers.
+   Tensor cores add up e4m3 products with less than fp32's precision. So the results of each K tile are multiplied by
+   both scales and added to accumulators in fp32 (promotion). The MMAs of two K tiles are started together: the results
+   of the first are promoted while the MMAs of the second run, and the results of the second while the other consumer's
+   MMAs run. In the largest tiles a pass of the loop is a whole round of the pipeline, so that addresses are constants.
+   (If power limits the clock, every instruction that is left out saves time.)
+3. A consumer whose rows of the M side do not exist only releases the stages.
+4. The epilogue finishes the accumulators. They are stored in whole lines, only in rows that the expert owns; with ``a``
+   on the M side, while the first MMAs of the next tile run (0.7 % faster on an H200, with sixteen K tiles,
+   32,768 x 7,168 x 2,048).
+5. If tiles are few, the CTAs of a cluster share one: each multiplies a part of K (``split_k``) and finishes a part of
+   the rows of ``a``. They send each other their partial sums of these rows (``st.async``), which a barrier of each CTA
+   (``sent``) counts, add up and store what they have received, in the order of the CTAs, and arrive at a second barrier
+   (``read``) before the next tile's partial sums are sent there. In swapped tiles a CTA finishes every ``split_k``-th
+   row. In tiles of 128 rows, which only kernels with an FP4 weight share, each of two CTAs finishes the rows of one
+   consumer warpgroup; threads of the other CTA send their accumulators to its threads.
 
-Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` once for each tile of columns, mostly
-from L2; the result once.
+In tiles of 128 rows of ``a``, these are the M side. In smaller, *swapped*, tiles rows of ``b`` are the M side: a weight
+is then streamed once, and the MMAs hardly multiply missing rows. With 64 instead of 128 rows of ``b``, each consumer
+multiplies all of them by half of the rows of ``a``. An element is summed in the order of K either way, within a part of
+K; which rows are computed together changes nothing.
+
+Bytes moved: ``b`` of experts that own rows, once for each row tile; ``a`` once for each column tile, mostly from L2;
+the result once.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_wgmma.config import MANY, TILES, Arguments, Config, plan, with_most_stages
+from torch_cute_ops.kernels.common.fp8.layouts import MANY, with_most_stages
+from torch_cute_ops.kernels.fp8_wgmma.config import TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel

@@ -13,7 +13,7 @@ from cutlass import Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.experts.tiles import expert_by_bisection, expert_by_votes, running_sum_of_cta
+from torch_cute_ops.kernels.common.experts.search import expert_by_bisection, expert_by_votes, running_sum_of_cta
 from torch_cute_ops.kernels.row_quant.config import TABLE_WORDS, WARP
 
 BEYOND = 2**31 - 1

@@ -38,7 +38,7 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     ExpertChoice,
     ExpertPlacement,
 )
-from torch_cute_ops.kernels.common.experts.tiles import running_sum_of_cta
+from torch_cute_ops.kernels.common.experts.search import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 NAN_KEY = 1

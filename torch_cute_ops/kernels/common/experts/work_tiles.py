@@ -28,7 +28,7 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     WARP,
     TokenListLayout,
 )
-from torch_cute_ops.kernels.common.experts.tiles import running_sum
+from torch_cute_ops.kernels.common.experts.search import running_sum
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 

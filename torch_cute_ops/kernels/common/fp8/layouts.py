@@ -1,45 +1,39 @@
-"""Layout of the lines of a result that a warp assembles in shared memory: no device code. How threads share rows that
-are quantised to FP8: no device code. Which rows of a buffer belong to which expert: no device code. Run-time arguments
-of the FP8 GEMM kernels: no device code. Sizes of kernels by wgmma with FP8 activations
-(``kernels.common.fp8.fp8_tiles_kernel``): no device code."""
+"""Host side of the FP8 shelf: sizes, layouts and arguments of FP8 kernels. No device code."""
 
 from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
+from torch_cute_ops.formats import ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
-from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M, Epilogue, PartialSums
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M, Epilogue, PartialSums, first_fit
+from torch_cute_ops.runtime.arch import Arch
 
-# row tile
-#
-# Layout of the lines of a result that a warp assembles in shared memory: no device code.
+# Lines of a result that a warp assembles in shared memory (``row_stores``)
 
 STORE_ROWS: Final = 16
 STORE_LINE: Final = 128
 """Bytes of a row."""
 STORE_PITCH: Final = STORE_LINE + 16
-"""Bytes from a row to the next; what lanes write at once is then in different banks."""
+"""Bytes from one row to the next. The padding puts the words that lanes write at once into different banks."""
 STORE_TILE_BYTES: Final = STORE_ROWS * STORE_PITCH
 
 
-# fp8 units
-#
-# How threads share rows that are quantised to FP8: no device code.
+# Rows that are quantised to FP8
 
 FP8_UNIT = 16
 """Elements that a thread processes at once: their codes fill a 16-byte store. Rows are multiples of it."""
 SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
-"""Neighbouring threads that share a block of 128 elements, and its scale."""
+"""Neighbouring threads that share a block of 128 elements and its scale."""
 
 
-# expert layout
-#
-# Which rows of a buffer belong to which expert: no device code.
+# Rows of experts
 
 TABLE_BYTES: Final = 3 * (MAX_EXPERTS + 4) * 4 + 128
-"""Bytes of the table of experts in shared memory: for each its first row, its number of rows, and the tiles of the
-experts before it; and a sum for each warp."""
+"""Bytes of the table of experts in shared memory. It holds three words for each expert (its first row, its number of
+rows, the number of tiles before its own) and one running sum for each warp."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,11 @@ class ExpertLayout:
     """How rows belong to experts.
 
     Attributes:
-        has_offsets: whether offsets are given. An expert's rows begin at its offset; they end where counts say, or
-            without counts at the next offset.
-        has_counts: whether counts are given. Without offsets each expert has an equal part of the buffer.
+        has_offsets: whether offsets are given. An expert's rows begin at its offset. They end where its count says, or
+            at the next offset if there are no counts.
+        has_counts: whether counts are given. Without offsets each expert owns an equal part of the buffer.
 
-    With neither there is one expert with all rows.
+    With neither there is one expert, which owns all rows.
     """
 
     has_offsets: bool = False
@@ -59,12 +53,12 @@ class ExpertLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one expert, which has all rows."""
+        """Whether one expert owns all rows."""
         return not (self.has_offsets or self.has_counts)
 
     @property
     def is_masked(self) -> bool:
-        """Whether each expert has an equal part of the buffer, so that tensors have three dimensions."""
+        """Whether each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property
@@ -73,161 +67,201 @@ class ExpertLayout:
         return 0 if self.is_plain else TABLE_BYTES
 
 
-# fp8 arguments
-#
-# Run-time arguments of the FP8 GEMM kernels: no device code.
-
-
 class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out prefetch max_ctas")):
-    """The run-time arguments of an FP8 GEMM, in order.
+    """Run-time arguments of an FP8 GEMM, in order.
 
-    Sizes: R rows of activations, of all experts; E experts; N rows of an expert's weight, a multiple of 8; K elements
-    of a sum, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout (``ExpertLayout.is_masked``) each expert
-    has R / E rows, and ``a``, ``a_scale`` and ``out`` have three dimensions, of which the last two are contiguous.
+    Sizes: R rows of activations, of all experts together; E experts; N rows of an expert's weight, a multiple of 8; K
+    elements of a sum, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout (``ExpertLayout.is_masked``) each
+    expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional; their last two dimensions are
+    contiguous.
 
     Attributes:
         a: (R, K) e4m3, contiguous; masked (E, R / E, K).
-        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; of grouped GEMMs (E, N, K).
+        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, N, K). Kernels with an
+            FP4 weight take its codes: (K / 2, N) or (E, N, K / 2) uint8.
         a_scale: (blocks, R) float32, any pitch between blocks; masked (blocks, E, R / E).
-        b_scale: (⌈N / 128⌉, blocks) float32; of grouped GEMMs (E, ⌈N / 128⌉, blocks).
-        offsets: (E + 1,) int32, or ``None``: as ``ExpertLayout`` says.
-        counts: (E,) int32, or ``None``.
-        alpha: (1,), (N,), (E,) or (E, N) float32, or ``None``: as ``Config.epilogue`` says.
-        bias: (N,) or (E, N), or ``None``.
-        out: (R, N), written in rows that an expert has; masked (E, R / E, N).
-        prefetch: (rows, bytes) uint8, contiguous, which ``FP8TilesConfig.prefetches`` is about; or ``None``.
-        max_ctas: how many CTAs may run at once, a number: of a GPU, not of a call; a multiple of ``Config.splits``.
+        b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
+            one of its scale layouts.
+        offsets: (E + 1,) int32, or None; ``ExpertLayout`` says which.
+        counts: (E,) int32, or None.
+        alpha: (1,), (N,), (E,) or (E, N) float32, or None; ``Epilogue.alpha`` says which.
+        bias: (N,) or (E, N), or None.
+        out: (R, N), written in rows that an expert owns; masked (E, R / E, N).
+        prefetch: (rows, bytes) uint8, contiguous, brought into L2 if ``FP8GemmConfig.prefetches``; or None.
+        max_ctas: number of CTAs that may run at once, a multiple of the cluster size; depends on the GPU alone.
     """
 
 
-# fp8 stages
-#
-# Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8.fp8_tiles_kernel``): no device code.
+# GEMMs by wgmma (``common.fp8.gemm``)
 
-BLOCK: Final = FP8_BLOCK128.block_size
-"""Elements of k of a K block, which share a scale."""
+K_TILE: Final = FP8_BLOCK128.block_size
+"""Elements of K that a step of the main loop multiplies. They share one block scale."""
 GROUPS: Final = 2
-"""Consumer warpgroups that share the rows of the M side of a tile; or, where it has 64, those of the N side."""
+"""Consumer warpgroups that share a tile: each takes 64 rows of the M side, or half of the N side if M is 64."""
+MANY: Final = 128
+"""Rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller, swapped, tiles the weight is there."""
+WIDE: Final = GROUPS * WGMMA_M
+"""Weight rows of a tile in which each consumer warpgroup multiplies its own 64."""
 SPLITS: Final = (1, 2, 3, 4, 6)
-"""Numbers of CTAs that share the k of a tile of few rows."""
+"""Numbers of CTAs that may share the K of a tile of few rows."""
 NARROW_SPLITS: Final = (1, 2)
-"""The same where the tile has half of the rows of the weight: clusters of two fill a GPU."""
+"""The same for tiles with 64 weight rows: clusters of two fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
-"""Warps that load scales: the producer's warpgroup but for the producer."""
+"""Scale-loader warps: the producer's warpgroup without the producer."""
 BARRIER_BYTES: Final = 272
-"""For three barriers of each of ten stages, two of a cluster, and two of sets that divide k: the most that any has."""
+"""Room for the most barriers that any configuration needs: three for each of ten stages, and four others."""
 RECORD_WORDS: Final = 4
-"""Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
-epilogue does not depend on it."""
+"""Words in a stage that describe its tile: first row, number of rows from there on, first column, and expert, or 0 if
+the epilogue does not depend on the expert."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
+LINE_SPAN: Final = 2
+"""K tiles of a stage whose FP4 codes are whole cache lines: 128 bytes a weight row, which is what L2 reads at once."""
+FLAG_WORDS: Final = 4
+"""Words for the flags of a K tile: one is used, in a piece of 16 bytes."""
+
+
+def unit_words(tile_n: int) -> int:
+    """Return the fp32 words in a slot that tell consumers how units change (``common.fp8.units``): two powers for each
+    weight row, and the flags."""
+    return 2 * tile_n + FLAG_WORDS
+
+
+def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
+    """Reason that no FP8 x FP4 kernel reads weight scales in this layout, or None."""
+    return None if layout.tile_rows in (0, 128) else f"a weight has no scales in the layout {layout.name}"
 
 
 @dataclass(frozen=True)
-class FP8TilesConfig:
-    """Everything static about such a kernel. N, K, R and the number of experts are not.
+class FP8GemmConfig:
+    """Everything static about an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
+
+    A *stage* of the pipeline holds ``span`` K tiles of ``a`` and of the weight, with their scales and a record of the
+    output tile that they belong to. A *slot* is the place of one K tile in the pipeline.
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
-        epilogue: what is done to the sums.
-        tokens, columns, splits: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which share its k.
-        stages: stages of the ring.
-        line: bytes of a row of the weight in a stage.
-        span: K blocks of a stage.
-        k_groups: sets of ``GROUPS`` consumer warpgroups: one, or as many as a stage has K blocks, two. Then set i takes
-            the i-th K block of every stage, and the sets' sums are added up behind a tile's last stage.
-        place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
-        scales_ahead: stages whose scales a warp loads together.
-        prefetching_tokens: most rows of ``a`` of a tile behind which something is brought into L2.
-        own_bytes: shared memory that the kernel has besides.
-        helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many
-            there are, which take the stages in turns.
-        row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
-            each.
+        epilogue: what is done to an accumulator before it is stored.
+        tile_m, tile_n: rows of ``a`` and of the weight in a CTA's output tile.
+        split_k: CTAs of a cluster that share the K of a tile.
+        stages: stages of the pipeline.
         pdl: whether launches are programmatic dependent launches.
-        static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
-            ``pdl``, in tiles of few rows without experts, whose rows are not known before the wait.
-        prefetches: whether the producer, when it has started its last copy, has something brought into L2: without
-            experts, in tiles of few rows.
-        store_bytes: shared memory in which lines of the result are assembled, or partial sums left.
+        static_weight: whether the weight was complete before the previous launch. Set only where it makes a difference
+            (``reads_ahead``).
+        prefetches: whether the producer brings memory into L2 after its last copy.
+        tiles: (tile_m, tile_n, split_k) that the kernel is built for.
+        stage_counts: numbers of stages to choose from, the largest first.
+        registers: registers per thread of consumers, of the producer's warpgroup, and of decoders if there are any.
+        in_flight: K tiles whose MMAs a consumer starts before it waits for the first.
+        slot_words: fp32 words of a slot's scales, a multiple of 4.
+        line: bytes of a weight row in a stage.
+        span: K tiles of a stage.
+        k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th K tile of each stage, and
+            the accumulators of the sets are added up after the last stage of a tile.
+        scales_ahead: stages whose scales a scale loader loads together.
+        prefetch_tile_m: largest ``tile_m`` whose producer brings memory into L2.
+        workspace_bytes: shared memory that only this kernel uses.
+        decoder_warps: warps of a team that decodes or rearranges a stage which has arrived; 0 without decoders.
+        decoder_teams: teams of decoders, which take the stages in turn.
+        cluster_m: CTAs of a cluster that share a weight tile, each for ``tile_m`` rows of ``a``.
+        unrolls: whether one pass of the main loop is a whole round of the pipeline, so that all addresses are
+            constants.
+        waits_last: whether consumers wait for the previous kernel only after their last tile, because it runs next to
+            this one.
     """
 
     rows: ExpertLayout
     epilogue: Epilogue
-    tokens: int
-    columns: int
-    splits: int
+    tile_m: int
+    tile_n: int
+    split_k: int
     stages: int
     pdl: bool
     static_weight: bool
     prefetches: bool
-    line: ClassVar[int]
-    scales_ahead: ClassVar[int]
-    prefetching_tokens: ClassVar[int]
-    own_bytes: ClassVar[int]
-    helpers: ClassVar[int]
-    row_ctas = 1
-    teams = 1
-    span = 1
-    k_groups = 1
-
-    @staticmethod
-    def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
-        """Whether the producer of such a kernel reads a static weight before the wait."""
-        return pdl and rows.is_plain and tokens <= WGMMA_M
-
-    @classmethod
-    def may_prefetch(cls, rows: ExpertLayout, tokens: int) -> bool:
-        """Whether the producer of such a kernel may have something brought into L2."""
-        return rows.is_plain and tokens <= cls.prefetching_tokens
+    tiles: ClassVar[Sequence[tuple[int, int, int]]]
+    stage_counts: ClassVar[Sequence[int]]
+    in_flight: ClassVar[Any] = 2
+    line: ClassVar[int] = K_TILE
+    span: ClassVar[int] = 1
+    k_groups: ClassVar[int] = 1
+    scales_ahead: ClassVar[Any] = 1
+    prefetch_tile_m: ClassVar[int] = 16
+    workspace_bytes: ClassVar[Any] = 0
+    decoder_warps: ClassVar[Any] = 0
+    decoder_teams: ClassVar[Any] = 1
+    cluster_m = 1
+    unrolls: ClassVar[Any] = False
+    waits_last: ClassVar[Any] = False
 
     @property
-    def waits_last(self) -> bool:
-        """Whether consumers alone wait for the kernel before this one, which runs beside it, and behind their last
-        tile."""
-        return False
+    def registers(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def slot_words(self) -> int:
+        raise NotImplementedError
+
+    @staticmethod
+    def reads_ahead(rows: ExpertLayout, tile_m: int, pdl: bool) -> bool:
+        """Return whether the producer copies a static weight before it waits for the previous kernel: with ``pdl``, in
+        tiles of few rows, without experts, since an expert's rows are unknown before the wait."""
+        return pdl and rows.is_plain and tile_m <= WGMMA_M
+
+    @classmethod
+    def may_prefetch(cls, rows: ExpertLayout, tile_m: int) -> bool:
+        """Return whether the producer may bring memory into L2: without experts, in tiles of few rows."""
+        return rows.is_plain and tile_m <= cls.prefetch_tile_m
 
     @property
     def waits_first(self) -> bool:
-        """Whether all threads wait for the kernels before this one at once."""
+        """Whether all threads wait for the previous kernel at once."""
         return self.pdl and not self.static_weight and not self.waits_last
 
     @property
-    def teams_meet(self) -> bool:
-        """Whether a stage is one team's in a round of the ring and another's in the next."""
-        return self.stages % self.teams > 0
+    def is_swapped(self) -> bool:
+        """Whether the weight is on the M side of the MMAs."""
+        return self.tile_m < MANY
 
     @property
-    def full_arrivals(self) -> int:
-        """Arrivals of helpers that make a stage full."""
-        return self.helpers * (self.teams if self.teams_meet else 1)
+    def m_parts(self) -> int:
+        """Parts of a swapped tile's rows of ``a``, one for each consumer warpgroup, if its 64 weight rows are those of
+        a single warpgroup."""
+        return WIDE // self.tile_n if self.is_swapped else 1
+
+    @property
+    def mma_n(self) -> int:
+        """N of an MMA."""
+        return self.tile_m // self.m_parts if self.is_swapped else self.tile_n
+
+    @property
+    def teams_meet(self) -> bool:
+        """Whether a stage belongs to different teams in successive rounds of the pipeline."""
+        return self.stages % self.decoder_teams > 0
+
+    @property
+    def decoded_arrivals(self) -> int:
+        """Arrivals of decoders that make a stage full."""
+        return self.decoder_warps * (self.decoder_teams if self.teams_meet else 1)
 
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.splits * self.row_ctas
+        return self.split_k * self.cluster_m
 
     @property
-    def copied_columns(self) -> int:
-        """Rows of the weight that a CTA copies."""
-        return self.columns // self.row_ctas
-
-    @property
-    def place_scales(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def store_bytes(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * (self.consumer_warps + self.teams * self.helpers) + WARPGROUP
+    def copied_n(self) -> int:
+        """Weight rows that a CTA copies."""
+        return self.tile_n // self.cluster_m
 
     @property
     def consumer_warps(self) -> int:
         """Warps that multiply."""
         return WARPGROUP // 32 * GROUPS * self.k_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * (self.consumer_warps + self.decoder_teams * self.decoder_warps) + WARPGROUP
 
     @property
     def tells_expert(self) -> bool:
@@ -236,43 +270,92 @@ class FP8TilesConfig:
 
     @property
     def sum_tile(self) -> PartialSums:
-        """The sums of a CTA that shares a tile."""
-        return PartialSums(self.tokens, self.columns)
+        """Layout of the partial sums of a CTA that shares a tile."""
+        return PartialSums(self.tile_m, self.tile_n)
 
     @property
     def received_bytes(self) -> int:
-        """Shared memory for what the CTAs of a cluster send to one of them."""
-        return self.sum_tile.received_bytes(self.splits) if self.splits > 1 else 0
+        """Shared memory for the partial sums that the CTAs of a cluster send to one of them. With ``a`` on the M side,
+        each of two CTAs finishes the rows of one consumer warpgroup, and receives that warpgroup's accumulators."""
+        if self.split_k == 1:
+            return 0
+        return self.sum_tile.received_bytes(self.split_k) if self.is_swapped else WGMMA_M * self.tile_n * 4
 
     @property
-    def box_rows(self) -> int:
-        """Rows of ``a`` of a copy, an equal part of the tile's, so that rows that do not exist need not be copied."""
-        return self.tokens // self.boxes
+    def store_bytes(self) -> int:
+        """Shared memory in which warps assemble lines of the result, or CTAs store partial sums."""
+        if self.is_swapped:
+            return self.sum_tile.size_bytes if self.split_k > 1 else 0
+        return GROUPS * 4 * STORE_TILE_BYTES
 
     @property
     def boxes(self) -> int:
-        """The most such copies of a K block."""
-        return -(-self.tokens // WGMMA_M)
+        """Largest number of copies that bring a K tile of ``a``."""
+        return -(-self.tile_m // WGMMA_M)
+
+    @property
+    def box_m(self) -> int:
+        """Rows of ``a`` in one copy. Copies divide a tile so that missing rows need not be copied."""
+        return self.tile_m // self.boxes
 
     @property
     def streams_weight(self) -> bool:
         """Whether the weight is read once, as a rule."""
-        return self.tokens < 2 * WGMMA_M
+        return self.tile_m < 2 * WGMMA_M
 
     @property
     def stage_bytes(self) -> int:
-        """The K blocks of both operands, their scales, and a record."""
-        of_blocks = self.span * (self.tokens * BLOCK + self.place_scales * 4)
-        return of_blocks + self.copied_columns * self.line + RECORD_BYTES
+        """Shared memory of a stage: both operands, their scales, and a record."""
+        of_slots = self.span * (self.tile_m * K_TILE + self.slot_words * 4)
+        return of_slots + self.copied_n * self.line + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return (
             self.stages * self.stage_bytes
-            + self.own_bytes
+            + self.workspace_bytes
             + self.store_bytes
             + self.received_bytes
             + self.rows.table_bytes
             + BARRIER_BYTES
         )
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Reason that the kernel cannot run on ``arch``, or None."""
+        if not arch.has_wgmma:
+            return f"{arch.name} has no wgmma instructions"
+        rows = self.tile_m * self.cluster_m
+        if (rows, self.tile_n, self.split_k) not in self.tiles:
+            return f"no tile has tile_m={rows}, tile_n={self.tile_n} and split_k={self.split_k}"
+        if self.stages < SCALE_WARPS:
+            return f"{SCALE_WARPS} scale loaders take stages in turn and need one each; there are {self.stages}"
+        if self.unrolls and self.stages % self.in_flight:
+            return f"{self.in_flight} K tiles are multiplied together; {self.stages} stages are not a multiple of that"
+        if self.smem_bytes > arch.smem_per_cta:
+            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=FP8GemmConfig)
+
+
+def with_most_stages(
+    kind: type[AnyConfig],
+    *,
+    rows: ExpertLayout,
+    epilogue: Epilogue,
+    tile_m: int,
+    tile_n: int,
+    split_k: int = 1,
+    arch: Arch,
+    pdl: bool,
+    static_weight: bool = False,
+    prefetches: bool = False,
+    **own: Any,
+) -> AnyConfig | None:
+    """Return the configuration of this kind with the most stages that fit on an SM of ``arch``, or None if none fits.
+    ``own``: fields that only this kind has."""
+    hints = static_weight and kind.reads_ahead(rows, tile_m, pdl), prefetches and kind.may_prefetch(rows, tile_m)
+    tile = tile_m, tile_n, split_k
+    return first_fit((kind(rows, epilogue, *tile, stages, pdl, *hints, **own) for stages in kind.stage_counts), arch)

@@ -1,0 +1,58 @@
+"""Search of the expert that owns a number, and running sums, by the threads of a warp or a CTA.
+
+Each of ``MAX_EXPERTS`` experts owns the numbers from its start, in a table in shared memory, to the next expert's
+start.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.kernels.common.core import ptx
+
+WARP = 32
+SPAN = MAX_EXPERTS // WARP  # experts of a lane in the first vote
+
+
+def running_sum(value: Int32, lane: Int32) -> Int32:
+    """Return the sum of ``value`` over this lane and the lanes below it. All lanes take part."""
+    for i in range(5):
+        above = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        value = value + ptx.select(lane >= (1 << i), above, Int32(0))
+    return value
+
+
+@cute.jit
+def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
+    """Return the sum of ``value`` over this thread and the threads below it, in ``warps`` whole warps.
+
+    All threads call this. ``sums`` is shared memory with a word for each warp. Threads may read it until the CTA
+    synchronises again.
+    """
+    lane, warp = tid % WARP, tid // WARP
+    value = running_sum(value, lane)
+    if lane == WARP - 1:
+        sums[warp] = value
+    cute.arch.sync_threads()
+    for i in range_constexpr(warps - 1):
+        value = value + ptx.select(warp > i, sums[i], Int32(0))
+    return value
+
+
+def expert_by_votes(starts: cute.Tensor, number, lane) -> Int32:
+    """Return the last expert that starts at or before ``number``, which is equal in the whole warp. Takes two loads."""
+    votes = cute.arch.vote_ballot_sync(starts[lane * SPAN] <= number)
+    span = (Int32(cute.arch.popc(votes)) - 1) * SPAN
+    within = starts[span + lane % SPAN] <= number
+    votes = cute.arch.vote_ballot_sync(within & (lane < SPAN))
+    return span + Int32(cute.arch.popc(votes)) - 1
+
+
+def expert_by_bisection(starts: cute.Tensor, number) -> Int32:
+    """Return the last expert that starts at or before a thread's own ``number``. Takes nine dependent loads."""
+    expert = Int32(0)
+    step = MAX_EXPERTS // 2
+    while step:
+        expert = ptx.select(starts[expert + step] <= number, expert + step, expert)
+        step //= 2
+    return expert

@@ -1,0 +1,496 @@
+"""Consumer warpgroups of the FP8 GEMMs by wgmma, as parts: MMAs, main loop, promotion, results.
+
+``Consumers.run`` walks over the CTA's tiles. For each it calls its *main loop*, which starts MMAs (``SmemMma``, or a
+kernel's own), promotes their results to the accumulators in fp32, and releases stages; then ``Results`` stores the
+accumulators, or exchanges partial sums with the cluster.
+
+A *promotion* says how the MMAs' result of a K tile, ``partial``, is added to the accumulators ``acc``:
+
+- ``factors``: load the factors of a lane's elements, while the MMAs run;
+- ``flags``: load flags of the stage, while the MMAs run;
+- ``prepare``: do what the flags ask for, before the stage is released;
+- ``promote``: ``acc += partial * factors``.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, TileEpilogue
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
+from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.core.partial_sums import (
+    add_accumulators,
+    reduce_received,
+    reduced_rows,
+    send_accumulators,
+    send_partial_sums,
+    store_partial_sums,
+    thread_columns,
+)
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
+from torch_cute_ops.kernels.common.fp8.gemm import Smem, Stages, WorkSchedule, k_tiles, wait_if
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, STORE_TILE_BYTES, FP8GemmConfig
+from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
+
+K_STEP = 32  # elements of K of an MMA
+
+
+class Consumer(NamedTuple):
+    """A thread of a consumer warpgroup.
+
+    Attributes:
+        tid: index of the thread among the consumers that share a tile.
+        lane, quad: index in the warp, and among the four lanes that share a row.
+        first: first of the warp's 16 rows of the M side.
+        row: first of the thread's two rows; the second is ``row + 8``.
+        token: first of the thread's rows of ``a`` in a swapped tile.
+        stores: the warp's shared memory for assembling lines.
+    """
+
+    tid: Int32
+    lane: Int32
+    quad: Int32
+    first: Int32
+    row: Int32
+    token: Int32
+    stores: cute.Pointer
+
+
+class Pending(NamedTuple):
+    """A tile whose accumulators are yet to be stored: first row, number of rows, first column, and expert."""
+
+    row: Int32
+    rows: Int32
+    column: Int32
+    expert: Int32
+
+
+# MMAs
+
+
+def tiled_mma(mma_n: int, m_source: Any) -> cute.TiledMma:
+    """Return a K step of a consumer's MMAs. Create a new one wherever ACCUMULATE is set: the DSL tracks that field per
+    scope."""
+    shape = WGMMA_M, mma_n, K_STEP
+    sources = m_source, OperandMajorMode.K, OperandMajorMode.K
+    return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
+
+
+class SmemMma:
+    """MMAs of a K tile with both operands in shared memory.
+
+    Args:
+        config: configuration of the kernel.
+        is_decoded: whether the weight is in the workspace, decoded, instead of in the stages as copied.
+    """
+
+    parts = 1  # accumulators of an element in a K tile
+
+    def __init__(self, config: FP8GemmConfig, is_decoded: bool = False):
+        self.config, self.is_decoded = config, is_decoded
+
+    def begin(self, group, smem: Smem) -> Callable:
+        """Return the function that starts a consumer's MMAs of a stage."""
+        c = self.config
+        source = warpgroup.OperandSource.SMEM
+        weight = smem.workspace if self.is_decoded else smem.b
+        m_base, n_base = (weight, smem.a) if c.is_swapped else (smem.a, weight)
+        # The second consumer multiplies the next rows of the M side, or the same rows by another part of the N side.
+        parts = c.m_parts
+        m_side = k_tiles(m_base, WGMMA_M, c.stages * GROUPS // parts)
+        n_side = k_tiles(n_base, c.mma_n, c.stages * parts)
+        mma = tiled_mma(c.mma_n, source)
+        thread = mma.get_slice(0)
+        m_operand = mma.make_fragment_A(thread.partition_A(m_side))
+        n_operand = mma.make_fragment_B(thread.partition_B(n_side))
+
+        def multiply(stage, partial) -> None:
+            mma = tiled_mma(c.mma_n, source)
+            shape = mma.partition_shape_C((WGMMA_M, c.mma_n))
+            accumulators = cute.make_tensor(partial.iterator, shape)
+            warpgroup.fence()
+            for step in range(K_TILE // K_STEP):
+                mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(
+                    mma,
+                    accumulators,
+                    m_operand[None, None, step, stage * (GROUPS // parts) + (group if parts == 1 else 0)],
+                    n_operand[None, None, step, stage * parts + (0 if parts == 1 else group)],
+                    accumulators,
+                )
+            warpgroup.commit_group()
+
+        return multiply
+
+
+# Weights in registers, in stages of several K tiles
+
+
+def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
+    """Return the activations of all slots as the B operand of MMAs whose A operand is in registers."""
+    mma = tiled_mma(config.mma_n, warpgroup.OperandSource.RMEM)
+    return mma.make_fragment_B(
+        mma.get_slice(0).partition_B(k_tiles(smem.a, config.tile_m, config.stages * config.span))
+    )
+
+
+def register_operand(words, steps: int) -> cute.Tensor:
+    """Return a lane's words of e4m3 numbers, four for each K step, as the A operand of MMAs."""
+    layout = cute.make_layout(((4, 2, 2), 1, steps), stride=((1, 4, 8), 0, 16))
+    return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
+
+
+# Promotion
+
+
+def pair(values: cute.Tensor, group: int, consumer: Consumer) -> list:
+    """Load the values of a lane's two columns in a group of eight."""
+    at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
+    words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
+    return [ptx.float_of(word) for word in words]
+
+
+def swapped_token_scales(mma_n: int, values: cute.Tensor, consumer: Consumer) -> list:
+    """Load the scales of a lane's rows of ``a``, which are columns of a swapped tile."""
+    own = cute.make_tensor(values.iterator + cute.assume(consumer.token, divby=2), values.layout)
+    return [one for group in range(mma_n // 8) for one in pair(own, group, consumer)]
+
+
+def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consumer, smem: Smem) -> list:
+    """Load the scales of a lane's rows of ``a``."""
+    scales = stages.scales(stage, smem)
+    if config.is_swapped:
+        return swapped_token_scales(config.mma_n, scales, consumer)
+    return [scales[consumer.row], scales[consumer.row + 8]]
+
+
+def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, factors: list) -> None:
+    """Add the MMAs' result of a K tile, times the factors, to the accumulators."""
+    for i in range(config.mma_n // 2):
+        which = i // 4 * 2 + i % 2 if config.is_swapped else i // 2 % 2
+        acc[i] = ptx.fma_rn(factors[which], partial[i], acc[i])
+
+
+class TokenScaled:
+    """Promotion by the scales of ``a`` alone: the weight's scales are powers of two that the epilogue applies."""
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages):
+        self.config, self.stages = config, stages
+
+    def factors(self, stage, consumer, smem) -> list:
+        return token_factors(self.config, self.stages, stage, consumer, smem)
+
+    def flags(self, stage, consumer, smem) -> None:
+        return None
+
+    def prepare(self, acc, partial, flags, stage, consumer, smem) -> None:
+        pass
+
+    def promote(self, acc, partial, factors: list) -> None:
+        promote(self.config, acc, partial, factors)
+
+
+# The main loop
+
+
+class MainLoop:
+    """Multiplies the K tiles of a tile and promotes them.
+
+    Args:
+        config: configuration of the kernel.
+        stages: pipeline.
+        promotion: promotion rule.
+        results: stores the previous tile while the first MMAs of the next run.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any):
+        self.config, self.stages, self.promotion, self.results = config, stages, promotion, results
+
+    @cute.jit
+    def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
+        """Multiply the CTA's stages of a tile, the first of which is full.
+
+        With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
+
+        Returns the next stage, and its parity.
+        """
+        c = self.config
+        count = work.end - work.begin
+        if const_expr(c.is_swapped):
+            acc.fill(0.0)
+        else:
+            if count >= c.in_flight:
+                count = count - c.in_flight
+                store = functools.partial(self.results.store_pending, acc, pending, consumer, work)
+                stage, parity = self._add_together(multiply, acc, partials, count, stage, parity, consumer, smem, store)
+            else:
+                self.results.store_pending(acc, pending, consumer, work)
+        if const_expr(c.unrolls):
+            # The rest of the round that the previous tile has begun, whole rounds, and the remainder
+            begun = cutlass.min((c.stages - stage) % c.stages, count)
+            stage, parity = self.add(multiply, acc, partials, begun, count - begun, stage, parity, consumer, smem)
+            for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
+                for place in range_constexpr(0, c.stages, c.in_flight):
+                    follow = rest + (c.stages - c.in_flight - place)
+                    _, parity = self._add_together(multiply, acc, partials, follow, place, parity, consumer, smem)
+            count = (count - begun) % c.stages
+        return self.add(multiply, acc, partials, count, 0, stage, parity, consumer, smem)
+
+    @cute.jit
+    def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
+        """Multiply ``count`` stages of a tile; ``follow`` more follow. Returns the next stage, and its parity."""
+        in_flight = self.config.in_flight
+        for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
+            stage, parity = self._add_together(multiply, acc, partials, rest + follow, stage, parity, consumer, smem)
+        for _ in cutlass.range(count % in_flight, unroll=1):
+            stage, parity = self._add_together(multiply, acc, partials[:1], follow, stage, parity, consumer, smem)
+        return stage, parity
+
+    def _add_together(
+        self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
+    ) -> tuple:
+        """Multiply as many stages as there are ``partials``, the first of which is full, and promote each while the
+        MMAs of the later ones run. ``meanwhile`` is called when all MMAs have been started. Returns the next stage, and
+        its parity.
+
+        While a consumer promotes its last K tile, the tensor cores run only the other consumer's MMAs. So everything
+        else is done before its MMAs end: factors are loaded, and the first of the stages that ``follow`` is awaited.
+        """
+        rule, reads = self.promotion, []
+        for i, partial in enumerate(partials):
+            if i > 0:
+                ptx.wait(smem.full + stage, parity)
+            multiply(stage, partial)
+            reads.append(stage)
+            stage, parity = next_stage(stage, parity, self.config.stages)
+        if meanwhile is not None:
+            meanwhile()
+        for i, partial in enumerate(partials):
+            later = len(partials) - 1 - i
+            factors = rule.factors(reads[i], consumer, smem)
+            flags = rule.flags(reads[i], consumer, smem)
+            if later == 0:
+                wait_if(follow > 0, smem.full + stage, parity)
+            warpgroup.wait_group(later)
+            rule.prepare(acc, partial, flags, reads[i], consumer, smem)
+            self.stages.release(reads[i], consumer.lane, smem)
+            rule.promote(acc, partial, factors)
+        return stage, parity
+
+
+# The consumers
+
+
+class Consumers:
+    """Two consumer warpgroups: each multiplies 64 rows of the M side by all of the N side or a part of it.
+
+    Args:
+        config: configuration of the kernel.
+        stages: pipeline.
+        mma: MMAs of a K tile.
+        loop: main loop.
+        results: what happens to finished accumulators.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
+        self.config, self.stages, self.mma, self.loop, self.results = config, stages, mma, loop, results
+
+    @cute.jit
+    def run(self, tid, work, smem):
+        c = self.config
+        group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
+        first, token = tid // 32 * 16, Int32(0)
+        if const_expr(c.m_parts > 1):
+            first, token = tid % WARPGROUP // 32 * 16, group * c.mma_n
+        base = smem.stores + cute.assume(tid // 32 * STORE_TILE_BYTES, divby=16)
+        consumer = Consumer(tid, lane, lane % 4, first, first + lane // 4, token, base)
+        multiply = self.mma.begin(group, smem)
+        size = c.mma_n // 2
+        acc = cute.make_rmem_tensor((size,), Float32)
+        partials = [cute.make_rmem_tensor((size * self.mma.parts,), Float32) for _ in range(c.in_flight)]
+        stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        pending = Pending(Int32(0), Int32(0), Int32(0), Int32(0))  # none: no rows
+        self.results.meet_cluster()
+        for number in range(work.first, work.num_tiles, work.num_clusters):
+            row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
+            exists = True if const_expr(c.is_swapped) else rows > group * WGMMA_M
+            is_last = number + work.num_clusters >= work.num_tiles
+            if exists:
+                # In swapped tiles, alpha and bias are loaded before the MMAs, which hide the latency.
+                finish = self.results.finish(column, expert, consumer, work) if const_expr(c.is_swapped) else None
+                stage, parity = self.loop.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
+                if const_expr(not c.is_swapped):
+                    if const_expr(c.split_k > 1):
+                        # The other CTA stores the rows of the other warpgroup.
+                        rows = ptx.select(work.rank == group, rows, Int32(0))
+                    pending = Pending(row, rows, column, expert)
+                elif const_expr(c.split_k > 1):
+                    self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
+                else:
+                    before = consumer.token
+                    store_columns(acc, work.out, row + before, rows - before, column + consumer.first, lane, finish)
+            else:
+                # None of the warpgroup's rows exists.
+                for _ in cutlass.range(work.end - work.begin, unroll=1):
+                    ptx.wait(smem.full + stage, parity)
+                    self.stages.release(stage, lane, smem)
+                    stage, parity = next_stage(stage, parity, c.stages)
+            if const_expr(c.split_k > 1):
+                if const_expr(not c.is_swapped):
+                    self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
+                turn = turn ^ 1
+        if const_expr(not c.is_swapped):
+            self.results.store_pending(acc, pending, consumer, work)
+        if const_expr(c.pdl):
+            if const_expr(c.waits_last):
+                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+
+# Results
+
+
+class GemmEpilogue:
+    """The epilogue of ``FP8GemmConfig``: alpha, bias and rounding."""
+
+    def __init__(self, config: FP8GemmConfig):
+        self.config, self.ops = config, EpilogueOps(config.epilogue)
+
+    def of_tile(self, expert, work) -> TileEpilogue:
+        """Return the epilogue of a tile."""
+        return self.ops.of_tile(work.alpha, work.bias, work.n, None if self.config.rows.is_plain else expert)
+
+
+class Results:
+    """What consumers do with finished accumulators: store them, or exchange partial sums with the cluster first.
+
+    Args:
+        config: configuration of the kernel.
+        stages: pipeline.
+        schedule: work schedule.
+        epilogue: gives the epilogue of a tile.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, epilogue: Any):
+        self.config, self.stages, self.schedule, self.epilogue = config, stages, schedule, epilogue
+
+    @cute.jit
+    def await_tile(self, number, stage, parity, lane, work, smem):
+        """Wait for the first stage of a tile. Return the tile's first row, its number of rows, its first column, and
+        its expert.
+
+        They are read from the record of the stage, because finding a tile takes some 1,000 clocks. But under split-K a
+        CTA may have no K tile of the output tile, and so no record.
+        """
+        if const_expr(self.config.split_k == 1):
+            ptx.wait(smem.full + stage, parity)
+            row, rows, column, expert = (Int32(word) for word in load_words(self.stages.record(stage, smem)))
+        else:
+            expert, row, rows, column = self.schedule.find(number, lane, work, smem)
+            if work.begin < work.end:
+                ptx.wait(smem.full + stage, parity)
+        return row, rows, column, expert
+
+    def meet_cluster(self) -> None:
+        """Wait until the barriers of all CTAs that share this CTA's tiles are initialised."""
+        if self.config.split_k > 1:
+            cute.arch.cluster_wait()
+
+    def finish(self, column, expert, consumer: Consumer, work):
+        """Return the functions that finish a thread's accumulators of a swapped tile: one for each of its two columns,
+        or under split-K one for the columns of ``thread_columns``."""
+        c, epilogue = self.config, self.epilogue.of_tile(expert, work)
+        if c.split_k > 1:
+            return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
+        return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
+
+    def store_pending(self, acc, pending: Pending, consumer: Consumer, work) -> None:
+        """Store the accumulators of the pending tile, and clear them."""
+        store_rows(
+            acc,
+            work.out,
+            consumer.stores,
+            pending.row + consumer.first,
+            pending.rows - consumer.first,
+            pending.column,
+            consumer.lane,
+            self.epilogue.of_tile(pending.expert, work),
+        )
+        acc.fill(0.0)
+
+    @cute.jit
+    def add_up(self, acc, finish, row, rows, column, turn, is_last, consumer, work, smem):
+        """Add up the partial sums of a swapped tile over the CTAs that share it, in the order of K, finish and store
+        them.
+
+        The CTAs send each other the partial sums of rows and columns that exist. A CTA may end as soon as it has
+        received all that it waits for: no CTA sends to it, or arrives at its barriers, after that.
+
+        Args:
+            turn: parity of the tile's number among the CTA's tiles.
+            is_last: whether this is the CTA's last tile.
+        """
+        c, threads = self.config, GROUPS * WARPGROUP
+        # All CTAs have read the previous tile's sums. (Waiting for parity 1 passes a barrier that was never used.)
+        ptx.wait(smem.read, turn ^ 1)
+        tokens, columns = cutlass.min(rows, Int32(c.tile_m)), cutlass.min(work.n - column, Int32(c.tile_n))
+        own = reduced_rows(c.sum_tile, c.split_k, work.rank, tokens)
+        if consumer.tid == 0:
+            # Sums of other CTAs may arrive before this.
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, own * columns * (c.split_k * 4))
+        self._leave(acc, consumer, smem)
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        tile = c.sum_tile, c.split_k, threads
+        send_partial_sums(*tile, smem.stores, smem.received, smem.sent, work.rank, consumer.tid, tokens, columns)
+        ptx.wait(smem.sent, turn)
+        first = work.out.iterator + cute.assume(Int64(row) * work.n, divby=8)
+        out = cute.make_tensor(first, cute.make_layout((rows, work.n), stride=(work.n, 1)))
+        reduce_received(*tile, finish, out, smem.received, work.rank, consumer.tid, own, Int32(0), column)
+        self._tell_read(is_last, consumer, smem)
+
+    @cute.jit
+    def exchange(self, acc, exists, group, turn, is_last, consumer, work, smem):
+        """Exchange the partial sums of a tile with ``a`` on the M side, which two CTAs share: CTA i adds up both CTAs'
+        accumulators of consumer warpgroup i, if any row ``exists``, and sends the other warpgroup's.
+
+        All warps arrive at ``read``, also warps that have read nothing. Otherwise a late warp might find the barrier
+        two phases on, and wait for the next. ``turn``, ``is_last``: as in ``add_up``.
+        """
+        c, tid = self.config, consumer.tid % WARPGROUP
+        ptx.wait(smem.read, turn ^ 1)
+        if group == work.rank:
+            if tid == 0:
+                # Accumulators of the other CTA may arrive before this.
+                size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, size)
+            # Also if nothing is sent: every phase of a barrier is awaited.
+            ptx.wait(smem.sent, turn)
+            if exists:
+                add_accumulators(acc, smem.received, tid)
+        elif exists:
+            send_accumulators(acc, smem.received, smem.sent, work.rank ^ 1, tid)
+        self._tell_read(is_last, consumer, smem)
+
+    def _leave(self, acc, consumer: Consumer, smem: Smem) -> None:
+        """Store the partial sums of a consumer's rows of ``a`` in this CTA's shared memory."""
+        c = self.config
+        of_part = replace(c.sum_tile, tile_m=c.mma_n)
+        base = smem.stores + cute.assume(consumer.token * (4 * of_part.pitch), divby=16)
+        store_partial_sums(of_part, acc, base, consumer.row, consumer.quad)
+
+    @cute.jit
+    def _tell_read(self, is_last, consumer, smem):
+        """Tell all CTAs that share the tile that a warp has read what they sent, unless this is the last tile."""
+        if not is_last:
+            # The next sums replace those that were read.
+            fence_async()
+            cute.arch.sync_warp()
+            ptx.arrive_at_if(smem.read, consumer.lane, Uint32(consumer.lane < self.config.split_k))

@@ -1,0 +1,518 @@
+"""FP8 GEMM by wgmma: the device code that all its kernels share, as parts.
+
+A CTA consists of two or four consumer warpgroups, a warpgroup of one producer warp and three scale-loader warps, and
+possibly decoder warps. ``FP8Gemm.kernel`` says which warp runs which part:
+
+- ``Producer`` copies ``a`` and the weight into the stages of the pipeline, and records each stage's tile;
+- ``ScaleLoader`` loads scales and stores them in the stages, in the form that its *scale source* defines;
+- ``Decoders``, if any, decode or rearrange stages that have arrived, as their *decoder* defines;
+- the *consumers* multiply, promote and store (``common.fp8.consumers``, or a kernel's own).
+
+A kernel is an ``FP8Gemm`` with its parts:
+
+- weight source: ``arguments``, ``views``, ``layout``, ``stages``, ``await_rows`` (``common.fp8.weights``);
+- scale source: ``begin``, ``load``, ``store``;
+- decoder: ``begin``, ``complete``, ``tell``;
+- consumers: ``run``.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
+from torch_cute_ops.kernels.common.core.memory import prefetch, prefetch_argument, store_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
+from torch_cute_ops.kernels.common.fp8.layouts import (
+    GROUPS,
+    K_TILE,
+    RECORD_BYTES,
+    RECORD_WORDS,
+    SCALE_WARPS,
+    Arguments,
+    FP8GemmConfig,
+)
+from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
+
+SLEEP: Final = 200  # nanoseconds between polls of a scale loader that waits for a stage
+
+
+class Work(NamedTuple):
+    """Work of a CTA, with the operands.
+
+    Attributes:
+        m, n: sizes of the result, of all experts together.
+        k_stages: stages that cover K, ``FP8GemmConfig.span`` K tiles each. The last may hold fewer K tiles, and its
+            last K tile may be half of one.
+        width: bytes of a row of the weight.
+        begin, end: range of these stages that the CTA multiplies: all, or its part under split-K.
+        first, num_clusters, num_tiles: first tile of the CTA's cluster; number of clusters, and so the step to its next
+            tile; number of all tiles.
+        rank: rank of the CTA in its cluster.
+        m_rank: which ``tile_m`` rows of a cluster's tile belong to the CTA.
+        a_scale, b_scale: scales of all experts.
+        alpha, bias: operands of the epilogue, or None.
+        out: result.
+        prefetch: memory that is brought into L2, or None.
+    """
+
+    m: Int32
+    n: Int32
+    k_stages: Int32
+    width: Int32
+    begin: Int32
+    end: Int32
+    first: Int32
+    rank: Int32
+    m_rank: Int32
+    num_tiles: Int32
+    num_clusters: Int32
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    out: cute.Tensor
+    prefetch: cute.Tensor | None
+
+
+class Smem(NamedTuple):
+    """Shared memory of a CTA.
+
+    Attributes:
+        a, b: stages of ``a`` and of the weight as it is copied.
+        scales, records: scales and tile records of the stages.
+        workspace: memory that only this kernel uses: a decoded weight, or accumulators that warpgroups exchange.
+        stores: memory in which warps assemble lines of the result, or leave partial sums.
+        received: partial sums that CTAs of the cluster have sent.
+        table: table of experts.
+        copied, full, empty: barriers of the stages. A stage is ``copied`` when copies and scales have arrived, and
+            ``full`` when it can be multiplied: after the decoders, or at once if there are none.
+        sent, read: barriers of a cluster's partial sums: all have arrived here; all CTAs have read theirs.
+        k_full, k_empty: barriers of the accumulators that consumers of the second K group leave to the first.
+    """
+
+    a: cute.Pointer
+    b: cute.Pointer
+    scales: cute.Pointer
+    records: cute.Pointer
+    workspace: cute.Pointer
+    stores: cute.Pointer
+    received: cute.Pointer
+    table: cute.Pointer
+    full: cute.Pointer
+    copied: cute.Pointer
+    empty: cute.Pointer
+    sent: cute.Pointer
+    read: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+
+
+def k_tiles_layout(rows: int, count: int):
+    """Return the layout of K tiles in shared memory: (rows, ``K_TILE``, count), with the 128-byte swizzle."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+    return cute.tile_to_shape(atom, (rows, K_TILE, count), order=(0, 1, 2))
+
+
+def k_tiles(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
+    """View shared memory as ``count`` K tiles of ``rows`` rows."""
+    layout = k_tiles_layout(rows, count)
+    return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+
+def arrive(barrier, lane) -> None:
+    """Arrive at a barrier of this CTA as a warp, after all loads and stores of its lanes."""
+    cute.arch.sync_warp()
+    ptx.arrive_if(barrier, Uint32(lane == 0))
+
+
+class Stages:
+    """The pipeline: shared memory, and the barriers of its stages."""
+
+    def __init__(self, config: FP8GemmConfig):
+        self.config = config
+
+    def allocate(self) -> Smem:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        b = base + c.stages * c.span * c.tile_m * K_TILE
+        workspace = b + c.stages * c.copied_n * c.line
+        scales = workspace + c.workspace_bytes
+        records = scales + c.stages * c.span * c.slot_words * 4
+        stores = records + c.stages * RECORD_BYTES
+        received = stores + c.store_bytes
+        table = received + c.received_bytes
+        barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
+        return Smem(
+            a=base,
+            b=b,
+            scales=cute.recast_ptr(scales, dtype=Float32),
+            records=cute.recast_ptr(records, dtype=Uint32),
+            workspace=workspace,
+            stores=stores,
+            received=received,
+            table=table,
+            full=barriers,
+            copied=barriers + (2 * c.stages + 2 if const_expr(c.decoder_warps) else 0),
+            empty=barriers + c.stages,
+            sent=barriers + 2 * c.stages,
+            read=barriers + 2 * c.stages + 1,
+            k_full=barriers + 3 * c.stages + 2,
+            k_empty=barriers + 3 * c.stages + 3,
+        )
+
+    def initialise(self, smem: Smem) -> None:
+        """Initialise all barriers, as one thread. The package docstrings tabulate these counts."""
+        c = self.config
+        for i in range(c.stages):
+            cute.arch.mbarrier_init(smem.copied + i, 2)  # the producer's copies, and the scale loader
+            if c.decoder_warps:
+                cute.arch.mbarrier_init(smem.full + i, c.decoded_arrivals)
+            cute.arch.mbarrier_init(smem.empty + i, c.consumer_warps * c.cluster_m)
+        if c.split_k > 1:
+            cute.arch.mbarrier_init(smem.sent, 1)
+            cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.split_k)
+        if c.k_groups > 1:
+            cute.arch.mbarrier_init(smem.k_full, 4 * GROUPS)
+            cute.arch.mbarrier_init(smem.k_empty, 4 * GROUPS)
+
+    def release(self, stage, lane, smem: Smem) -> None:
+        """Mark a stage as empty for this warp, all of whose lanes have read it."""
+        cluster_m = self.config.cluster_m
+        if cluster_m > 1:
+            cute.arch.sync_warp()
+            ptx.arrive_at_if(smem.empty + stage, lane, Uint32(lane < cluster_m), tells=False)
+        else:
+            arrive(smem.empty + stage, lane)
+
+    def scales(self, slot, smem: Smem) -> cute.Tensor:
+        """Return the fp32 words of a slot: scales of the rows of ``a``, then words that the scale source defines."""
+        start = cute.assume(Int32(slot) * self.config.slot_words, divby=4)
+        return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.slot_words))
+
+    def words(self, slot, at, count: int, smem: Smem) -> cute.Tensor:
+        """Return ``count`` words of a slot from word ``at`` on."""
+        start = self.scales(slot, smem).iterator + cute.assume(at, divby=count)
+        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
+
+    def record(self, stage, smem: Smem) -> cute.Tensor:
+        """Return the words of a stage that describe its tile (``RECORD_WORDS``)."""
+        start = cute.assume(Int32(stage) * RECORD_WORDS, divby=4)
+        return cute.make_tensor(smem.records + start, cute.make_layout(RECORD_WORDS))
+
+
+class WorkSchedule:
+    """Assigns tiles, and ranges of K, to CTAs: persistent clusters take tiles in turn."""
+
+    def __init__(self, config: FP8GemmConfig, weight: Any, raster: int = RASTER_WIDTH):
+        self.config = config
+        self.tiles = ExpertTiles(config.rows, config.tile_m * config.cluster_m, config.tile_n, weight, raster)
+
+    def find(self, number, lane, work: Work, smem: Smem) -> Tile:
+        """Return this CTA's part of the ``number``-th tile."""
+        expert, row, rows, column = self.tiles.find(number, work.m, work.n, smem.table, lane)
+        before = work.m_rank * self.config.tile_m
+        return Tile(expert, row + before, rows - before, column)
+
+
+class FP8Gemm:
+    """A GEMM made of these parts.
+
+    Args:
+        config: configuration of the kernel.
+        schedule: work schedule, which knows the weight source.
+        scales: scale source.
+        consumers: consumer warps.
+        decoder: decoder, or None.
+    """
+
+    def __init__(self, config: FP8GemmConfig, schedule: WorkSchedule, scales: Any, consumers: Any, decoder: Any = None):
+        self.config, self.schedule, self.weight = config, schedule, schedule.tiles.weight
+        self.stages = Stages(config)
+        self.producer = Producer(config, self.stages, schedule)
+        self.scale_loader = ScaleLoader(config, self.stages, schedule, scales)
+        self.decoders = Decoders(config, decoder)
+        self.consumers = consumers
+
+    def arguments(self) -> Arguments:
+        given = self.schedule.tiles.arguments(EpilogueOps(self.config.epilogue))
+        return given._replace(prefetch=prefetch_argument()) if self.config.prefetches else given
+
+    def launch(self, given: Arguments, stream) -> None:
+        """Launch the kernel: persistent CTAs, in clusters."""
+        c = self.config
+        view = self.schedule.tiles.views(given)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        layout = cute.select(k_tiles_layout(c.box_m, 1), [0, 1])
+        a_map = cpasync.make_tiled_tma_atom(load, view.a, layout, (c.box_m, K_TILE))
+        b_map = cpasync.make_tiled_tma_atom(load, view.b, self.weight.layout(1), (c.copied_n, c.line, 1))
+        scales, rows = (view.a_scale, view.b_scale), (given.offsets, given.counts)
+        terms = given.alpha, given.bias
+        self.kernel(a_map, b_map, scales, rows, terms, view.out, given.prefetch, view.space).launch(
+            grid=[self.schedule.tiles.ctas(given, c.cluster), 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, a_map, b_map, scales, rows, terms, out, prefetch, space):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        smem = self.stages.allocate()
+        if tid == 0:
+            self.stages.initialise(smem)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.waits_first):
+            cute.arch.griddepcontrol_wait()
+        if const_expr(c.cluster_m > 1):
+            # The barriers of all CTAs are initialised before any is used.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        elif const_expr(c.split_k > 1):
+            # Consumers wait before they send partial sums.
+            cute.arch.cluster_arrive_relaxed()
+        m, n = out.shape
+        self.schedule.tiles.prepare(*rows, b_map[1].shape[2], space, smem.table, tid, c.threads)
+        k_stages = cute.ceil_div(scales[0].shape[0], c.span)
+        work = Work(
+            m=m,
+            n=n,
+            k_stages=k_stages,
+            width=b_map[1].shape[1],
+            begin=cta % c.split_k * k_stages // c.split_k,
+            end=(cta % c.split_k + 1) * k_stages // c.split_k,
+            first=cta // c.cluster,
+            rank=cta % c.cluster,
+            m_rank=cta % c.cluster_m,
+            num_tiles=self.schedule.tiles.count(m, n, smem.table),
+            num_clusters=ctas // c.cluster,
+            a_scale=scales[0],
+            b_scale=scales[1],
+            alpha=terms[0],
+            bias=terms[1],
+            out=out,
+            prefetch=prefetch,
+        )
+        if warp >= c.consumer_warps:
+            if warp <= c.consumer_warps + SCALE_WARPS:
+                cute.arch.setmaxregister_decrease(c.registers[1])
+                if warp == c.consumer_warps:
+                    self.producer.run(a_map, b_map, tid % 32, work, smem)
+                else:
+                    self._wait_if_static()
+                    self.scale_loader.run(warp - (c.consumer_warps + 1), tid % 32, work, smem)
+            elif const_expr(c.decoder_warps):
+                cute.arch.setmaxregister_decrease(c.registers[2])
+                decoder = warp - (c.consumer_warps + 1 + SCALE_WARPS)
+                self.decoders.run(decoder // c.decoder_warps, decoder % c.decoder_warps, tid % 32, work, smem)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self._wait_if_static()
+            self.consumers.run(tid, work, smem)
+        if const_expr(c.cluster_m > 1):
+            # No CTA may end while another still uses its shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _wait_if_static(self) -> None:
+        """Wait for the previous kernels, unless the whole CTA has. Decoders need no wait: they access only shared
+        memory."""
+        if self.config.static_weight:
+            cute.arch.griddepcontrol_wait()
+
+
+class Producer:
+    """The producer warp: copies every stage of the CTA's tiles, in order.
+
+    The first tile's stages of a static weight, as many as the pipeline has, are copied before the previous kernel has
+    ended (``core.pipeline``). Their barriers also expect the activations, which are copied afterwards. After the last
+    copy the producer may bring its share of a later launch's operands into L2.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule):
+        self.config, self.stages, self.schedule, self.weight = config, stages, schedule, schedule.tiles.weight
+
+    @cute.jit
+    def run(self, a_map, b_map, lane, work, smem):
+        c = self.config
+        a_stages = cute.group_modes(k_tiles(smem.a, c.box_m, c.stages * c.span * c.boxes), 0, 2)
+        b_stages = cute.group_modes(self.weight.stages(c.stages, smem), 0, 2)
+        one = cute.make_layout(1)
+        policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
+        # With parity 1, a stage that was never used counts as empty.
+        stage, parity = Int32(0), Int32(1)
+        ahead = Int32(0)  # stages whose weight is already being copied
+        for number in range(work.first, work.num_tiles, work.num_clusters):
+            expert, row, rows, column = self.schedule.find(number, lane, work, smem)
+            self.weight.await_rows(expert, column, work)
+            # Rows begin anywhere.
+            tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_m, K_TILE), (None, None))
+            a_to, a_from = cpasync.tma_partition(a_map[0], 0, one, a_stages, cute.group_modes(tiled, 0, 2))
+            place = column // c.copied_n + work.m_rank
+            tiled = cute.local_tile(b_map[1], (c.copied_n, c.line, 1), (place, None, expert))
+            b_to, b_from = cpasync.tma_partition(b_map[0], 0, one, b_stages, cute.group_modes(tiled, 0, 3))
+            boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_m), Int32(c.boxes)), Int32(0))
+            size = c.copied_n * c.line + boxes * (c.span * c.box_m * K_TILE)
+            record = row, rows, column, expert if const_expr(c.tells_expert) else 0
+            if const_expr(c.static_weight):
+                if number == work.first:
+                    ahead = cutlass.min(work.end - work.begin, Int32(c.stages))
+                    for i in cutlass.range(ahead, unroll=1):
+                        self._expect(record, size, i, smem)
+                        source, to = b_from[None, work.begin + i], b_to[None, i]
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copied + i, **policy)
+                    cute.arch.griddepcontrol_wait()
+            for k_stage in cutlass.range(work.begin, work.end, unroll=1):
+                if const_expr(c.static_weight):
+                    if ahead > 0:
+                        ahead -= 1
+                    else:
+                        ptx.wait(smem.empty + stage, parity)
+                        self._expect(record, size, stage, smem)
+                        source, to = b_from[None, k_stage], b_to[None, stage]
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copied + stage, **policy)
+                else:
+                    ptx.wait(smem.empty + stage, parity)
+                    self._expect(record, size, stage, smem)
+                barrier = smem.copied + stage
+                for i in range_constexpr(c.span):
+                    for box in range_constexpr(c.boxes):
+                        if box < boxes:
+                            to = a_to[None, (stage * c.span + i) * c.boxes + box]
+                            cute.copy(a_map[0], a_from[None, box, k_stage * c.span + i], to, tma_bar_ptr=barrier)
+                if const_expr(not c.static_weight):
+                    source, to = b_from[None, k_stage], b_to[None, stage]
+                    cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
+                stage, parity = next_stage(stage, parity, c.stages)
+        if const_expr(c.prefetches):
+            prefetch(work.prefetch, work.first * c.cluster + work.rank, work.num_clusters * c.cluster)
+
+    def _expect(self, record: tuple, size, stage, smem) -> None:
+        """Store a stage's record, and make its barrier expect ``size`` bytes."""
+        barrier = smem.copied + stage
+        with cute.arch.elect_one():
+            store_words([Uint32(word) for word in record], self.stages.record(stage, smem))
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+
+class ScaleLoader:
+    """The scale-loader warps: each loads the scales of every ``SCALE_WARPS``-th stage.
+
+    A load takes as long as the MMAs of several stages, so a warp keeps the loads of several of its stages in flight.
+    The pipeline has at least as many stages as there are scale loaders. So a warp's previous stage was at most one
+    round ago, and a stage that it waits for cannot seem empty because the warp is two rounds late.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, scales: Any):
+        self.config, self.stages, self.schedule, self.scales = config, stages, schedule, scales
+        self.weight = schedule.tiles.weight
+
+    @cute.jit
+    def run(self, own, lane, work, smem):
+        """Run scale loader ``own`` of ``SCALE_WARPS``."""
+        c = self.config
+        before = Int32(0)  # stages of earlier tiles
+        for number in range(work.first, work.num_tiles, work.num_clusters):
+            tile = self.schedule.find(number, lane, work, smem)
+            self.weight.await_rows(tile.expert, tile.column, work)
+            begun = self.scales.begin(tile, lane, work)
+            start = work.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
+            for first in cutlass.range(start, work.end, SCALE_WARPS * c.scales_ahead, unroll=1):
+                loaded = []
+                for i in range_constexpr(c.scales_ahead):
+                    k_stage = cutlass.min(first + i * SCALE_WARPS, work.end - 1)
+                    loaded.append(self.scales.load(k_stage, tile, lane, work))
+                for i in range_constexpr(c.scales_ahead):
+                    if first + i * SCALE_WARPS < work.end:
+                        turn = before + (first + i * SCALE_WARPS - work.begin)
+                        stage = turn % c.stages
+                        ptx.wait(smem.empty + stage, turn // c.stages % 2 ^ 1, SLEEP)
+                        is_last = first + i * SCALE_WARPS + 1 == work.end
+                        self.scales.store(loaded[i], begun, is_last, stage, lane, work, smem)
+                        arrive(smem.copied + stage, lane)
+            before += work.end - work.begin
+
+
+class Decoders:
+    """The decoder warps: teams that take in turn the stages that have arrived."""
+
+    def __init__(self, config: FP8GemmConfig, decoder: Any):
+        self.config, self.decoder = config, decoder
+
+    @cute.jit
+    def run(self, team, warp, lane, work, smem):
+        """Run a warp of a team."""
+        c = self.config
+        begun = self.decoder.begin(warp, lane, work)
+        count = cute.ceil_div(work.num_tiles - work.first, work.num_clusters) * (work.end - work.begin)
+        stage, parity = Int32(0), Int32(0)
+        for i in range_constexpr(c.decoder_teams - 1):
+            if team > i:
+                stage, parity = self._skip(Int32(i), count, stage, parity, lane, smem)
+        for turn in cutlass.range(team, count, c.decoder_teams, unroll=1):
+            ptx.wait(smem.copied + stage, parity)
+            self.decoder.complete(begun, stage, lane, work, smem)
+            # MMAs and copies read the result through the async proxy, and later copies replace the input.
+            fence_async()
+            cute.arch.sync_warp()
+            self.decoder.tell(begun, stage, lane, work, smem)
+            stage, parity = next_stage(stage, parity, c.stages)
+            for i in range_constexpr(1, c.decoder_teams):
+                stage, parity = self._skip(turn + i, count, stage, parity, lane, smem)
+
+    @cute.jit
+    def _skip(self, turn, count, stage, parity, lane, smem):
+        """Skip a stage of another team.
+
+        If the teams exchange stages from round to round, wait until the stage has arrived: a warp that does not wait
+        could mistake the phase of two rounds before for the awaited one. The stage becomes full only when all teams
+        have seen it arrive, so that no team falls behind.
+        """
+        c = self.config
+        if const_expr(c.teams_meet):
+            wait_if(turn < count, smem.copied + stage, parity)
+            cute.arch.sync_warp()
+            ptx.arrive_if(smem.full + stage, Uint32((lane == 0) & (turn < count)))
+        return next_stage(stage, parity, c.stages)
+
+
+@cute.jit
+def wait_if(condition, barrier, parity):
+    """Wait for a phase if ``condition`` holds. MMAs overlap with this branch, as the machine code shows; they did not
+    overlap with a branch around an arrival (``core.ptx.arrive_if``)."""
+    if condition:
+        ptx.wait(barrier, parity)
+
+
+def tell_decoded(stage, lane, smem: Smem) -> None:
+    """Arrive at ``full`` as a decoder warp, which has synchronised."""
+    ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+
+
+def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
+    """Load the scales of a K tile of ``a``, 32 rows at a time; zeros for rows that the expert does not own."""
+    at = work.a_scale.iterator + (Int64(k_tile) * work.a_scale.stride[0] + tile.row + lane)
+    words = []
+    for place in range(0, tile_m, 32):
+        words += ptx.load_if(at, lane < tile.rows - place, 1, 4 * place)
+    return [ptx.float_of(word) for word in words]
+
+
+@cute.jit
+def store_token_scales(tile_m: int, scales: cute.Tensor, of_rows: list, lane) -> None:
+    """Store what ``token_scales`` has loaded in the words of a slot."""
+    for i in range_constexpr(len(of_rows)):
+        if lane < tile_m - 32 * i:
+            scales[lane + 32 * i] = of_rows[i]

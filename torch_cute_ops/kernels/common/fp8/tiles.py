@@ -1,0 +1,236 @@
+"""Output tiles of the FP8 GEMMs of many experts, found on the device from offsets and counts.
+
+A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of its weight. Tiles are numbered expert by expert; an expert
+without rows owns none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an expert,
+tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in shared
+memory.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, range_constexpr
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
+from torch_cute_ops.kernels.common.experts.search import WARP, expert_by_votes, running_sum_of_cta
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments, ExpertLayout
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
+
+
+class Tile(NamedTuple):
+    """An output tile.
+
+    Attributes:
+        expert: its expert.
+        row, column: its first row and column.
+        rows: rows that the expert owns from ``row`` on; zero or negative for a CTA of a cluster whose rows are missing.
+    """
+
+    expert: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+
+
+class Views(NamedTuple):
+    """Tensors of a call as matrices over all experts.
+
+    Attributes:
+        a: (R, K).
+        b: (N, K, E).
+        a_scale: (blocks, R).
+        b_scale: (⌈N / 128⌉, blocks, E).
+        out: (R, N).
+        space: rows of the buffer; in the masked layout rows of one expert's part.
+    """
+
+    a: cute.Tensor
+    b: cute.Tensor
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor
+    out: cute.Tensor
+    space: Int32
+
+
+class _Table(NamedTuple):
+    """Table of experts: for each the number of tiles before its own, its first row and its number of rows; and scratch
+    memory with a running sum for each warp."""
+
+    firsts: cute.Tensor
+    begins: cute.Tensor
+    counts: cute.Tensor
+    sums: cute.Tensor
+
+
+class ExpertTiles:
+    """Tiles of ``tile_m`` rows and ``tile_n`` columns.
+
+    Args:
+        rows: how rows belong to experts.
+        tile_m, tile_n: size of a tile.
+        weight: weight source; gives the arguments and views of the weight and its scales.
+        raster: row tiles that run side by side.
+    """
+
+    def __init__(self, rows: ExpertLayout, tile_m: int, tile_n: int, weight, raster: int = RASTER_WIDTH):
+        self.rows, self.tile_m, self.tile_n, self.weight, self.raster = rows, tile_m, tile_n, weight, raster
+
+    # On the host
+
+    def arguments(self, epilogue: EpilogueOps) -> Arguments:
+        """Return the arguments of a kernel that computes these tiles."""
+        n, k, blocks = Dim("n", divisibility=8), Dim("k", divisibility=64), Dim("blocks")
+        pitch = Dim("a_scale_pitch", bits=64)
+        experts, offsets = Dim("experts"), TensorArg("Int32", (Dim("offsets"),), (1,), align=4)
+        fp8, fp32, out_dtype = "Float8E4M3FN", "Float32", epilogue.out_dtype.__name__
+        if self.rows.is_masked:
+            rows, of_expert = Dim("rows"), Dim("rows_of_expert", bits=64, divisibility=16)
+            a = TensorArg(fp8, (experts, rows, k), (of_expert, k, 1), align=16)
+            a_scale = TensorArg(fp32, (blocks, experts, rows), (pitch, rows, 1), align=4)
+            out = TensorArg(out_dtype, (experts, rows, n), (Dim("out_of_expert", bits=64, divisibility=8), n, 1), 16)
+        else:
+            rows = Dim("rows")
+            a = TensorArg(fp8, (rows, k), (k, 1), align=16)
+            a_scale = TensorArg(fp32, (blocks, rows), (pitch, 1), align=4)
+            out = TensorArg(out_dtype, (rows, n), (n, 1), align=16)
+        b, b_scale = self.weight.arguments(n, k, blocks, None if self.rows.is_plain else experts)
+        alpha, bias = epilogue.arguments(n, None if self.rows.is_plain else experts)
+        return Arguments(
+            a=a,
+            b=b,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            offsets=offsets if self.rows.has_offsets else None,
+            counts=TensorArg("Int32", (experts,), (1,), align=4) if self.rows.has_counts else None,
+            alpha=alpha,
+            bias=bias,
+            out=out,
+            prefetch=None,
+            max_ctas=ScalarArg("Int32"),
+        )
+
+    def views(self, given: Arguments) -> Views:
+        """Return the tensors of a call as matrices over all experts. In the masked layout the experts' parts of a
+        buffer follow each other."""
+        a, a_scale, out = given.a, given.a_scale, given.out
+        if self.rows.is_masked:
+            space = a.shape[1]
+            count = a.shape[0] * space
+            k, n = a.shape[2], out.shape[2]
+        else:
+            space = count = a.shape[0]
+            k, n = a.shape[1], out.shape[1]
+        b, b_scale = self.weight.views(given.b, given.b_scale)
+        return Views(
+            a=cute.make_tensor(a.iterator, cute.make_layout((count, k), stride=(k, 1))),
+            b=b,
+            a_scale=cute.make_tensor(
+                a_scale.iterator, cute.make_layout((a_scale.shape[0], count), stride=(a_scale.stride[0], 1))
+            ),
+            b_scale=b_scale,
+            out=cute.make_tensor(out.iterator, cute.make_layout((count, n), stride=(n, 1))),
+            space=space,
+        )
+
+    def ctas(self, given: Arguments, cluster: int = 1):
+        """Return the CTAs of a launch: ``cluster`` for each possible tile, ``max_ctas`` at most, and none if the result
+        overlaps an operand.
+
+        The host does not know how many rows each expert owns; at most one tile of each expert is not full.
+        """
+        *rest, space, n = given.out.shape
+        if self.rows.is_masked:
+            (experts,) = rest
+            tiles = experts * cute.ceil_div(space, self.tile_m)
+        elif self.rows.is_plain:
+            tiles = cute.ceil_div(space, self.tile_m)
+        else:
+            tiles = space // self.tile_m + cutlass.min(given.b.shape[0], space)
+        tiles = tiles * cute.ceil_div(n, self.tile_n)
+        ctas = cutlass.min(given.max_ctas // cluster, tiles) * cluster
+        return ctas_unless_overlapping(ctas, (given.out,), given[: Arguments._fields.index("out")])
+
+    # In the kernel
+
+    def _table(self, base: cute.Pointer) -> _Table:
+        at, size = cute.recast_ptr(base, dtype=Int32), MAX_EXPERTS + 4
+        sizes = (size, size, size, WARP)
+        return _Table(*(cute.make_tensor(at + i * size, cute.make_layout(n)) for i, n in enumerate(sizes)))
+
+    @cute.jit
+    def prepare(self, offsets, counts, experts, space, base, tid, threads: int):
+        """Write the table of experts. All ``threads`` of the CTA call this; it ends with a barrier."""
+        if const_expr(not self.rows.is_plain):
+            table = self._table(base)
+            each = -(-MAX_EXPERTS // threads)
+            tiles = cute.make_rmem_tensor((each,), Int32)
+            own = Int32(0)
+            for i in range_constexpr(each):
+                expert = tid * each + i
+                begin, count = Int32(0), Int32(0)
+                if expert < experts:
+                    if const_expr(self.rows.has_offsets):
+                        begin = offsets[expert]
+                        count = counts[expert] if const_expr(self.rows.has_counts) else offsets[expert + 1] - begin
+                        count = cutlass.min(count, space - begin)
+                    else:
+                        begin = expert * space
+                        count = cutlass.min(counts[expert], space)
+                count = cutlass.max(count, Int32(0))
+                if expert < MAX_EXPERTS:
+                    table.begins[expert] = begin
+                    table.counts[expert] = count
+                tiles[i] = cute.ceil_div(count, self.tile_m)
+                own += tiles[i]
+            first = running_sum_of_cta(own, table.sums, tid, threads // WARP) - own
+            for i in range_constexpr(each):
+                if tid * each + i < MAX_EXPERTS:
+                    table.firsts[tid * each + i] = first
+                first = first + tiles[i]
+            if tid == threads - 1:
+                table.firsts[MAX_EXPERTS] = first
+        cute.arch.sync_threads()
+
+    def count(self, m, n, base):
+        """Return the number of tiles."""
+        columns = cute.ceil_div(n, self.tile_n)
+        if const_expr(self.rows.is_plain):
+            return cute.ceil_div(m, self.tile_m) * columns
+        return self._table(base).firsts[MAX_EXPERTS] * columns
+
+    @cute.jit
+    def find(self, number, m, n, base, lane):
+        """Return the fields of the ``number``-th ``Tile``. All lanes of a warp call this together."""
+        columns = cute.ceil_div(n, self.tile_n)
+        expert, begin, count, first = Int32(0), Int32(0), m, Int32(0)
+        if const_expr(not self.rows.is_plain):
+            table = self._table(base)
+            # Experts without rows start at the same tile as the expert after them, and come before it.
+            expert = expert_by_votes(table.firsts, number // columns, lane)
+            begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
+        row_tiles = cute.ceil_div(count, self.tile_m)
+        column_tile, row_tile = raster_tile(number - first * columns, columns, row_tiles, self.raster)
+        skipped = row_tile * self.tile_m
+        return expert, begin + skipped, count - skipped, column_tile * self.tile_n
+
+
+def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) -> cute.Tensor:
+    """View a matrix as (rows, columns, E) with contiguous columns.
+
+    Args:
+        matrix: (E, rows, columns); if ``is_plain`` (rows, columns), or transposed (columns, rows).
+        is_plain: whether there is no dimension of experts.
+        is_transposed: whether a plain matrix is transposed.
+    """
+    if not is_plain:
+        experts, rows, columns = matrix.shape
+        shape, stride = (rows, columns, experts), (matrix.stride[1], 1, matrix.stride[0])
+    elif is_transposed:
+        shape, stride = (matrix.shape[1], matrix.shape[0], 1), (matrix.stride[1], 1, 0)
+    else:
+        shape, stride = (*matrix.shape, 1), (matrix.stride[0], 1, 0)
+    return cute.make_tensor(matrix.iterator, cute.make_layout(shape, stride=stride))

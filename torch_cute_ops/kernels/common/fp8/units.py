@@ -1,0 +1,178 @@
+"""FP4 weights over units: accumulators of a weight row are over a power of two, the row's *unit*.
+
+As long as a row's numbers fit its unit in e4m3 (``common.fp8.fp4_tables``), K tiles are decoded over that unit, and
+consumers promote without changing units. If some row of a group of 32 does not fit in a K tile, the group is decoded
+over exponents of that K tile's own. Then ``Units`` multiplies the K tile's MMA results by powers of two that the scale
+loaders leave in the stage; and after the last K tile of a tile, all accumulators, which brings them to the unit 1.
+
+From word ``units_at`` of a slot on there are: for each weight row the factor of the accumulators, for each row the
+factor of the K tile's results, and a word of flags.
+"""
+
+from typing import Any, Final
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.fp8.consumers import Consumer, pair, promote, token_factors
+from torch_cute_ops.kernels.common.fp8.fp4_tables import (
+    over_shared_unit,
+    own_exponent,
+    power_of_two,
+    shared_exponent,
+)
+from torch_cute_ops.kernels.common.fp8.gemm import Smem, Stages, store_token_scales
+from torch_cute_ops.kernels.common.fp8.tiles import Tile
+from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, load_stage_scales
+
+ACC, PARTIAL = 0, 1
+"""Factors of accumulators, and of a K tile's MMA results."""
+IS_LAST: Final = 0x10
+"""Flag of the last K tile of a tile."""
+HAS_OWN: Final = 0x20
+"""Flag of a tile some of whose K tiles are over exponents of their own."""
+
+
+class Units:
+    """Promotion of accumulators over units. The configuration's ``units_at`` is the first word of a slot that it reads.
+
+    Scale sources write what it reads: ``store_powers`` and ``flag_word``.
+    """
+
+    def __init__(self, config: Any, stages: Stages):
+        self.config, self.stages = config, stages
+
+    def powers(self, slot, smem: Smem, which: int) -> cute.Tensor:
+        """Return the factors of all weight rows, of accumulators (``ACC``) or of a K tile's results (``PARTIAL``)."""
+        c = self.config
+        at = self.stages.scales(slot, smem).iterator + (c.units_at + c.tile_n * which)
+        return cute.make_tensor(at, cute.make_layout(c.tile_n))
+
+    def store_powers(self, of_acc, of_partial, slot, row, smem: Smem) -> None:
+        """Store the factors of a weight row, given their exponents."""
+        for which, exponent in enumerate((of_acc, of_partial)):
+            self.powers(slot, smem, which)[row] = power_of_two(exponent)
+
+    def flag_word(self, slot, smem: Smem) -> cute.Tensor:
+        """Return the word of flags: ``IS_LAST``, and bit i if weight rows 32 i to 32 i + 31 are not all over their
+        units."""
+        return self.stages.words(slot, Int32(self.config.units_at + 2 * self.config.tile_n), 1, smem)
+
+    def factors(self, slot, consumer: Consumer, smem: Smem) -> list:
+        return token_factors(self.config, self.stages, slot, consumer, smem)
+
+    def flags(self, slot, consumer: Consumer, smem: Smem) -> Uint32:
+        """Load the flags; in swapped tiles only the flags of the warp's own rows."""
+        (flags,) = load_words(self.flag_word(slot, smem))
+        if self.config.is_swapped:
+            return flags & (Uint32(1) << consumer.first // 32 | IS_LAST)
+        return flags
+
+    @cute.jit
+    def prepare(self, acc, partial, flags, slot, consumer, smem):
+        """Change the units of accumulators, and bring the results of a K tile to these units."""
+        if flags != Uint32(0):
+            if const_expr(self.config.is_swapped):
+                for values, which in ((acc, ACC), (partial, PARTIAL)):
+                    powers = self.powers(slot, smem, which)
+                    of_rows = [powers[consumer.row], powers[consumer.row + 8]]
+                    for i in range_constexpr(self.config.mma_n // 2):
+                        values[i] = ptx.mul_rn(values[i], of_rows[i // 2 % 2])
+            else:
+                for i in range_constexpr(self.config.tile_n // 32):
+                    if (flags & Uint32(1 << i | IS_LAST)) != Uint32(0):
+                        for group in range_constexpr(4 * i, 4 * i + 4):
+                            of_acc = pair(self.powers(slot, smem, ACC), group, consumer)
+                            of_partial = pair(self.powers(slot, smem, PARTIAL), group, consumer)
+                            for j in range_constexpr(4):
+                                at = 4 * group + j
+                                acc[at] = ptx.mul_rn(acc[at], of_acc[j % 2])
+                                partial[at] = ptx.mul_rn(partial[at], of_partial[j % 2])
+
+    def promote(self, acc, partial, factors: list) -> None:
+        promote(self.config, acc, partial, factors)
+
+
+class UnitScales:
+    """Scale source of an FP4 weight over units: leaves records for the decoder, and factors for ``Units``.
+
+    A record is four words of a weight row, two for each half of the K tile: bytes that tables of the shared unit follow
+    from (``SharedUnit``), or the scales themselves and the K tile's own exponent.
+    """
+
+    def __init__(self, config: Any, stages: Stages, weight: FP4Weight, units: Units):
+        self.config, self.stages, self.weight, self.units = config, stages, weight, units
+
+    def begin(self, tile: Tile, lane, work) -> tuple:
+        """Return the exponents of the units of a lane's weight rows, every 32nd of the tile, as bytes; and the number
+        of rows from the first of them on."""
+        c = self.config
+        first = work.begin if c.span == 1 else work.begin * c.span
+        words = self.weight.lane_scales(c.tile_n, tile, lane, first, work)
+        exponents = Uint32(0)
+        for i, one in enumerate(words):
+            exponents |= Uint32(shared_exponent(one, c.fmt) & 0xFF) << 8 * i
+        return exponents, work.n - tile.column - lane
+
+    def load(self, k_stage, tile: Tile, lane, work) -> list:
+        return load_stage_scales(self.config, self.weight, k_stage, tile, lane, work)
+
+    def store(self, loaded: list, begun: tuple, is_last, stage, lane, work, smem) -> None:
+        # With two K groups each has a last K tile.
+        for i, of_slot in enumerate(loaded):
+            slot = stage if self.config.span == 1 else stage * self.config.span + i
+            self._store_slot(of_slot, begun, is_last, slot, lane, work, smem)
+
+    @cute.jit
+    def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
+        """Store the scales of a K tile.
+
+        If all rows of a group fit their units, records are of the shared units; otherwise of the K tile's own. Then
+        consumers have to change units; and after the last K tile of a tile too, whose accumulators end in the unit 1.
+        """
+        c = self.config
+        of_tokens, of_weight = loaded
+        store_token_scales(c.tile_m, self.stages.scales(slot, smem), of_tokens, lane)
+        exponents, count = begun
+        flags = ptx.select(is_last, Uint32(IS_LAST), Uint32(0))
+        units, shared = [], []
+        for i in range_constexpr(len(of_weight)):
+            units.append(Int32(exponents << 24 - 8 * i) >> 24)
+            shared.append(over_shared_unit(of_weight[i], units[i], c.fmt))
+            is_own = cute.arch.vote_any_sync((shared[i].fits == Boolean(False)) & (32 * i < count))
+            flags |= ptx.select(is_own, Uint32(1 << i), Uint32(0))
+        for i in range_constexpr(len(of_weight)):
+            record = [shared[i].ones[0], shared[i].one_and_halves[0], shared[i].ones[1], shared[i].one_and_halves[1]]
+            self._store_record(record, i, slot, lane + 32 * i, work, smem)
+        if flags != Uint32(0):
+            for i in range_constexpr(len(of_weight)):
+                self._store_changes(of_weight[i], units[i], flags, i, slot, lane + 32 * i, work, smem)
+        if lane == 0:
+            store_words([flags], self.units.flag_word(slot, smem))
+
+    @cute.jit
+    def _store_changes(self, words, unit, flags, group, slot, row, work, smem):
+        """Store the factors that change units, and if the group is over exponents of its own, the records of these."""
+        after = ptx.select((flags & Uint32(IS_LAST)) != Uint32(0), Int32(0), unit)
+        of_partial = unit
+        if (flags & Uint32(1 << group)) != Uint32(0):
+            of_partial = own_exponent(words, self.config.fmt)
+            of_halves = [words[0], words[0] >> 16] if const_expr(self.config.fmt == MXFP4) else words
+            record = [of_halves[0], Uint32(of_partial), of_halves[1], Uint32(of_partial)]
+            self._store_record(record, group, slot, row, work, smem)
+        self.units.store_powers(unit - after, of_partial - after, slot, row, smem)
+
+    @cute.jit
+    def _store_record(self, record, group, slot, row, work, smem):
+        """Store the record of a row in the ``group``-th 32 weight rows, if this CTA decodes it."""
+        part = 32 * group // self.config.copied_n
+        if work.m_rank == part:
+            store_words(record, record_words(self.config, self.stages, slot, row - part * self.config.copied_n, smem))
+
+
+def record_words(config: Any, stages: Stages, slot, row, smem: Smem) -> cute.Tensor:
+    """Return the record of a weight row that this CTA decodes."""
+    return stages.words(slot, config.tile_m + row * 4, 4, smem)

@@ -1,0 +1,221 @@
+"""Weight sources of FP8 GEMMs: arguments, views over experts, and layout in the stages of the pipeline.
+
+Interface:
+
+- ``arguments(n, k, blocks, experts)``: kernel arguments of the weight and its scales;
+- ``views(b, b_scale)``: both as matrices over all experts;
+- ``layout(stages)``: layout of copied weight rows in shared memory, (rows, bytes of a row, stages);
+- ``stages(stages, smem)``: the weight's stages in shared memory;
+- ``await_rows(expert, column, work)``: wait until a tile's weight rows and scales can be read.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint32
+from cutlass.cute.nvgpu import warpgroup
+
+from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument
+from torch_cute_ops.kernels.common.fp8.gemm import Smem, k_tiles, k_tiles_layout, token_scales
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, FP8GemmConfig
+from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+SLOT_PIECES = K_TILE // 2 // VECTOR_BYTES
+"""Pieces of 16 bytes that a weight row's FP4 codes fill in a K tile."""
+
+
+def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
+    """Return the argument of an FP8 weight: (K, N) transposed, or (E, N, K)."""
+    if experts is None:
+        return TensorArg("Float8E4M3FN", (k, n), (1, k), align=16)
+    return TensorArg("Float8E4M3FN", (experts, n, k), (Dim("b_of_expert", bits=64, divisibility=16), k, 1), align=16)
+
+
+class FP8Weight:
+    """An FP8 weight with block scales, copied to the stages.
+
+    Args:
+        tile_n: weight rows of a tile.
+        is_plain: whether the weight is one matrix instead of one for each expert.
+    """
+
+    def __init__(self, tile_n: int, is_plain: bool):
+        self.tile_n, self.is_plain = tile_n, is_plain
+
+    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+        rows = Dim("b_scale_rows")
+        if experts is None:
+            scale = TensorArg("Float32", (rows, blocks), (blocks, 1), align=4)
+        else:
+            of_expert = Dim("b_scale_of_expert", bits=64)
+            scale = TensorArg("Float32", (experts, rows, blocks), (of_expert, blocks, 1), align=4)
+        return fp8_argument(n, k, experts), scale
+
+    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return the weight (N, K, E) and its scales (⌈N / 128⌉, blocks, E)."""
+        return by_expert(b, self.is_plain, is_transposed=True), by_expert(b_scale, self.is_plain)
+
+    def layout(self, stages: int):
+        return k_tiles_layout(self.tile_n, stages)
+
+    def stages(self, stages: int, smem: Smem) -> cute.Tensor:
+        return k_tiles(smem.b, self.tile_n, stages)
+
+    def await_rows(self, expert, column, work) -> None:
+        """Return at once: the weight is complete."""
+
+
+class FP4Weight:
+    """An FP4 weight, whose codes are copied to the stages as they are.
+
+    The codes are (K/2, N) or (E, N, K/2). Linear scales are (N, K/B) or (E, N, K/B); tiled scales are the scales of one
+    matrix with the rows of all experts.
+
+    Args:
+        fmt, layout: format and scale layout.
+        is_plain: whether the weight is one matrix instead of one for each expert.
+        copied_n: weight rows that a CTA copies.
+        line: bytes of codes of a row in a stage.
+    """
+
+    def __init__(self, fmt: FP4Format, layout: ScaleLayout, is_plain: bool, copied_n: int = 0, line: int = 0):
+        self.fmt, self.scale_layout, self.is_plain = fmt, layout, is_plain
+        self.copied_n, self.line = copied_n, line
+        self.tile_scales = K_TILE // fmt.block_size
+
+    # On the host
+
+    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+        half, scales = Dim("k_bytes", divisibility=32), Dim("b_blocks", divisibility=64 // self.fmt.block_size)
+        if experts is None:
+            b = TensorArg("Uint8", (half, n), (1, half), align=16)
+        else:
+            of_expert = Dim("b_of_expert", bits=64, divisibility=16)
+            b = TensorArg("Uint8", (experts, n, half), (of_expert, half, 1), align=16)
+        if not self.scale_layout.is_linear:
+            rows = Dim("b_scale_rows", divisibility=self.scale_layout.tile_rows)
+            return b, scale_argument(self.fmt, rows, Dim("b_blocks", divisibility=TILE_BLOCKS))
+        if experts is None:
+            return b, scale_argument(self.fmt, n, scales)
+        dtype = DSL_DTYPES[self.fmt.scale_dtype].__name__
+        of_expert = Dim("b_scale_of_expert", bits=64, divisibility=4)
+        return b, TensorArg(dtype, (experts, n, scales), (of_expert, scales, 1), align=16)
+
+    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return the codes (N, K/2, E), and the scales as bytes: linear (N, K/B, E), tiled unchanged."""
+        scale = cute.make_tensor(cute.recast_ptr(b_scale.iterator, dtype=Uint8), b_scale.layout)
+        if self.scale_layout.is_linear:
+            scale = by_expert(scale, self.is_plain)
+        return by_expert(b, self.is_plain, is_transposed=True), scale
+
+    # Codes in the stages
+
+    def layout(self, stages: int):
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW64 if self.line == 64 else kinds.K_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, Uint8)
+        return cute.tile_to_shape(atom, (self.copied_n, self.line, stages), order=(0, 1, 2))
+
+    def stages(self, stages: int, smem: Smem) -> cute.Tensor:
+        layout = self.layout(stages)
+        return cute.make_tensor(cute.recast_ptr(smem.b, layout.inner, dtype=Uint8), layout.outer)
+
+    def await_rows(self, expert, column, work) -> None:
+        """Return at once: the weight is complete."""
+
+    def line_offset(self, slot, row, index, span: int) -> Int32:
+        """Return the offset of a row's ``index``-th piece of codes of a slot, in stages of ``span`` K tiles whose rows
+        are lines of 128 bytes. The swizzle permutes the pieces of a line by the number of the row."""
+        of_row = (slot // span * self.copied_n + row) * self.line
+        return of_row + (slot % span * SLOT_PIECES + index ^ row % 8) * VECTOR_BYTES
+
+    # Scales in memory
+
+    def row_scales(self, scale: cute.Tensor, n, expert, row, exists, first, left) -> list:
+        """Load a K tile's scales of a weight row as words of four scales; zeros where none exist.
+
+        Args:
+            scale: as ``views`` returns it.
+            n: rows of an expert's weight.
+            expert, row: which row.
+            exists: whether the row exists.
+            first: the K tile's first scale, an Int64.
+            left: number of scales of the row from there on.
+        """
+        words = self.tile_scales // 4
+        at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
+        if self.scale_layout.is_linear:
+            if self.fmt == MXFP4:
+                # Rows of scales are multiples of two bytes.
+                halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
+                return [halves[0] | (halves[1] << 16)]
+            return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(words)]
+        offsets = [self.scale_layout.block_offset(4 * i) for i in range(words)]
+        return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
+
+    def scale_offset(self, scale: cute.Tensor, n, expert, row, place) -> Int64:
+        """Return the offset in ``scale`` of scale ``place``, an Int64, of a weight row."""
+        if self.scale_layout.is_linear:
+            return Int64(expert) * scale.stride[2] + Int64(row) * scale.stride[0] + place
+        offset = self.scale_layout.row_offset(Int64(expert) * n + row, Int64(scale.shape[1]))
+        return offset + self.scale_layout.block_offset(place)
+
+    def without_padding(self, words: list, left) -> list:
+        """Replace the scales after the end of a row, which may be anything, by the scales of the K tile's first half,
+        which fit the same unit. ``left``: number of scales that exist, half of a K tile's or all."""
+        if self.fmt == MXFP4:
+            return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
+        return [words[0], ptx.select(left > 4, words[1], words[0])]
+
+    def lane_scales(self, tile_n: int, tile: Tile, lane, k_tile, work) -> list:
+        """Load the scales of a lane's weight rows in a K tile, every 32nd row from ``lane`` on. Returns for each row
+        its words of four scales; anything for rows that do not exist."""
+        layout, scale = self.scale_layout, work.b_scale
+        words = self.tile_scales // 4
+        left = work.width * 2 // self.fmt.block_size - k_tile * self.tile_scales
+        first = Int64(k_tile) * self.tile_scales
+        if self.is_plain and not layout.is_linear:
+            # Output tiles are tiles of the layout, or halves, in which these rows follow each other.
+            row = layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
+            at = scale.iterator + (row + layout.block_offset(first))
+            count = tile_n // 32
+            found = [ptx.load_if(at, 4 * i < left, count, layout.block_offset(4 * i)) for i in range(words)]
+            rows = [list(of_row) for of_row in zip(*found, strict=True)]
+        else:
+            rows = []
+            for i in range(tile_n // 32):
+                column = tile.column + lane + 32 * i
+                rows.append(self.row_scales(scale, work.n, tile.expert, column, column < work.n, first, left))
+        return [self.without_padding(row, left) for row in rows]
+
+
+def piece_at(base: cute.Pointer, offset) -> cute.Tensor:
+    """Return 16 bytes of shared memory as words."""
+    at = base + cute.assume(offset, divby=VECTOR_BYTES)
+    return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
+
+
+def load_stage_scales(config: FP8GemmConfig, weight: FP4Weight, k_stage, tile: Tile, lane, work) -> list:
+    """Load the scales of a stage: for each of its K tiles the scales of ``a``, 32 rows at a time, and of a lane's rows
+    of the weight (``FP4Weight.lane_scales``).
+
+    A K tile beyond the end of K has zeros for ``a``'s scales, and the weight's scales of the last K tile; its codes are
+    zeros.
+    """
+    if config.span == 1:
+        of_rows = token_scales(config.tile_m, k_stage, tile, lane, work)
+        return [(of_rows, weight.lane_scales(config.tile_n, tile, lane, k_stage, work))]
+    loaded = []
+    for i in range(config.span):
+        k_tile = k_stage * config.span + i
+        exists = k_tile < work.a_scale.shape[0]
+        existing = tile._replace(rows=ptx.select(exists, tile.rows, Int32(0)))
+        k_tile = cutlass.min(k_tile, work.a_scale.shape[0] - 1)
+        of_rows = token_scales(config.tile_m, k_tile, existing, lane, work)
+        loaded.append((of_rows, weight.lane_scales(config.tile_n, existing, lane, k_tile, work)))
+    return loaded

@@ -1,0 +1,73 @@
+"""Configuration of the GEMM of FP8 activations and codes of an MXFP4 weight. No device code."""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.fp8.layouts import (
+    FLAG_WORDS,
+    K_TILE,
+    LINE_SPAN,
+    SPLITS,
+    WIDE,
+    Arguments,
+    FP8GemmConfig,
+    reason_no_scale_layout,
+    with_most_stages,
+)
+from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["Arguments", "Config", "plan"]
+
+BLOCKS: Final = K_TILE // MXFP4.block_size
+"""Scale blocks of a K tile."""
+TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16, 24) for split_k in SPLITS), (32, WIDE, 1))
+"""Values of (tile_m, tile_n, split_k). The accumulators of each block leave registers for no more rows of ``a``."""
+
+
+@dataclass(frozen=True)
+class Config(FP8GemmConfig):
+    """Everything static about a kernel.
+
+    Attributes:
+        layout: scale layout of the weight.
+    """
+
+    tiles: ClassVar = TILES
+    # Multiples of the teams, so that a stage belongs to the same team in every round of the pipeline
+    stage_counts: ClassVar = (8, 6, 4)
+    in_flight: ClassVar = LINE_SPAN
+    line: ClassVar = LINE_SPAN * K_TILE // 2
+    span: ClassVar = LINE_SPAN
+    decoder_warps: ClassVar = LINE_SPAN
+    decoder_teams: ClassVar = 2
+    fmt: ClassVar[FP4Format] = MXFP4
+
+    layout: ScaleLayout
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        # Under split-K, decoders of 24 rows would spill 8 bytes with 40 registers.
+        return (200, 56, 56) if self.tile_m == 24 else (208, 56, 40)
+
+    @property
+    def amounts_at(self) -> int:
+        """First word of a slot that says how codes are rounded: after the scales of ``a`` and, for each weight row, a
+        factor of each block."""
+        return self.tile_m + BLOCKS * self.tile_n
+
+    @property
+    def flags_at(self) -> int:
+        """Word of a slot with the flags."""
+        return self.amounts_at + self.tile_n
+
+    @property
+    def slot_words(self) -> int:
+        return self.flags_at + FLAG_WORDS
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        return reason_no_scale_layout(self.layout) or super().reason_unsupported(arch)
+
+
+plan = functools.partial(with_most_stages, Config)

@@ -1,0 +1,38 @@
+"""GEMMs of few rows of FP8 activations with block scales and an NVFP4 weight, decoded to registers, by wgmma, plain or
+grouped by expert. For Hopper: ``reference.mm_fp8_fp4``.
+
+Roles. A CTA consists of two K groups of two consumer warpgroups, one producer warp, three scale-loader warps, and two
+teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``; units of
+weight rows as in ``kernels.fp8_fp4_wgmma_ss``.
+
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| copies | ``a``, codes, scales, record | producer, scale loader | decoders | 2 | - | stages |
+| stages | rearranged ``a`` | decoders | consumer warps | decoded_arrivals | consumer_warps | stages |
+| partial sums | ``received`` | consumers of all CTAs | first K group | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
+| K groups | accumulators | second K group | first K group | 8 | 8 | 1 |
+
+1. A stage holds two K tiles, so that copies of codes are whole lines. Each K group takes one K tile of every stage;
+   after the last stage the accumulators of the second group are added to the first group's. So each scheduler runs four
+   warps that multiply, and one of them can decode while another waits.
+2. Consumers look the codes up and keep the results in registers, as the A operand. The four lanes that share rows of an
+   MMA each decode a quarter of a row's K tile, 16 bytes of codes: two scale blocks. So a lane makes tables of its own
+   blocks only.
+3. The K of an MMA is then eight elements of each lane's quarter. Two teams of decoders take the stages in turn, and
+   rearrange ``a`` in the same way, words of four elements. Each of a team's two warps takes a K tile.
+
+Bytes moved: as in ``fp8_wgmma``, with half of the weight, and its block scales.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch_cute_ops.kernels._lazy import on_demand
+from torch_cute_ops.kernels.fp8_fp4_wgmma_rs.config import TILES, Arguments, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp8_fp4_wgmma_rs.kernel import FP8FP4WgmmaRSKernel
+
+__all__ = ["KERNEL", "TILES", "Arguments", "Config", "FP8FP4WgmmaRSKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.FP8FP4WgmmaRSKernel"
+__getattr__ = on_demand(__name__, "FP8FP4WgmmaRSKernel")

@@ -1,0 +1,282 @@
+"""Device code of the GEMM with an NVFP4 weight decoded to registers; the package's docstring describes roles, data path
+and pipelines."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
+from torch_cute_ops.kernels.common.fp8.consumers import (
+    K_STEP,
+    Consumer,
+    GemmEpilogue,
+    Results,
+    register_operand,
+    tiled_mma,
+    token_operand,
+)
+from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of_bytes, table_of_own_unit
+from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, arrive, tell_decoded
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
+from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
+from torch_cute_ops.kernels.common.fp8.units import IS_LAST, Units, UnitScales, record_words
+from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
+from torch_cute_ops.kernels.fp8_fp4_wgmma_rs.config import Config
+
+LANES: Final = 4
+"""Lanes that share the rows of an MMA; each decodes a quarter of a K tile."""
+STEPS: Final = K_TILE // K_STEP
+BLOCKS: Final = 2
+"""Scale blocks of a quarter."""
+PASS: Final = 16
+"""Rows of ``a`` that a decoder rearranges at once."""
+GROUP_THREADS: Final = GROUPS * WARPGROUP
+"""Threads of a K group."""
+ROWS: Final = 2
+"""Weight rows of a lane."""
+
+
+class FP8FP4WgmmaRSKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        stages = Stages(config)
+        weight = FP4Weight(config.fmt, config.layout, config.rows.is_plain, config.copied_n, config.line)
+        schedule, units = WorkSchedule(config, weight), Units(config, stages)
+        results = Results(config, stages, schedule, GemmEpilogue(config))
+        loop = DecodingLoop(config, stages, weight, units)
+        consumers = KGroupConsumers(config, stages, RegisterMma(config), loop, results)
+        scales = UnitScales(config, stages, weight, units)
+        self.gemm = FP8Gemm(config, schedule, scales, consumers, QuarterDecoder(config))
+
+    def arguments(self) -> Arguments:
+        return self.gemm.arguments()
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
+        self.gemm.launch(given, stream)
+
+
+class QuarterDecoder:
+    """Decoder that rearranges the activations of a K tile: of the words of four elements the first of each quarter,
+    then the second of each, and so on. Each warp of a team takes one K tile of a stage."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def begin(self, warp, lane, work) -> Int32:
+        """Return which K tile of a stage the warp takes."""
+        return Int32(warp)
+
+    @cute.jit
+    def complete(self, begun, stage, lane, work, smem):
+        c = self.config
+        base = smem.a + cute.assume((stage * LINE_SPAN + begun) * (c.tile_m * K_TILE), divby=c.tile_m * K_TILE)
+        for first in range_constexpr(0, c.tile_m, PASS):
+            self._rearrange(base, first, min(PASS, c.tile_m - first), lane)
+
+    def tell(self, begun, stage, lane, work, smem) -> None:
+        tell_decoded(stage, lane, smem)
+
+    @cute.jit
+    def _rearrange(self, base, first: int, rows: int, lane):
+        """Rearrange ``rows`` rows, half of a row in each lane: every other piece."""
+        row, odd = first + lane % rows, lane // rows % 2
+        # The swizzle permutes the pieces of a row by the number of the row.
+        of_row, swizzle = row * K_TILE, row % 8
+        quarters = []
+        for quarter in range_constexpr(LANES):
+            piece = 2 * quarter + odd ^ swizzle
+            quarters.append(load_words(piece_at(base, of_row + piece * VECTOR_BYTES)))
+        cute.arch.sync_warp()
+        if lane < 2 * rows:
+            for i in range_constexpr(LANES):
+                piece = LANES * odd + i ^ swizzle
+                store_words([words[i] for words in quarters], piece_at(base, of_row + piece * VECTOR_BYTES))
+
+
+class RegisterMma:
+    """MMAs of a K tile whose A operand is the decoded weight, in registers."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def begin(self, smem) -> Callable:
+        """Return the function that starts a consumer's MMAs of a K tile."""
+        c = self.config
+        operand = token_operand(c, smem)
+
+        def multiply(slot, words, partial) -> None:
+            weight = register_operand(words, STEPS)
+            mma = tiled_mma(c.mma_n, warpgroup.OperandSource.RMEM)
+            acc = cute.make_tensor(partial.iterator, mma.partition_shape_C((WGMMA_M, c.mma_n)))
+            warpgroup.fence()
+            for step in range(STEPS):
+                mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(mma, acc, weight[None, None, step], operand[None, None, step, slot], acc)
+            warpgroup.commit_group()
+
+        return multiply
+
+
+class Loaded(NamedTuple):
+    """What a lane decodes its quarter of a K tile from, for each of its two weight rows.
+
+    Attributes:
+        codes: four words of codes.
+        ones, one_and_halves: for each of its two blocks the e4m3 byte of the scale, and of 1.5 times it, over the row's
+            unit. If the row is over an exponent of its own, ``ones`` are the scales themselves.
+    """
+
+    codes: cute.Tensor
+    ones: cute.Tensor
+    one_and_halves: cute.Tensor
+
+
+class DecodingLoop:
+    """Main loop of a K group: decodes a K tile of each stage to registers, multiplies and promotes it."""
+
+    def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):
+        self.config, self.stages, self.weight, self.units = config, stages, weight, units
+
+    @cute.jit
+    def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
+        """Multiply a K group's K tiles of a tile, whose first stage is full. Returns the next stage, and its parity.
+
+        The codes of a K tile are loaded while the MMAs of the previous K tile run.
+        """
+        acc.fill(0.0)
+        partial = cute.make_rmem_tensor((self.config.mma_n // 2,), Float32)
+        words = cute.make_rmem_tensor((4 * STEPS,), Uint32)
+        loaded = Loaded(*(cute.make_rmem_tensor((ROWS * count,), Uint32) for count in (STEPS, 1, 1)))
+        following = Uint32(0)
+        if work.end > work.begin:
+            following = self._load(loaded, stage * LINE_SPAN + k_group, consumer, smem)
+        for rest in cutlass.range(work.end - work.begin - 1, -1, -1, unroll=1):
+            slot, read, flags = stage * LINE_SPAN + k_group, stage, following
+            self._decode(words, loaded, flags, slot, consumer, smem)
+            multiply(slot, words, partial)
+            factors = self.units.factors(slot, consumer, smem)
+            stage, parity = next_stage(stage, parity, self.config.stages)
+            if rest > 0:
+                ptx.wait(smem.full + stage, parity)
+                following = self._load(loaded, stage * LINE_SPAN + k_group, consumer, smem)
+            warpgroup.wait_group(0)
+            self.units.prepare(acc, partial, flags, slot, consumer, smem)
+            self.stages.release(read, consumer.lane, smem)
+            self.units.promote(acc, partial, factors)
+        return stage, parity
+
+    def _load(self, loaded: Loaded, slot, consumer, smem) -> Uint32:
+        """Load what a K tile is decoded from. Returns its flags."""
+        for r in range(ROWS):
+            row = consumer.row + 8 * r
+            codes = load_words(piece_at(smem.b, self.weight.line_offset(slot, row, consumer.quad, LINE_SPAN)))
+            for i in range(STEPS):
+                loaded.codes[r * STEPS + i] = codes[i]
+            loaded.ones[r] = self._bytes(slot, row, 0, consumer, smem)
+            loaded.one_and_halves[r] = self._bytes(slot, row, 1, consumer, smem)
+        return self.units.flags(slot, consumer, smem)
+
+    def _bytes(self, slot, row, which: int, consumer, smem) -> Uint32:
+        """Load the bytes of a lane's blocks from the first or second word of a row's record that belongs to the
+        quarter's half of the K tile."""
+        record = cute.recast_ptr(record_words(self.config, self.stages, slot, row, smem).iterator, dtype=Uint8)
+        at = consumer.quad // 2 * 8 + which * 4 + consumer.quad % 2 * BLOCKS
+        pointer = cute.recast_ptr(record + cute.assume(at, divby=BLOCKS), dtype=Uint16)
+        return Uint32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+    @cute.jit
+    def _decode(self, words, loaded: Loaded, flags, slot, consumer, smem):
+        """Decode a lane's part of the A operands of a K tile."""
+        fmt = self.config.fmt
+        tables = cute.make_rmem_tensor((ROWS * BLOCKS * 2,), Uint32)
+        for r in range_constexpr(ROWS):
+            for block in range_constexpr(BLOCKS):
+                table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
+                self._set_table(tables, r, block, table)
+        if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
+            # The record holds the scales themselves, and the exponent of the K tile's own.
+            for r in range_constexpr(ROWS):
+                exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
+                for block in range_constexpr(BLOCKS):
+                    scale = (loaded.ones[r] >> 8 * block) & Uint32(0xFF)
+                    self._set_table(tables, r, block, table_of_own_unit(scale, exponent, fmt))
+        for r in range_constexpr(ROWS):
+            for step in range_constexpr(STEPS):
+                at = (r * BLOCKS + step * BLOCKS // STEPS) * 2
+                numbers = look_up([tables[at], tables[at + 1]], loaded.codes[r * STEPS + step])
+                for half in range_constexpr(2):
+                    words[4 * step + 2 * half + r] = numbers[half]
+
+    def _set_table(self, tables, row: int, block: int, table: list) -> None:
+        for i in range(2):
+            tables[(row * BLOCKS + block) * 2 + i] = table[i]
+
+
+class KGroupConsumers:
+    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows by one K tile of each stage. After
+    the last stage the first group adds the second group's accumulators to its own."""
+
+    def __init__(self, config: Config, stages: Stages, mma: RegisterMma, loop: DecodingLoop, results: Results):
+        self.config, self.stages, self.mma, self.loop, self.results = config, stages, mma, loop, results
+
+    @cute.jit
+    def run(self, tid, work, smem):
+        c = self.config
+        group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
+        k_group, in_group = group // GROUPS, tid % GROUP_THREADS
+        first = in_group // 32 * 16
+        consumer = Consumer(in_group, lane, lane % 4, first, first + lane // 4, Int32(0), smem.stores)
+        multiply = self.mma.begin(smem)
+        acc = cute.make_rmem_tensor((c.mma_n // 2,), Float32)
+        stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        self.results.meet_cluster()
+        for number in range(work.first, work.num_tiles, work.num_clusters):
+            row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
+            # Alpha and bias are loaded before the MMAs, which hide the latency.
+            finish = self.results.finish(column, expert, consumer, work)
+            stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
+            if k_group > 0:
+                self._leave(acc, turn, consumer, smem)
+            else:
+                self._join(acc, turn, consumer, smem)
+                if const_expr(c.split_k > 1):
+                    is_last = number + work.num_clusters >= work.num_tiles
+                    self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
+                else:
+                    store_columns(acc, work.out, row, rows, column + consumer.first, lane, finish)
+            turn = turn ^ 1
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _leave(self, acc, turn, consumer, smem):
+        """Leave the second group's accumulators to the first group, which has read the previous tile's."""
+        ptx.wait(smem.k_empty, turn ^ 1)
+        for i in range_constexpr(0, self.config.mma_n // 2, 4):
+            store_words([ptx.bits_of(acc[i + j]) for j in range(4)], self._left(i, consumer, smem))
+        arrive(smem.k_full, consumer.lane)
+
+    @cute.jit
+    def _join(self, acc, turn, consumer, smem):
+        """Add the second group's accumulators to the first group's."""
+        ptx.wait(smem.k_full, turn)
+        for i in range_constexpr(0, self.config.mma_n // 2, 4):
+            words = load_words(self._left(i, consumer, smem))
+            for j in range_constexpr(4):
+                acc[i + j] = ptx.add_rn(acc[i + j], ptx.float_of(words[j]))
+        arrive(smem.k_empty, consumer.lane)
+
+    def _left(self, i: int, consumer, smem) -> cute.Tensor:
+        """Return the place of four of a thread's accumulators, from the ``i``-th on."""
+        return piece_at(smem.workspace, (i // 4 * GROUP_THREADS + consumer.tid) * VECTOR_BYTES)

@@ -1,0 +1,45 @@
+"""GEMMs of FP8 activations with block scales and an FP4 weight, decoded to shared memory, by wgmma, plain or grouped by
+expert. For Hopper: ``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k])`` through an
+epilogue, where ``w8`` is the weight in e4m3 (``reference.mm_fp8_fp4``).
+
+Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two to four teams of
+decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
+
+| pipeline | buffer | producer | consumer | full | empty | stages |
+| --- | --- | --- | --- | --- | --- | --- |
+| copies | ``a``, codes, scales, record | producer, scale loader | decoders | 2 | - | stages |
+| stages | decoded weight | decoders | consumer warps | decoded_arrivals | consumer_warps * cluster_m | stages |
+| partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
+
+1. The producer copies ``a`` and the weight's codes, 64 bytes a row and K tile. The scale loaders load the block scales,
+   and store what the decoders' tables follow from (``common.fp8.units``).
+2. Accumulators of a weight row are over a unit, a power of two that follows from the scales of the first K tile. As
+   long as a row's numbers of a K tile are the same over that unit as over ``2^t``, except for the power, they are
+   decoded over the unit. If a row does not fit, its 32 rows are decoded over ``2^t`` of their own, and consumers
+   multiply the results of that K tile by powers of two that the scale loaders leave; and after the last K tile all
+   accumulators, which leads back to the unit 1.
+3. Teams of decoders take the stages in turn. A thread decodes a row, or half of a row: for each block scale it makes a
+   table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
+   thread's instructions depend on each other; several teams hide that latency.
+4. With 64 instead of 128 weight rows in a tile, a team has two warps, and each consumer half of the rows of ``a``.
+5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
+   weight rows, and sends them to the other by bulk copies between their shared memories.
+6. If tiles of 128 rows are few, two CTAs share one, each with half of K. A CTA finishes the rows of one consumer
+   warpgroup, whose threads add the accumulators that the same threads of the other CTA send.
+
+Bytes moved: as in ``fp8_wgmma``, with half of the weight, and its block scales.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch_cute_ops.kernels._lazy import on_demand
+from torch_cute_ops.kernels.common.fp8.layouts import WIDE
+from torch_cute_ops.kernels.fp8_fp4_wgmma_ss.config import PAIR, TILES, Arguments, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp8_fp4_wgmma_ss.kernel import FP8FP4WgmmaSSKernel
+
+__all__ = ["KERNEL", "PAIR", "TILES", "WIDE", "Arguments", "Config", "FP8FP4WgmmaSSKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.FP8FP4WgmmaSSKernel"
+__getattr__ = on_demand(__name__, "FP8FP4WgmmaSSKernel")
