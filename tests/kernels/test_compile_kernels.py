@@ -1,8 +1,8 @@
-"""Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
+"""Kernels compile for every supported architecture, without spilled registers. No GPU is needed.
 
-A part of the grid is compiled, in which every two choices meet, and a part of the GEMM kernels; ``--every-kernel``
-compiles all of it, in half an hour. A GEMM kernel of a part that has the role of one that the emulator's tests compile
-is left to these, which check the same.
+A part of the grid is compiled, in which every two choices meet, and a part of the GEMM kernels. ``--every-kernel``
+compiles all kernels, in half an hour. If the emulator's tests compile a kernel with the same role, they check its
+resources, and this file skips it.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS)}
-"""Roles of kernels that their emulator tests check as well."""
+"""Roles of kernels whose resources the emulator's tests check."""
 
 
 def other_cases(every):
@@ -58,10 +58,10 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """A function from a selected case to its ``Resources``.
+    """Yield a function from a selected case to its ``Resources``.
 
-    The cases are compiled in as many processes as there are processors. A worker of pytest-xdist is such a process
-    already: it has a part of the tests, though it collects all, and compiles its own cases.
+    The cases are compiled in one process for each processor. A worker of pytest-xdist is such a process already: it has
+    a part of the tests, though it collects all tests, and compiles its own cases.
     """
     if hasattr(request.config, "workerinput"):
         yield lambda case: kernel_grid.in_process(kernel_grid.resources_of, case)
@@ -81,7 +81,7 @@ def test_compiles_without_spills(case: KernelCase, compiled):
 
 
 def test_covering_cases_cover():
-    """Any two choices of the grid that are possible together meet in some case."""
+    """Check that any two choices of the grid that are possible together meet in some case."""
 
     def pairs(cases):
         return set().union(*(case.pairs for case in cases))
@@ -102,7 +102,7 @@ def test_ids_are_unique():
 
 
 def test_remarks_are_understood():
-    """A spill is seen: what ptxas prints for a kernel that has one."""
+    """Check that ptxas's remarks on a spill are parsed."""
     text = (
         "remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem\n"
         "ptxas         .     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n"
@@ -122,7 +122,7 @@ def test_remarks_are_understood():
 
 @pytest.mark.filterwarnings("ignore:This static loop")
 def test_a_spill_is_found():
-    """In a kernel that holds more values than there are registers."""
+    """Check that a spill is found in a kernel with more values than registers."""
     from support.spilling_kernel import SpillingKernel
 
     _, (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"])

@@ -1,4 +1,4 @@
-"""The kernels of FP4 GEMMs over experts, executed thread for thread by the PTX emulator, against the CPU reference."""
+"""Kernels of FP4 GEMMs over experts, run thread by thread in the PTX emulator and compared with the CPU reference."""
 
 import re
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Experts(NamedTuple):
-    """The kernels of an FP4 GEMM over experts, and a launch of them; ``num_ctas`` share them; or SMs."""
+    """Kernels of an FP4 GEMM over experts, and a launch of them. ``num_ctas`` is a number of CTAs, or of SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -51,7 +51,7 @@ class Experts(NamedTuple):
 
 
 def routed(routing: str, m: int, experts: int) -> torch.Tensor:
-    """Factors that are powers of two, or zero of either sign."""
+    """Return factors that are powers of two, or zero of either sign."""
     alpha = torch.randint(-2, 3, (m, experts)).float().exp2() * torch.randint(0, 2, (m, experts)).sub(0.5).sign()
     if routing == "dense":
         return alpha
@@ -61,7 +61,7 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
         return alpha * (torch.arange(experts) % 2 == ("even", "odd").index(routing))
     keys = torch.rand(m, experts)
     if routing == "hot":
-        keys[:, experts // 4] = 2.0  # of each token, but one
+        keys[:, experts // 4] = 2.0  # for each token except one
     chosen = torch.zeros(m, experts).scatter(1, keys.topk(min(2, experts)).indices, 1.0)
     chosen[m // 2] = 0.0
     return alpha * chosen
@@ -86,12 +86,12 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
-    # With biases: units of warps, warps that share the k of a unit, and num_ctas that share a slice
+    # With biases: m tiles of warps, warps that share the k of an m tile, and CTAs that share an n tile
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
-    # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256
-    # elements and of 128, the last one of an expert short
+    # Every second expert begins in the middle of a scale tile. M tiles of warps and of warpgroups; k tiles of 256
+    # elements and of 128, an expert's last one partial.
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
@@ -107,20 +107,22 @@ EXPERTS = [
 
 
 def kernel_for(one: Experts) -> Any:
-    """What is launched."""
+    """Return the kernel to launch."""
     return one.case.kernel_for(one.width) if isinstance(one.case, ExpertsCase) else one.case.kernel
 
 
 def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torch.Tensor, width: int) -> None:
-    """Make the scales of an operand NaN where a row's expert does not count; ``counts``: (rows, experts)."""
+    """Set the scales of an operand to NaN for experts that a row does not need; ``counts``: (rows, experts) bool."""
     blocks = (~counts).repeat_interleave(width // fmt.block_size, 1).to(torch.uint8)
     scale.view(torch.uint8)[from_linear(blocks, SCALE_LAYOUTS[layout]).bool()] = 0xFF if fmt == MXFP4 else 0x7F
 
 
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels leave in their output, and the reference's sums. What a factor of zero leaves out is NaN: of
-    activations, and of the weights and biases of experts that no token has. The kernel before writes the operands at
-    the last moment, and so does the first kernel what it leaves the second."""
+    """Run the kernels; return their output and the reference's result.
+
+    Operands that a factor of zero excludes are NaN: activations, and weights and biases of experts without a token. The
+    previous kernel writes the operands at the last moment, and the first kernel writes its lists at the last moment.
+    """
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
@@ -154,7 +156,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
-    # Of units that warps multiply by themselves see docs/limits.md.
+    # docs/limits.md explains the exception for m tiles that warps multiply by themselves.
     strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
@@ -164,13 +166,13 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_gemm_over_experts(one: Experts) -> None:
-    """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
+    """Check equal bits for exact sums. Operands that a factor of zero excludes have no effect."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
 
 
-# One whose CTAs read ahead of the lists and share slices, one whose CTAs do neither, and what a GEMM by warpgroups
-# reads ahead of its factors; then other sizes.
+# A kernel whose CTAs read ahead of the lists and share n tiles, a kernel whose CTAs do neither, and a GEMM by
+# warpgroups that reads ahead of its factors; then other sizes.
 AWAITED = [EXPERTS[10], EXPERTS[7], EXPERTS[-4]]
 MORE_AWAITED = [EXPERTS[i] for i in (0, 1, 3, 19, 21, -3, -2)]
 
@@ -181,8 +183,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
 
 
-def test_experts_wait_for_the_kernel_before(awaited: Experts) -> None:
-    """In the first kernel; and in the GEMM producer warps and those that multiply, or all threads at once."""
+def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
+    """Check each wait: in the first kernel, and in the GEMM in producer and consumer warps, or in all threads at
+    once."""
     kernel, arch = kernel_for(awaited), awaited.case.arch
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
     assert len(waits) == (3 if isinstance(awaited.case, WgmmaCase) or kernel.config.scans else 2)
@@ -194,7 +197,7 @@ def test_experts_wait_for_the_kernel_before(awaited: Experts) -> None:
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_compiles_without_spills(one: Experts) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
     check_emulated(one.case, kernel_for(one))
 
 
@@ -203,9 +206,10 @@ def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
-# the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
-UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
+# Each of four pipelines has more k tiles than stages. Waits: for an empty stage (two, one for each k tile of an m
+# tile), for a full stage, and for the previous m tile's accumulators. A warp synchronises after finding m tiles, after
+# reading a k tile, after reading an m tile, and after adding to the accumulators.
+M_TILES = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
 FACTORS = Experts(
     WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), expert_k=256), 13, 136, 8, 256, "dense", 0, 1
 )
@@ -214,27 +218,28 @@ FACTORS = Experts(
 @pytest.mark.parametrize(
     ("one", "edit"),
     [
-        pytest.param(UNITS, changed(WAIT, 0, PASSED), id="stage free for a unit"),
-        pytest.param(UNITS, changed(WAIT, 2, PASSED), id="a unit there"),
-        pytest.param(UNITS, changed(WAIT, 3, PASSED), id="sums of the unit before there"),
-        pytest.param(UNITS, changed(r"bar\.warp\.sync", 1), id="chunk of a unit read"),
-        pytest.param(UNITS, changed(r"bar\.warp\.sync", 2), id="unit read"),
-        pytest.param(UNITS, changed(r"bar\.warp\.sync", 3), id="sums of a unit added"),
-        pytest.param(UNITS, changed(r"fence\.proxy\.async", 2), id="tokens of a unit loaded"),
-        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
-        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a unit done"),
-        pytest.param(FACTORS, changed(WAIT, 3, PASSED), id="factors there"),
-        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 0), id="codes read beside factors"),
+        pytest.param(M_TILES, changed(WAIT, 0, PASSED), id="stage empty for an m tile"),
+        pytest.param(M_TILES, changed(WAIT, 2, PASSED), id="m tile full"),
+        pytest.param(M_TILES, changed(WAIT, 3, PASSED), id="previous accumulators added"),
+        pytest.param(M_TILES, changed(r"bar\.warp\.sync", 1), id="k tile of an m tile read"),
+        pytest.param(M_TILES, changed(r"bar\.warp\.sync", 2), id="m tile read"),
+        pytest.param(M_TILES, changed(r"bar\.warp\.sync", 3), id="accumulators added"),
+        pytest.param(M_TILES, changed(r"fence\.proxy\.async", 2), id="tokens of an m tile loaded"),
+        pytest.param(M_TILES, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a k tile done"),
+        pytest.param(M_TILES, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of an m tile done"),
+        pytest.param(FACTORS, changed(WAIT, 3, PASSED), id="factors full"),
+        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 0), id="codes read before release with factors"),
         pytest.param(FACTORS, changed(r"bar\.warp\.sync", 1), id="factors read"),
         pytest.param(FACTORS, changed(r"fence\.proxy\.async"), id="factors loaded"),
     ],
 )
-def test_what_orders_a_gemm_over_experts_is_needed(one: Experts, edit: Any) -> None:
-    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+def test_synchronisation_of_a_gemm_over_experts_is_needed(one: Experts, edit: Any) -> None:
+    """Check that without a wait, fence or barrier the emulator finds a race, or the result is wrong, in some order
+    of events."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_experts, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [UNITS, FACTORS])
-def test_what_orders_a_gemm_over_experts_is_enough(one: Experts) -> None:
+@pytest.mark.parametrize("one", [M_TILES, FACTORS])
+def test_synchronisation_of_a_gemm_over_experts_is_enough(one: Experts) -> None:
     check_in_orders(multiply_experts, one, 2)

@@ -1,4 +1,4 @@
-"""The kernels of the gated FP4 GEMM over experts, executed thread for thread by the PTX emulator."""
+"""Kernels of the gated FP4 GEMM over experts, run thread by thread in the PTX emulator."""
 
 import re
 from dataclasses import replace
@@ -26,11 +26,11 @@ fp4_dequantize = OPS["fp4_dequantize"].reference
 
 LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
 HALF = (0.0, 0.75, 20.0)
-"""A gate whose sigmoid is 1/2, so that results are exact; its clamps are reached."""
+"""Parameters of a gate whose sigmoid is 1/2, so that results are exact. Some values reach its clamps."""
 
 
 class Gated(NamedTuple):
-    """A launch of a case's kernels; ``columns`` are those of an expert."""
+    """Launch of a case's kernels. ``columns`` is the number of columns of an expert."""
 
     case: GatedExpertsCase
     m: int
@@ -48,7 +48,7 @@ class Gated(NamedTuple):
 
 
 def routed(routing: str, m: int, experts: int) -> torch.Tensor:
-    """Which pairs are computed, by any number but zero: NaN, and zero of either sign, are among them."""
+    """Return the routing of pairs: any number except zero computes a pair. NaN, and zero of either sign, occur."""
     if routing == "none":
         return torch.zeros(m, experts)
     weights = torch.randn(m, experts)
@@ -57,7 +57,7 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
     if routing in ("few", "hot"):
         keys = torch.rand(m, experts)
         if routing == "hot":
-            keys[:, 1] = 2.0  # of each token
+            keys[:, 1] = 2.0  # for each token
         chosen = torch.zeros(m, experts).scatter(1, keys.topk(min(2, experts)).indices, 1.0)
         weights = weights * chosen
         weights[0] = torch.where(chosen[0] > 0, torch.nan, -0.0)
@@ -65,7 +65,7 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
 
 
 class Operands(NamedTuple):
-    """What a launch reads."""
+    """Operands of a launch."""
 
     routing: torch.Tensor
     a: torch.Tensor
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
 
 
 def operands(one: Gated, is_exact: bool = True) -> Operands:
-    """Random ones; sums are exact, or any numbers. The terms of experts without tokens are NaN."""
+    """Return random operands, with exact sums if ``is_exact``. Terms of experts without tokens are NaN."""
     torch.manual_seed(one.k + one.m)
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     m, k, experts, columns = one.m, one.k, one.experts, one.columns
@@ -104,8 +104,11 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
 
 
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the kernels leave in their outputs, which were poison. The kernel before writes the operands at the last
-    moment, and so does the first kernel what it leaves the second."""
+    """Run the kernels on poisoned outputs; return the outputs.
+
+    The previous kernel writes the operands at the last moment, and the first kernel writes its lists at the last
+    moment.
+    """
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
     y_scale = None
@@ -138,7 +141,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         num_ctas=one.num_ctas,
     )
     arguments, before = written_late(arguments, Operands._fields)
-    # Of units that warps multiply by themselves see docs/limits.md.
+    # docs/limits.md explains the exception for m tiles that warps multiply by themselves.
     strict = not kernel.config.by_warp
     run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
     return y, y_scale
@@ -149,7 +152,7 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: st
 
 
 def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The outputs: where no token is routed they are as they were, but padding of scales is zero."""
+    """Return the expected outputs: unrouted tokens keep their poison, and padding of scales is zero."""
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     experts, columns = one.experts, one.columns
     numbers = given.a.double()
@@ -180,7 +183,7 @@ def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def check(one: Gated, edit: Any = None) -> None:
-    """Bit for bit."""
+    """Check the outputs for equal bits."""
     given = operands(one)
     got, want = results(one, given, edit), expected(one, given)
     for ours, theirs in zip(got, want, strict=True):
@@ -194,7 +197,7 @@ def gated(*case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: i
 
 
 GATED = [
-    # More experts than a warp has lanes, and one whose columns end inside a tile of scales; chunks that are not whole
+    # More experts than a warp has lanes; an expert whose columns end inside a scale tile; partial k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
         *(5, 1120, 3, 64, "few", 3),
@@ -227,7 +230,7 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
-    # All warps have the same chunks
+    # All warps have the same k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
@@ -236,8 +239,7 @@ GATED = [
         gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, True)),
         *(26, 1312, 2, 256, "one", 1, 8),
     ),
-    # Parts of k: more num_ctas than parts; tasks that two num_ctas share, some with neighbours for their tiles of
-    # scales
+    # Split-K: more CTAs than parts; work tiles that two CTAs share, some with siblings for their scale tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, True), split_k=2),
         *(2, 1056, 2, 64, "one", 6, 9),
@@ -259,22 +261,22 @@ GATED = [
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_gated_gemm(one: Gated) -> None:
-    """Bit for bit where all before the rounding is exact, or rounded as the reference does."""
+    """Check equal bits. Everything before the rounding is exact, or rounded as in the reference."""
     check(one)
 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_compiles_without_spills(one: Gated) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
     check_emulated(one.case, one.case.kernel_for(one.k))
 
 
-# CTAs that read ahead of the lists, and others; then parts of k, and other sizes
+# CTAs that read ahead of the lists, and others; then split-K, and other sizes
 AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
-# Rows of a slice, tokens of a unit and parts of k, of warpgroups; and the result
+# tile_n, tile_m and split_k of kernels by warpgroups; and the result
 WORK_TILES = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
 MORE_WORK_TILES = [
     (128, 24, 4, (NVFP4, TILED)),
@@ -294,8 +296,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("tiles", cases, ids=lambda case: "-".join(map(str, case[:3])))
 
 
-def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
-    """In the kernel that lists tokens, the producer warps, and those that multiply."""
+def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
+    """Check each wait: in the kernel that lists tokens, in producer warps, and in consumer warps."""
     kernel = awaited.case.kernel_for(awaited.k)
     waits = re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[awaited.case.arch]).ptx)
     assert len(waits) == (3 if kernel.config.scans else 2)
@@ -304,77 +306,81 @@ def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
             check(awaited, changed(KERNEL_WAIT, number))
 
 
-# Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the
-# next, or has no stage for it. Its waits: for a stage, of which the first only asks; for a chunk; for the sums of the
-# slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read
-# the last one (which the end of its MMAs orders too), and has added its sums.
+# Each of two pipelines has one k tile of a work tile for each stage. A producer signals a k tile's activations when it
+# has started the next k tile, or when no stage is empty. Waits: for an empty stage (the first only asks), for a full
+# stage, and for the previous warp's accumulator. A warp synchronises after finding m tiles, after copying activations
+# (in three places), after reading a k tile, after reading the last k tile (the end of its MMAs orders this too), and
+# after adding its accumulator.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),
 )
-# Two num_ctas share a task.
+# Two CTAs share a work tile.
 SHARED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
     *(3, 1056, 1, 64, "dense", 2),
 )
-# With four slots and two stages for each
+# Four pipelines with two stages each
 SHORT = ORDERED._replace(case=replace(ORDERED.case, tile_n=64))
 
 
 @pytest.mark.parametrize(
     ("one", "edit"),
     [
-        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="stage free"),
-        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="chunk there"),
-        pytest.param(ORDERED, changed(WAIT, 3, PASSED), id="sums of the slot before there"),
+        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="stage empty"),
+        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="k tile full"),
+        pytest.param(ORDERED, changed(WAIT, 3, PASSED), id="previous accumulators added"),
         pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there before a wait"),
         pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="activations there"),
         pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 2), id="last activations there"),
         pytest.param(ORDERED, changed(r"fence\.proxy\.async", 1), id="activations fenced"),
         pytest.param(ORDERED, changed(r"bar\.warp\.sync", 1), id="activations copied"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 4), id="chunk read"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 6), id="sums added"),
-        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
-        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 4), id="k tile read"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 6), id="accumulators added"),
+        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a k tile done"),
+        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a work tile done"),
         pytest.param(
             SHARED,
             changed(r"ld\.acquire\.gpu\.global\.u32\s+(%r\d+),", None, r"mov.b32 \1, 1;"),
-            id="sums of the other worker there",
+            id="partial sums of the other CTA there",
         ),
         pytest.param(ORDERED, changed(r"bar\.sync\s+1", 0), id="results there"),
         pytest.param(ORDERED, changed(r"bar\.sync\s+1", 1), id="results read"),
     ],
 )
-def test_what_orders_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
-    """Without it the emulator finds a race, or results are wrong; in some order, where others may come out right."""
+def test_synchronisation_of_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
+    """Check that without a wait, fence or barrier the emulator finds a race, or the result is wrong, in some order
+    of events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             check(one._replace(seed=seed), edit)
 
 
-def test_what_orders_a_gated_gemm_is_enough() -> None:
+def test_synchronisation_of_a_gated_gemm_is_enough() -> None:
     for seed, one in enumerate((ORDERED, SHORT, SHARED)):
         check(one._replace(seed=seed))
 
 
 def test_silu_and_nan() -> None:
-    """The gate that is the default; NaN of a token's activations is found in its results, and not in others'."""
+    """Check the default gate. NaN in a token's activations appears in its results, and in no other token's."""
     case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None))
     one = Gated(case, 4, 512, 2, 64, "dense", 2)
     given = operands(one)
     given.a[2, 7] = torch.nan
     given.alpha.fill_(2.0**-10)
     (codes, scales), (want, want_scales) = results(one, given), expected(one, given)
-    # The exponential is approximate; of 512 elements none is at a boundary.
+    # The exponential is approximate; none of the 512 elements is at a rounding boundary.
     assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales)
     assert (codes[2] == 0).all() and (to_linear(scales, TILED, 4, 8)[2].view(torch.uint8) == 0x7F).all()
     assert len(want[:2].unique()) > 50
 
 
-def test_results_do_not_depend_on_other_tokens_of_a_unit(tiles: tuple[Any, ...]) -> None:
-    """Bit for bit, where the order of the sums shows: of a token of a full unit, and of one that the unit behind it has
-    to itself, each the same as beside the other alone. Chunks of k and its parts are several, and num_ctas share a
-    task."""
+def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ...]) -> None:
+    """Check equal bits of a token among others and alone: a token of a full m tile, and the only token of the next m
+    tile.
+
+    The order of the sums shows in the results. K has several k tiles and parts, and CTAs share a work tile.
+    """
     tile_n, tile_m, split_k, out = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
     token_block = 32 if m <= 32 else 64
@@ -394,7 +400,7 @@ def test_results_do_not_depend_on_other_tokens_of_a_unit(tiles: tuple[Any, ...])
 
 
 def cancelling(one: Gated) -> Operands:
-    """Operands of which the order of the sums over k shows in the results; activations are not in FP4."""
+    """Return operands for which the order of the sums over k shows in the results. Activations are not in FP4."""
     torch.manual_seed(one.k + one.m)
     fmt, layout = one.case.format, SCALE_LAYOUTS[one.case.layout]
     codes, scale = cancelling_matrix(one.m, one.k, fmt, 5, takes_away=False)
@@ -407,8 +413,10 @@ def cancelling(one: Gated) -> Operands:
 
 @pytest.mark.parametrize("split_k", [1, 4])
 def test_results_of_a_token_do_not_depend_on_others(split_k: int) -> None:
-    """Bit for bit, with numbers whose sums are rounded: alone, and in the second unit of experts that have others; and
-    however num_ctas share k."""
+    """Check equal bits of a token alone, and in the second m tile of experts with other tokens, however CTAs share k.
+
+    The sums are rounded.
+    """
     tile_n = 64 if split_k == 1 else 128
     case = gated(BF16, NVFP4, "128x4", None, tile_n, 8, 16, epilogue=(FP16, None, None, None, None), split_k=split_k)
     some = Gated(case, 9, 576 if split_k == 1 else 1312, 2, 64, "dense", 3)

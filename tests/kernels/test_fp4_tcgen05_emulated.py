@@ -1,5 +1,7 @@
-"""The FP4 GEMM by tcgen05, executed thread for thread by the PTX emulator, against the CPU reference. No GPU that has
-these instructions was at hand: this is what the kernel is known to compute."""
+"""FP4 GEMM by tcgen05, run thread by thread in the PTX emulator and compared with the CPU reference.
+
+No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Gemm(NamedTuple):
-    """A GEMM and a launch of it, for M, N, K; ``ctas`` share all tiles."""
+    """GEMM of M, N and K, and a launch of it. ``num_ctas`` CTAs share all tiles."""
 
     case: Tcgen05Case
     sizes: tuple[int, int, int]
@@ -39,12 +41,11 @@ class Gemm(NamedTuple):
 def gemm(
     *case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], num_ctas: int = 1, stages: int = 3
 ) -> Gemm:
-    """``case``: format, layout, tokens, CTAs of an MMA, splits; ``sizes``: M, N, K."""
+    """Return a GEMM. ``case`` is format, layout, tile_m, CTAs of an MMA, split_k; ``sizes`` is M, N, K."""
     return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, num_ctas)
 
 
-# Rows, columns and k beyond which there is nothing; three tiles or more a CTA, but for those that split k; more chunks
-# than stages.
+# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
 COVERING = [
     gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(BF16, "one", BF16), sizes=(5, 328, 1088)),
     gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), num_ctas=3),
@@ -80,8 +81,10 @@ MORE = [
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums. With a seed, the
-    kernel before writes the operands at the last moment."""
+    """Run the kernel; return its output and the expected output.
+
+    With a seed, the previous kernel writes the operands at the last moment.
+    """
     m, n, k = one.sizes
     torch.manual_seed(k)
     case = one.case
@@ -107,14 +110,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Bit for bit where sums are exact, in two orders; scales beside the matrices are NaN, and count for nothing."""
+    """Check equal bits for exact sums, in two orders of events. Scales outside of the matrices are NaN and have no
+    effect."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -127,7 +131,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # 300 x 400: tiles of the weight's rows, times those of 300 rows, and CTAs that split k
+        # For 300 x 400: n tiles, times m tiles, times CTAs that split k
         (0, 148, 148),
         (3, 148, 4 * 5),
         (3, 7, 7),
@@ -139,7 +143,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
     ],
 )
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
-    """At most one for each SM, in whole pairs; but a cluster for each tile where its CTAs split k."""
+    """Check the number of CTAs: at most one for each SM, in whole pairs; with split-K, a cluster for each tile."""
     case = COVERING[covering].case
     call = gemm_call(case.kernel, n=400, m=300, a_rows=384, b_rows=512, num_ctas=sms)
     assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
@@ -155,14 +159,14 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
     ids=["tcgen05", "experts", "mma"],
 )
 def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
-    """So that what the emulator says is said of them, too."""
+    """Check that the emulator's results apply to these GPUs too."""
     own, its = (
         compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
     )
     assert own == its
 
 
-# Faults. Each case has more chunks than stages, and three tiles a CTA, but for that which splits k.
+# Faults. Each case has more k tiles than stages, and, except with split-K, three tiles for each CTA.
 
 FAULTY = {
     "one": gemm(NVFP4, "128x4", 32, 1, 1, epilogue=(BF16, "one"), sizes=(70, 136, 1088)),
@@ -171,26 +175,26 @@ FAULTY = {
     "split": gemm(NVFP4, "128x4", 8, 1, 2, epilogue=(FP32,), sizes=(8, 136, 3648)),
 }
 
-NO_CHUNKS = Unfound(1, "in what LLVM makes of the loop over chunks for a k of 0")
-NOTHING_READ = Unfound(1, "warps that store read neither alpha nor bias, and have sums of what others waited for")
-LOOPS = {"wait left out": NO_CHUNKS, "wait for the other phase": NO_CHUNKS, "commit left out": NO_CHUNKS}
+NO_K_TILES = Unfound(1, "LLVM emits a loop over k tiles for a k of 0, which never runs")
+NOTHING_READ = Unfound(
+    1, "epilogue warps read neither alpha nor bias, and other warps have waited for their accumulators' operands"
+)
+LOOPS = {"wait left out": NO_K_TILES, "wait for the other phase": NO_K_TILES, "commit left out": NO_K_TILES}
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "one": {**LOOPS, "barrier of the warp left out": CONVERGED},
     "linear": {
         **LOOPS,
-        "wait for the other phase": Unfound(
-            2, f"{NO_CHUNKS.reason}; a warp that only keeps count may be a phase behind"
-        ),
-        "other count of arrivals": Unfound(1, "of a stage's barrier in the second CTA of a pair, which there is not"),
+        "wait for the other phase": Unfound(2, f"{NO_K_TILES.reason}; a warp that only counts may be a phase late"),
+        "other count of arrivals": Unfound(1, "barrier of a second CTA of a pair, which does not exist"),
         "kernel before not waited for": NOTHING_READ,
-        "zero stored": Unfound(7, "of tokens that the test's shape does not have"),
+        "zero stored": Unfound(7, "tokens outside of the test's shape"),
         "barrier of the warp left out": CONVERGED,
     },
     "pair": {**LOOPS, "barrier of the warp left out": CONVERGED},
     "split": {
         "kernel before not waited for": NOTHING_READ,
-        "other stride of the activations": Unfound(4, "eight rows are one atom of the swizzle"),
-        "other stride of scales": Unfound(4, "of the activations', eight rows are one matrix"),
+        "other stride of the activations": Unfound(4, "eight rows are one swizzle atom"),
+        "other stride of scales": Unfound(4, "the activations' eight rows are one matrix"),
         "barrier of the warp left out": CONVERGED,
     },
 }
@@ -198,7 +202,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
-    """What is left out, or altered, of waits, arrivals, commits, fences, descriptors and copies."""
+    """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
     ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")

@@ -1,5 +1,7 @@
-"""The FP4 GEMM over experts by tcgen05, executed thread for thread by the PTX emulator, against the CPU reference. No
-GPU that has these instructions was at hand: this is what the kernel is known to compute."""
+"""FP4 GEMM over experts by tcgen05, run thread by thread in the PTX emulator and compared with the CPU reference.
+
+No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Gemm(NamedTuple):
-    """A GEMM, for M, N, and a number of experts; a share of the pairs of a token and an expert counts; ``ctas`` share
-    all units."""
+    """GEMM of M, N and a number of experts, and a launch of it.
+
+    A ``share`` of the pairs of a token and an expert is routed. ``num_ctas`` CTAs share all work tiles.
+    """
 
     case: Tcgen05ExpertsCase
     sizes: tuple[int, int, int]
@@ -39,12 +43,12 @@ class Gemm(NamedTuple):
 
 
 def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, num_ctas: int = 1, bias: Any = None) -> Gemm:
-    """``case``: format, layout, rows of the weight of a tile, parts of experts, routed, dtype, an expert's width."""
+    """Return a GEMM. ``case`` is format, layout, tile_n, classes of experts, routed, dtype, width of an expert."""
     return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, num_ctas)
 
 
-# Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more of a
-# part than a word has bits; more chunks than stages; three units or more a CTA, some of no experts.
+# Partial tiles along M, N and K; experts of one k tile and of several, the last one partial; more experts of a class
+# than a word has bits; more k tiles than stages; at least three work tiles for each CTA, some without experts.
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
     gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
@@ -84,17 +88,16 @@ MORE = [
 
 
 def workspace(case: Tcgen05ExpertsCase, m: int, n: int, experts: int) -> torch.Tensor | None:
-    """Bytes of NaN: what is not written may not count."""
+    """Return a workspace of NaN, so that unwritten bytes show."""
     size = case.kernel.config.workspace_bytes(m, n, experts)
     return torch.full((size,), 0xFF, dtype=torch.uint8) if size else None
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and the reference's result.
+    """Run the kernel; return its output and the reference's result.
 
-    Scales of activations are NaN where the factor is zero, as is what no token has, and the bias of experts that no
-    token is routed to. With a seed, the kernel before writes the operands at the last moment, and so does each of the
-    kernel's own launches for the next.
+    Scales of activations are NaN for a factor of zero, and so are the biases of experts without a token. With a
+    seed, each kernel, including the previous one, writes its output at the last moment.
     """
     (m, n, experts), case = one.sizes, one.case
     fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
@@ -121,7 +124,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
         a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.num_ctas
     )
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
-    max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
+    max_steps = 1_000_000 if edit is None else 200_000  # a fault may make threads wait for ever
     how = {"seed": seed, "max_steps": max_steps, "strict": True, "edit": edit, "written_before": before}
     run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     return out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, case.out_dtype, fmt, layout, layout)
@@ -137,21 +140,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Bit for bit where sums are exact, in two orders, though scales that do not count are NaN."""
+    """Check equal bits for exact sums, in two orders of events, with NaN in scales that must have no effect."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert want.isfinite().all() and torch.equal(got, want)
 
 
 def test_nothing_is_routed() -> None:
-    """But to two experts by one token, so that most units have no expert."""
+    """Check a GEMM in which one token is routed to two experts, so that most work tiles have no expert."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, num_ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
 
 
 def test_every_launch_waits_for_the_one_before() -> None:
-    """Of three: what finds experts, what multiplies, and what adds up the totals."""
+    """Check the waits of all three kernels: for touched experts, for the GEMM, and for the reduction of partial
+    sums."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, num_ctas=3)
     wait = r"griddepcontrol\.wait"
     waits = re.findall(wait, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)
@@ -163,7 +167,7 @@ def test_every_launch_waits_for_the_one_before() -> None:
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -175,7 +179,7 @@ def test_nothing_is_launched_on_overlap() -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "launched"),
     [
-        # 300 x 400, of 70 experts in 1, 2, 2, 8 and 1 parts: tiles of 128 tokens, and of 128, 64 or 32 columns
+        # For 300 x 400 with 70 experts in 1, 2, 2, 8 and 1 classes: m tiles of 128, and n tiles of 128, 64 or 32
         (0, 7, [7]),
         (1, 148, [(4, 3), 3 * 7 * 2, 300 * 50 // 256 + 1]),
         (3, 148, [3 * 13 * 2, 300 * 50 // 256 + 1]),
@@ -184,8 +188,11 @@ def test_nothing_is_launched_on_overlap() -> None:
     ],
 )
 def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
-    """At most one for each SM, that share the units; before them one for each 32 experts of a part and tile of tokens,
-    and after them as many as add up totals."""
+    """Check the grids of all kernels.
+
+    The GEMM has at most one CTA for each SM. The first kernel has a CTA for each m tile and 32 experts of a class, the
+    last kernel enough threads for the result.
+    """
     case = COVERING[covering].case
     dims = {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512, "experts": 70, "alpha_stride": 70}
     call = gemm_call(case.kernel, **dims, num_ctas=sms)
@@ -194,7 +201,7 @@ def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
 
 
 def test_factors_of_any_strides() -> None:
-    """And a NaN among them makes its token's row NaN."""
+    """Check factors with any strides. A NaN factor makes its token's row NaN."""
     m, n, experts, width = 4, 40, 3, 64
     case = Tcgen05ExpertsCase(NVFP4, "128x4", 32, 1, True, FP32, width)
     (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "128x4", CPU) for rows in (m, n))
@@ -212,7 +219,7 @@ def test_factors_of_any_strides() -> None:
 
 
 def test_sums_of_any_size_in_the_same_order() -> None:
-    """Bit for bit, whatever number of CTAs shares the units, and whatever other tokens there are."""
+    """Check equal bits for any number of CTAs and any other tokens, with sums that are rounded."""
     m, n, experts, width = 3, 40, 7, 64
     case = Tcgen05ExpertsCase(NVFP4, "linear", 32, 3, True, FP32, width)
     (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "linear", CPU) for rows in (m, n))
@@ -234,26 +241,26 @@ def test_sums_of_any_size_in_the_same_order() -> None:
     assert torch.equal(results(slice(1, 2), 2), every[1:2])
 
 
-# Faults. Each case has more chunks than stages, and three experts and several units a CTA.
+# Faults. Each case has more k tiles than stages, and three experts and several work tiles for each CTA.
 
 FAULTY = {
     "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),
     "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, num_ctas=2, bias=FP32),
     "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 3)),
 }
-AT_ONCE = Unfound(1, "loads have their values at once, and the wait for the next ones is for them too", dead=False)
+AT_ONCE = Unfound(1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False)
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "dense": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
     "routed": {"barrier of the warp left out": CONVERGED},
     "linear": {
-        "wait for the other phase": Unfound(1, "a warp that only keeps count may be a phase behind"),
+        "wait for the other phase": Unfound(1, "a warp that only counts may be a phase late"),
         "barrier of the warp left out": CONVERGED,
     },
 }
 
 
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
-    """What is left out, or altered, of waits, arrivals, commits, fences, descriptors and copies."""
+    """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
     ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")

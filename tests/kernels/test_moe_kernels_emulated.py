@@ -1,4 +1,4 @@
-"""The kernels around the experts' GEMMs, executed thread for thread by the PTX emulator."""
+"""Kernels around the experts' GEMMs, run thread by thread in the PTX emulator."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ silu_mul_fp8quant = OPS["silu_mul_fp8quant"].reference
 
 
 class Finalize(NamedTuple):
-    """A launch of ``moe_finalize``: dtype, length of a row, routing, residual, multiprocessors, order of events."""
+    """Launch of ``moe_finalize``: dtype, width of a row, routing, residual, number of SMs, order of events."""
 
     dtype: torch.dtype
     width: int
@@ -58,7 +58,7 @@ FINALIZE = {
 @pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in FINALIZE.items()])
 def test_finalize(one: Finalize, few: int) -> None:
-    """Bit for bit; rows of padding are NaN, and so are weights of pairs that were dropped."""
+    """Check equal bits. Rows of padding, and weights of dropped pairs, are NaN."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     index = routed.expanded_to_permuted
@@ -77,8 +77,8 @@ def test_finalize(one: Finalize, few: int) -> None:
 
 
 class Rows(NamedTuple):
-    """A launch of a kernel that quantises rows: dtype, length of a row, routing, most CTAs, order of events,
-    changes to the planned configuration, and parameters of the general gate."""
+    """Launch of a kernel that quantises rows: dtype, width of a row, routing, largest number of CTAs, order of
+    events, changes to the planned configuration, and parameters of the general gate."""
 
     dtype: torch.dtype
     width: int
@@ -100,7 +100,7 @@ MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
 
 
 class Permute(NamedTuple):
-    """A launch of ``moe_permute_fp8quant``: dtype, length of a row, routing, order of events."""
+    """Launch of ``moe_permute_fp8quant``: dtype, width of a row, routing, order of events."""
 
     dtype: torch.dtype
     width: int
@@ -113,7 +113,7 @@ PERMUTE = {
     "dropped": Permute(FP32, 256, MASKED, 1),
     "wide": Permute(BF16, 2176, SOME, None),
     "wide-dropped": Permute(FP16, 1152, MASKED, 2),
-    # Of the others' tokens no number of scales is a multiple of four, which are loaded together.
+    # Four scales are loaded together only if their number is a multiple of four, as here alone.
     "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
@@ -126,7 +126,7 @@ PERMUTE = {
 def permute(
     one: Permute, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales that the kernels leave in poisoned outputs, of more than ``few`` tokens by two of them."""
+    """Run the kernels on poisoned outputs; return codes and scales. More than ``few`` tokens take two kernels."""
     m, topk = routed.expanded_to_permuted.shape
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(-(-one.width // 128), routed.rows, dtype=torch.float32)
@@ -148,13 +148,13 @@ def permute(
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
 def test_permute(one: Permute, few: int) -> None:
-    """Bit for bit; rows of padding stay as they were."""
+    """Check equal bits. Rows of padding keep their poison."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
     x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
     if one.width % 128:
-        # What lies before, and behind, the short blocks of the other tokens.
+        # Elements before and after the short blocks of the other tokens
         x[1::2] = torch.nan
     y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
@@ -165,7 +165,7 @@ def test_permute(one: Permute, few: int) -> None:
 
 @pytest.mark.parametrize("pair", [-1, 2**30], ids=["padding", "of-no-token"])
 def test_pairs_of_no_token(pair: int) -> None:
-    """Scales of such rows stay as they were, and nothing is read where there is nothing."""
+    """Check that scales of such rows keep their poison, and that nothing is read out of bounds."""
     one = PERMUTE["one-scale"]
     torch.manual_seed(0)
     routed = random_routing(device=CPU, **one.routing)
@@ -200,7 +200,7 @@ SWIGLU = {
 def gate(
     one: Rows, x: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, edit: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales that the kernel leaves in poisoned outputs."""
+    """Run the kernel on poisoned outputs; return codes and scales."""
     y = poisoned(len(x), one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(-(-one.width // 128), len(x), dtype=torch.float32)
     alpha, beta, limit = one.gate or (None, None, None)
@@ -215,7 +215,7 @@ def gate(
 def assert_rows(
     got: tuple[torch.Tensor, torch.Tensor], used: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Codes and scales of the ``used`` rows are close to those of ``want``; the others' are as they were."""
+    """Check that codes and scales of the ``used`` rows are close to ``want``, and that other rows keep their poison."""
     y, scale = got
     assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), want, FP8_BLOCK128)
     assert (y[~used].view(torch.uint8) == POISON).all()
@@ -224,7 +224,7 @@ def assert_rows(
 
 @pytest.mark.parametrize(("one", "given"), [pytest.param(*one, id=name) for name, one in SWIGLU.items()])
 def test_swiglu(one: Rows, given: str) -> None:
-    """Close where there are rows; rows of padding are NaN, and what they would become stays as it was."""
+    """Check results for closeness. Input rows of padding are NaN; their output rows keep their poison."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     offsets = None if given == "counts" else routed.offsets
@@ -255,7 +255,8 @@ def test_swiglu(one: Rows, given: str) -> None:
 def test_offsets_alone(
     offsets: list[int], rows: Sequence[int], width: int, changes: dict[str, int], max_ctas: int
 ) -> None:
-    """Without padding rows are one range of twelve, which takes a group several rounds; others are not touched."""
+    """Check rows without padding, one range of twelve rows, which take a group several rounds. Other rows keep their
+    poison."""
     torch.manual_seed(0)
     x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
     one = Rows(BF16, width, {}, max_ctas, 0, changes)
@@ -263,7 +264,7 @@ def test_offsets_alone(
 
 
 def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: Sequence[int]) -> None:
-    """These rows of the outputs are those of the input, gated; the others are as they were."""
+    """Check that these rows of the outputs are the gated input rows, and that other rows keep their poison."""
     used = torch.zeros(len(x), dtype=torch.bool)
     used[list(rows)] = True
     assert_rows(got, used, silu_mul_fp8quant(x[used], None, "block128", "column"))
@@ -279,7 +280,8 @@ def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: 
     ],
 )
 def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, rows: list[int]) -> None:
-    """Three experts in twelve rows; others are not touched, nor is what lies behind."""
+    """Check that counts are clipped: three experts in twelve rows. Other rows, and memory after them, are not
+    touched."""
     torch.manual_seed(0)
     x = random_rows(12, 256, dtype=BF16, device=CPU)
     offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
@@ -288,7 +290,7 @@ def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, 
 
 
 def test_rows_are_found_before_they_are_read() -> None:
-    """Without the barrier behind the table the emulator finds a race."""
+    """Check that without the barrier after the table the emulator finds a race."""
     one = SWIGLU["two-warps"][0]._replace(seed=1)
     routed = random_routing(device=CPU, **one.routing)
     x = random_rows(routed.rows, 2 * one.width, dtype=one.dtype, device=CPU)
@@ -297,8 +299,7 @@ def test_rows_are_found_before_they_are_read() -> None:
 
 
 class Route(NamedTuple):
-    """A launch of ``moe_route``: tokens, experts, experts of a token, other arguments, multiprocessors, order of
-    events."""
+    """Launch of ``moe_route``: tokens, experts, topk, other arguments, number of SMs, order of events."""
 
     tokens: int
     experts: int
@@ -328,7 +329,7 @@ ROUTES = {
 
 
 def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What the kernels leave in their outputs, and the arguments of the op."""
+    """Run the kernels; return their outputs, and the arguments of the op."""
     torch.manual_seed(one.experts)
     given = {"logits": torch.randn(one.tokens, one.experts).to(one.dtype), "topk": one.topk, **one.given}
     given["bias"] = torch.randn(one.experts) * 0.1 if given.pop("bias", False) else None
@@ -354,8 +355,8 @@ def test_route(one: Route) -> None:
 
 
 BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
-"""Of each kernel, in the order in which their PTX comes. Without the others bits are clear before they are set, too,
-in any order that the emulator tries, since a choice takes longer."""
+"""Barriers of each kernel whose omission is found, numbered in the order of the PTX. Without the others, bits are
+also clear before they are set, in every order that the emulator tries, since a choice takes longer."""
 ORDERED = {
     "alone": Route(32, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
     "runs": Route(256, 64, 2, {"alignment": 8}, 2, 0),
@@ -371,7 +372,7 @@ ORDERED = {
     ],
 )
 def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
-    """Without one of them the emulator finds a race, or a place is wrong, in some order of events."""
+    """Check that without a barrier the emulator finds a race, or a row is wrong, in some order of events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = find_routes(ORDERED[launch]._replace(seed=seed), changed(r"bar\.sync\s+0", number))
@@ -386,8 +387,8 @@ def test_barriers_of_routes_are_enough(launch: str) -> None:
 
 
 class Placed(NamedTuple):
-    """A launch of ``moe_route_ids``: tokens, experts, experts of a token, how many ids beyond the experts there are on
-    both sides, other arguments, multiprocessors, order of events."""
+    """Launch of ``moe_route_ids``: tokens, experts, topk, number of ids outside of the experts on either side, other
+    arguments, number of SMs, order of events."""
 
     tokens: int
     experts: int
@@ -414,7 +415,7 @@ PLACED = {
 
 
 def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What the kernels leave in their outputs, and the arguments of the op."""
+    """Run the kernels; return their outputs, and the arguments of the op."""
     torch.manual_seed(one.experts)
     ids = torch.randint(-one.beyond, one.experts + one.beyond, (one.tokens, one.topk), dtype=torch.int32)
     if one.beyond < 0:
@@ -434,7 +435,7 @@ def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PLACED.items()])
 def test_route_ids(one: Placed) -> None:
-    """Whatever the ids are: experts that there are not, and one expert several times in a token."""
+    """Check any ids: ids that name no expert, and an expert several times in a token."""
     outputs, given = place(one)
     expected.moe_route_ids.assert_results(outputs, expected.moe_route_ids.results(given), given)
 
@@ -444,8 +445,8 @@ PLACING = {
     "rank": (Placed(256, 4, 8, 1, {"alignment": 1}, 4, 0), range(5, 7)),
     "place": (Placed(256, 64, 8, 1, {"alignment": 1}, 2, 0), range(8, 11)),
 }
-"""Launches, and the barriers of each kernel, as in ``BARRIERS``. That ranks come behind the bits of all warps is seen
-in the second kernel, which shares the source with the first."""
+"""Launches, and the barriers of each kernel, as in ``BARRIERS``. The second kernel shows that ranks need the bits of
+all warps; it shares the source with the first."""
 
 
 @pytest.mark.parametrize(
@@ -457,7 +458,7 @@ in the second kernel, which shares the source with the first."""
     ],
 )
 def test_barriers_of_route_ids_are_needed(one: Placed, number: int) -> None:
-    """Without one of them the emulator finds a race, or a place is wrong, in some order of events."""
+    """Check that without a barrier the emulator finds a race, or a row is wrong, in some order of events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = place(one._replace(seed=seed), changed(r"bar\.sync\s+0", number))
@@ -476,8 +477,8 @@ DENSE = {
 
 @pytest.mark.parametrize(("one", "has_factor"), [pytest.param(*one, id=name) for name, one in DENSE.items()])
 def test_route_dense(one: Route, has_factor: bool) -> None:
-    """Close to the specification; and bit for bit the weights that the kernel of ``moe_route`` gives, times the factors
-    of their experts."""
+    """Check that results are close to the specification, and equal, bit for bit, to the weights of ``moe_route``
+    times the factors of their experts."""
     outputs, given = find_routes(one)
     factor = torch.randn(one.experts) if has_factor else None
     scoring = (given["scoring"] == "sigmoid", given["bias"] is not None)
@@ -494,7 +495,7 @@ def test_route_dense(one: Route, has_factor: bool) -> None:
 
 
 def test_zeros_come_before_weights() -> None:
-    """NaN rows, and a stride between the rows of logits."""
+    """Check rows with NaN, and strided rows of logits."""
     torch.manual_seed(0)
     logits = torch.randn(6, 48)[:, 8:41]
     logits[1, 3] = torch.nan

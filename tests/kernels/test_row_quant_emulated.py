@@ -1,4 +1,4 @@
-"""The kernels of rows, executed thread for thread by the PTX emulator, against the CPU references."""
+"""Kernels of rows, run thread by thread in the PTX emulator and compared with the CPU references."""
 
 import dataclasses
 import itertools
@@ -30,11 +30,11 @@ fp4_dequantize = OPS["fp4_dequantize"].reference
 
 EPS = 1e-5
 GATE = (1.702, 1.0, 3.0)
-"""Parameters of the general gate; about half of the values that ``inputs`` makes are beyond the limit."""
+"""Parameters of the general gate. About half of the values of ``inputs`` are above the limit."""
 
 
 class Outcome(NamedTuple):
-    """What a kernel should leave in its arguments, and what it left. Outputs are ``None`` if unused."""
+    """Expected or actual values of a kernel's outputs; None if unused."""
 
     y: torch.Tensor | None
     scale: torch.Tensor | None
@@ -92,7 +92,7 @@ def execute(
         scale = poisoned(*shape, dtype=torch.float32)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
-    # With its strides, which clone() does not keep.
+    # Keep the strides; clone() does not.
     residual = (
         None
         if residual is None
@@ -117,13 +117,14 @@ def execute(
         swiglu_limit=limit,
         max_ctas=max_ctas,
     )
-    # In a cluster, a CTA learns through a shuffle that the lanes of another have read what it sends anew.
+    # In a cluster, a CTA learns through a shuffle that another CTA has read the values that it overwrites. The
+    # emulator does not track this.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, edit=edit)
     return Outcome(y, scale, linear, norm, residual)
 
 
 def check(spec: Any, got: Outcome, want: Outcome) -> None:
-    """Bit for bit where the arithmetic is defined, close behind a norm or a gate."""
+    """Check equal bits for exact arithmetic, and closeness after a norm or a gate."""
     if not spec.normalises and spec.source == "rows":
         equal("y", got.y, want.y)
         equal("scale", got.scale, want.scale)
@@ -141,8 +142,10 @@ def check(spec: Any, got: Outcome, want: Outcome) -> None:
 
 
 def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
-    """To a step of the dtype, or in fp32 what a sum, a root and products, or an exponential, are off by; also of
-    subnormals."""
+    """Check values to one step of the dtype; in fp32, to the error of a sum, a root and products, or of an exponential.
+
+    Subnormals are held to the same limit.
+    """
     info = torch.finfo(spec.dtype)
     steps = 3 if spec.dtype == FP32 else 1
     limit = max(info.eps, 1e-6 if spec.normalises else GATE_ERROR)
@@ -150,13 +153,13 @@ def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
-    """Input, residual, weight and factor; rows of the inputs are strided."""
+    """Return input, residual, weight and factor. Rows of the inputs are strided."""
     torch.manual_seed(rows)
     p = config.spec
 
     def some(width: int) -> torch.Tensor:
         values = torch.randn(rows, width + 32) * 2.0 ** torch.randint(-5, 6, (rows, 1))
-        # Row factors of such rows cannot be folded into their products.
+        # Row factors of these rows cannot be folded into their products.
         values[2::5] *= 2.0**-60
         return values.to(p.dtype)[:, :width]
 
@@ -172,7 +175,7 @@ def weight_and_factor(spec: Any) -> tuple[torch.Tensor | None, torch.Tensor | No
 
 
 class Run(NamedTuple):
-    """A kernel and a launch of it; ``changes`` are made to the planned configuration."""
+    """Kernel, and a launch of it, with ``changes`` to the planned configuration."""
 
     what: str
     dtypes: tuple[torch.dtype, torch.dtype]
@@ -226,7 +229,7 @@ RUNS = [
     run("silu", BF, 128, NV[0], HOPPER, 19, 1, 2, groups=2),
     run("swiglu", HF, 96, MX[2], BLACKWELL, 19, 1, 0, groups=2),
     run("quantize", HF, 48, TOKEN, HOPPER, 19, 1, 1, groups=2),
-    # A warp works on one row; with tiled scales, four rows give their scales together.
+    # A warp works on one row. With tiled scales, the scales of four rows are stored together.
     run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
     run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
     run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
@@ -239,7 +242,7 @@ RUNS = [
     run("quantize", HF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
     run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
     run("add", BF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
-    # Two warps.
+    # Two warps
     run("norm-norm", F, 1024, NV[1], HOPPER, 131, 4, 0, **WIDE_GROUPS),
     run("norm", BF, 2032, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1),
     run("add", F, 2048, MX[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
@@ -250,16 +253,16 @@ RUNS = [
     run("swiglu", F, 1152, BLOCK, BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
     run("add-linear-norm", F, 2112, MX[1], BLACKWELL, 9, 1, 0, **WIDE_GROUPS),
     run("quantize", BF, 1152, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
-    # Of two warps, one has a block more: in some groups the first, in others the second.
+    # One of two warps has one block more: the first in some groups, the second in others.
     run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
     run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
     run("swiglu", BF, 1296, NVG[1], HOPPER, 9, 1, 0, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
-    # No warp of the second CTA has a last block; three of four warps have.
+    # No warp of the second CTA has a last block; three of four warps have one.
     run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     run("norm-norm", HF, 7168, MX[1], HOPPER, 4, 1, 0, bulk_norm=False),
-    # Two CTAs share a row; the second's slice is shorter.
+    # Two CTAs share a row. The second slice is shorter.
     run("quantize", BF, 2304, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
     run("norm", HF, 1152, NV[1], HOPPER, 130, 8, 1, **CLUSTER),
     run("add-norm", BF, 2304, NVG[0], BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
@@ -267,7 +270,7 @@ RUNS = [
     run("add", HF, 1152, BLOCK, HOPPER, 9, 4, 1, **CLUSTER),
     run("add-linear-norm", HF, 2304, NV[1], BLACKWELL, 9, 4, 1, **CLUSTER),
     run("swiglu", HF, 2304, TOKEN, HOPPER, 9, 4, 0, **CLUSTER),
-    # The row's amax is all that the CTAs tell each other.
+    # The CTAs exchange only the row's amax.
     run("quantize", BF, 1152, TOKEN, HOPPER, 9, 4, 1, **CLUSTER),
     # Nothing is quantised.
     run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
@@ -291,7 +294,7 @@ def test_row_quant(one: Run) -> None:
 @pytest.mark.parametrize("rows", [2, 129])
 @pytest.mark.parametrize(("what", "target"), [("quantize", NVG[1]), ("silu", NV[0])], ids=["rows", "gate"])
 def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
-    """Two slices of a row, or with more than 128 rows the whole row; the second slice is shorter."""
+    """Check two slices of a row, or whole rows for more than 128 rows. The second slice is shorter."""
     config = Case(WHAT[what], BF, 2064, target, HOPPER).kernel.config
     assert config.splits == 1 and config.few_rows_config.splits == 2
     given = inputs(config, rows)
@@ -300,20 +303,21 @@ def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
 
 
 SHORT = [
-    # The short block is all of a row, or one of a few; a warp has several rows. Half of a block's threads have none.
+    # The short block is the whole row, or one of a few; a warp has several rows. Half of a block's threads have no
+    # elements.
     run("quantize", BF, 64, COLUMNS, HOPPER, 19, 2, 0, groups=2),
     run("norm", HF, 64, BLOCK, BLACKWELL, 13, 1, 1, groups=2),
     run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, groups=2),
     run("add", F, 192, BLOCK, HOPPER, 13, 1, 0, groups=2, threads_per_row=16),
     run("silu", F, 64, BLOCK, BLACKWELL, 13, 2, 0),
     run("swiglu", HF, 320, COLUMNS, HOPPER, 13, 1, 1, groups=2),
-    # A thread has several blocks, and some threads of a warp, or some warps, have none at the end.
+    # A thread has several blocks. Some threads of a warp, or some warps, have none at the end.
     run("quantize", F, 576, BLOCK, HOPPER, 9, 1, 0, **WARP_GROUPS),
     run("norm", BF, 960, COLUMNS, HOPPER, 9, 1, 1, **WARP_GROUPS),
     run("add", HF, 1088, BLOCK, BLACKWELL, 9, 1, 2, **WARP_GROUPS),
     run("add", BF, 1216, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
     run("silu", BF, 2880, COLUMNS, HOPPER, 5, 1, 1, **WIDE_GROUPS),
-    # Two CTAs share a row; the block is the second's.
+    # Two CTAs share a row. The block is in the second slice.
     run("norm", F, 1344, BLOCK, HOPPER, 5, 4, 0, **CLUSTER),
     run("add", BF, 2240, COLUMNS, BLACKWELL, 5, 4, 1, **CLUSTER | WIDE_GROUPS),
     run("swiglu", BF, 1344, BLOCK, HOPPER, 5, 4, None, **CLUSTER),
@@ -323,12 +327,12 @@ SHORT = [
 
 @pytest.mark.parametrize("one", SHORT)
 def test_short_blocks(one: Run) -> None:
-    """A short block's scale is of its own elements: whatever lies beside them, before or behind, is NaN."""
+    """Check that a short block's scale depends on its own elements only: elements before and after them are NaN."""
     config = one.config
     assert config.has_short_block
     x, residual, weight, factor = inputs(config, one.rows)
     x[1::2] = torch.nan
-    # Of the rows that are left, some end with a block that is tiny beside the others.
+    # Some of the remaining rows end with a block that is tiny compared to the others.
     x[2::4, -64:] *= 2.0**-12
     given = (x, residual, weight, factor)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
@@ -338,7 +342,8 @@ def test_short_blocks(one: Run) -> None:
 
 
 def test_neighbours_read_before_a_sum_is_stored() -> None:
-    """Without the barrier the emulator finds a race between threads beside a short block and their neighbours."""
+    """Check that without the barrier the emulator finds a race between threads next to a short block and their
+    neighbours."""
     config = Run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, {"groups": 2}).config
     given = inputs(config, 13)
     with pytest.raises(Race, match=r"read unordered.*st\.shared"):
@@ -348,8 +353,11 @@ def test_neighbours_read_before_a_sum_is_stored() -> None:
 @pytest.mark.parametrize("target", [NVG[1], MX[0], TENSOR, TOKEN, COLUMNS])
 @pytest.mark.parametrize("dtypes", [BF, F], ids=["bf16", "fp32"])
 def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
-    """NaN passes the clamps of the general gate, as a gate and as an up; infinities become the limit, but for a gate of
-    minus infinity; values lie on both sides of both limits."""
+    """Check special values of the general gate.
+
+    NaN passes the clamps, as gate and as up. Infinities become the limit, except a gate of minus infinity. Values lie
+    on both sides of both limits.
+    """
     config = Run("swiglu", dtypes, 192, target, HOPPER, 0, 2, 0, {}).config
     special = special_rows(dtypes[0], CPU, 32)
     plain = (torch.randn(special.shape) * 4).to(dtypes[0])
@@ -362,15 +370,17 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     by_row = dataclasses.replace(config.spec, fmt=FP8_TOKEN, layout=ROW)
     rows = expected(by_row, x, None, None, None).scale.flatten()
     is_nan = torch.zeros(28, dtype=torch.bool)
-    # Of the gates a row with minus infinity; NaN in either half; no other.
+    # One row with a gate of minus infinity, and rows with NaN in either half
     is_nan[[0, 2, 9, 14, 23]] = True
     assert torch.equal(rows.isnan(), is_nan)
 
 
 @pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
 def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
-    """Warps without a last block leave it out of a norm, and not of the norm of a sum. In fp16 it shows which rows
-    leave their row factor to the block."""
+    """Check that warps without a last block skip it in a norm, and not in the norm of a sum, with equal bits.
+
+    In fp16 the result shows which rows apply their row factor to blocks.
+    """
     whats = ("norm-norm", "add-norm")
     norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
     assert norm.common_blocks < of_sum.common_blocks == norm.blocks_per_thread == of_sum.blocks_per_thread
@@ -384,7 +394,7 @@ def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -
 
 @pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])
 def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
-    """Its formats and layouts are equal to those here, and not the same objects."""
+    """Check a configuration whose formats and layouts equal this process's, but are not the same objects."""
     one = Run("silu", BF, 512, target, HOPPER, 9, 1, 0, WARP_GROUPS)
     config = pickle.loads(pickle.dumps(one.config))
     given = inputs(config, one.rows)
@@ -439,7 +449,7 @@ def test_zeros_keep_their_sign(target: tuple[str, str]) -> None:
     [(BF16, 128, NV[1], HOPPER), (FP16, 96, MX[2], BLACKWELL), (FP32, 48, NVG[0], HOPPER)],
 )
 def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arch: str) -> None:
-    """Of every byte of codes and scales."""
+    """Check all bytes of codes and scales."""
     torch.manual_seed(0)
     case = Case(WHAT["dequantize"], (dtype, dtype), width, target, arch)
     kernel = case.kernel
@@ -463,7 +473,7 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
 
 
 def test_rows_of_a_warp_take_their_amax_again() -> None:
-    """Of two rows that share a warp, one cannot be folded; or there is none."""
+    """Check two rows that share a warp, if one of them, or none, cannot be folded."""
     one = Run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, {"groups": 2})
     config = one.config
     assert config.group_rows > 1
@@ -472,7 +482,7 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     check(config.spec, got, expected(config.spec, *given))
 
 
-# What orders a kernel
+# Order of events
 
 
 @pytest.mark.parametrize(
@@ -487,7 +497,7 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     ],
 )
 def test_broken_kernels_are_noticed(edit: Any) -> None:
-    """A kernel without one of its barriers, or with another mistake."""
+    """Check that a kernel without one of its barriers, or with another fault, is noticed."""
     one = Run("norm", HF, 1024, NV[0], HOPPER, 9, 1, 0, WIDE_GROUPS)
     config = one.config
     given = inputs(config, one.rows)
@@ -497,7 +507,7 @@ def test_broken_kernels_are_noticed(edit: Any) -> None:
 
 
 LOADED = [
-    # Which fence comes before the rows are overwritten: after the loads, or where a row is read again.
+    # The fence before rows are overwritten comes after the loads, or after a second read of the row.
     (run("quantize", F, 1024, MX[1], HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
     (run("quantize", BF, 512, NV[1], BLACKWELL, 20, 1, 0, **WARP_GROUPS), 0),
     (run("silu", BF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
@@ -509,7 +519,7 @@ LOADED = [
 
 @pytest.mark.parametrize(("one", "fence"), [pytest.param(*p.values, fence, id=p.id) for p, fence in LOADED])
 def test_loads_come_before_copies_of_the_next_rows(one: Run, fence: int) -> None:
-    """A barrier alone does not see to it."""
+    """Check that a fence is needed: a barrier alone does not order loads before copies."""
     config = one.config
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)

@@ -1,4 +1,4 @@
-"""The host function of the row-quantising kernel."""
+"""Host function of the row-quantising kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMS = 132
 
 
 def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, int]]:
-    """The grids of a call that quantises so many rows."""
+    """Return the grids of a call that quantises ``rows`` rows."""
     dims = {"rows": rows, "row_stride": kernel.config.spec.input_width, "scale_rows": scale_rows}
     given: list[Any] = []
     for i, spec in enumerate(kernel.arguments()):
@@ -31,7 +31,8 @@ def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, in
 
 @pytest.mark.parametrize(("layout", "tile"), [("128x4", 128), ("8x4", 8)])
 def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile: int) -> None:
-    """Tiled scales have as many rows as whole tiles: of all extents of outputs the one that TVM-FFI does not check."""
+    """Check the number of rows of tiled scales, whole tiles: the only extent of an output that TVM-FFI does not
+    check."""
     spec = RowQuantSpec(
         source="rows",
         dtype=torch.bfloat16,
@@ -54,8 +55,11 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
 @pytest.mark.parametrize("gated", [False, True], ids=["rows", "gate"])
 def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
-    """14,336 columns: two slices of 7,168; of up to 128 rows seven of 2,048. A CTA has a slice of a row, while there
-    are enough CTAs; tiles of scales, whose padding is zeroed, have 32 at least of each slice, or all."""
+    """Check the slices of 14,336 columns: two of 7,168, or seven of 2,048 for up to 128 rows.
+
+    A CTA has a slice of one row if enough CTAs can run. With tiled scales, whose padding is zeroed, each slice has
+    at least 32 CTAs, or all.
+    """
     spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()
     is_tiled = layout == "128x4"

@@ -1,4 +1,4 @@
-"""``plan()`` of the row-quantising kernels: every width has a plan that fits, and refusals say why."""
+"""``plan()`` of the row-quantising kernels: every width has a plan that fits, and errors give the reason."""
 
 import dataclasses
 import itertools
@@ -42,12 +42,12 @@ def spec_of(kind, fmt, width):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_every_width_has_a_plan(fmt, kind, arch):
-    """All lengths of a row to 65,536: slices cover it and none is empty, threads and memory fit."""
+    """Check all widths up to 65,536: slices cover the row, no slice is empty, and threads and memory fit."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     first = random.randrange(1, 17)
-    # Two fp32 rows and an fp32 weight: the one thing that does not fit 8 CTAs of 99 KB.
+    # Two fp32 rows and an fp32 weight: the only case that does not fit 8 CTAs of 99 KB
     widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
-    # 80,000 columns: of twelve slices in MXFP4 the last one is too short for the threads that the others want.
+    # 80,000 columns: with twelve slices in MXFP4, the last one is too short for the other slices' threads.
     beyond = [80_000] if widest == 65_536 and "norm" not in kind and fmt != "token" and step <= 32 else []
     for width in (step, *range(first * step, widest, 17 * step), widest, *beyond):
         config = plan(spec_of(kind, fmt, width), ARCHS[arch])
@@ -59,7 +59,7 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert config.common_blocks * config.threads_per_row + 32 * config.busy_warps >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
-            # The units that share a scale are with neighbouring threads of one CTA.
+            # Neighbouring threads of one CTA have the blocks that share a scale.
             assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
             assert config.has_short_block == (width % 128 != 0)
         assert not config.has_idle_threads or width == 64
@@ -68,10 +68,11 @@ def test_every_width_has_a_plan(fmt, kind, arch):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_are_cut_smaller(fmt, kind):
-    """Where rows are cut anyway, of FP4, wider than a slice; by whole tiles of scales."""
+    """Check that few rows in FP4 that are cut anyway, and are wider than a slice, are cut into more slices of whole
+    scale tiles."""
     is_cut = fmt in ("nvfp4", "mxfp4") and "norm" not in kind
     even = (4096, 8192, 14_336, 28_672, 53_248)
-    # Of the others some have slices of which the last one is too short for the threads of the rest.
+    # Some of the other widths have a last slice that is too short for the threads of the other slices.
     for width in (1024, 2048, *even, 11_008, 18_944, 29_568, *range(32 * random.randrange(65, 96), 65_537, 31 * 64)):
         config = plan(spec_of(kind, fmt, width), ARCHS["sm_90a"])
         few = config.few_rows_config
@@ -87,7 +88,7 @@ def test_few_rows_are_cut_smaller(fmt, kind):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_of_experts_have_a_plan(dtype, arch):
-    """Of every width, with the table by which rows are found, and with either gate."""
+    """Check plans for experts' rows of every width, with the table that finds rows, and with either gate."""
     for width in (64, 2880, *range(64 * random.randrange(1, 15), 65_537, 14 * 64 + 64)):
         spec = spec_of("quantise-bf16", "block128", width)
         spec = dataclasses.replace(spec, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
@@ -105,8 +106,7 @@ def test_rows_of_experts_have_a_plan(dtype, arch):
 @pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_are_computed_alike(fmt, dtypes, arch):
-    """With a residual, with the norm and in both layouts: the order of sums, and of the norm's products, for equal
-    bits."""
+    """Check that ops with a residual, with the norm, and with both layouts add in the same order, for equal bits."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
         spec = spec_of(f"norm-{dtypes}", fmt, width)
@@ -119,8 +119,10 @@ def test_rows_are_computed_alike(fmt, dtypes, arch):
 
 @pytest.mark.parametrize(("width", "busy", "of"), [(2560, 1, 2), (5120, 2, 4), (7168, 2, 4)])
 def test_schedulers_share_busy_warps(width, busy, of):
-    """Warps with a block more than others, of rows whose blocks do not fill their threads. Warp w of an SM belongs to
-    scheduler w % 4."""
+    """Check that warps with one more block than others are spread over the schedulers.
+
+    The rows' blocks do not fill their threads. Warp w of an SM belongs to scheduler w % 4.
+    """
     config = plan(spec_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
     assert (config.busy_warps, config.group_warps) == (busy, of)
     schedulers = [0] * 4
@@ -131,7 +133,8 @@ def test_schedulers_share_busy_warps(width, busy, of):
 
 
 def test_shared_memory_is_divided():
-    """What begins where the last thing ends: rows, weight, scales of quads, sums, barriers."""
+    """Check that each region begins where the previous one ends: rows, weight, scales of quads, partial sums,
+    barriers."""
     config = plan(spec_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
     at = config.smem_offsets
     assert at.norms - at.rows == config.groups * config.stages * 2 * 4096 * 2
@@ -144,7 +147,7 @@ def test_shared_memory_is_divided():
 
 
 def test_plan_does_not_hold_what_a_call_brings():
-    """It is a function of the spec, the architecture and the setting for PDL, and keeps them."""
+    """Check that a plan depends on the specification, the architecture and the setting for PDL only."""
     for arch, pdl, kind in itertools.product(ARCHS.values(), (True, False), KINDS):
         spec = spec_of(kind, "mxfp4", 2880)
         config = plan(spec, arch, pdl=pdl)
@@ -154,7 +157,7 @@ def test_plan_does_not_hold_what_a_call_brings():
 
 @pytest.mark.parametrize("name", ["rmsnorm_fp4quant", "rmsnorm_fp4quant_with_norm"])
 def test_a_row_that_fits_no_cluster(name, launches):  # noqa: F811
-    """The op says so, by its name; nothing is compiled."""
+    """Check that the op's error names the op, and that nothing is compiled."""
     width = 1 << 20
     with pytest.raises(ValueError, match=rf"cute::{name}: rows of {width} elements"):
         OPS[name].cuda(torch.zeros(1, width, dtype=torch.bfloat16), torch.ones(width, dtype=torch.bfloat16))

@@ -99,7 +99,7 @@ def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
 
 
 def planned_experts(family: Any, case: ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
-    """Return the configuration that the backend plans; ``given``: arguments of this family's ``plan``."""
+    """Return the configuration that the backend plans. ``given`` holds arguments of this family's ``plan``."""
     return family.plan(operands=_operands(case), arch=GPU_ARCHS[case.arch], pdl=True, **given)
 
 
@@ -173,7 +173,7 @@ class WgmmaCase(KernelCase):
 
 @dataclass(frozen=True)
 class ExpertsCase(KernelCase):
-    """The kernels of an FP4 GEMM that is added up over experts."""
+    """FP4 GEMM over experts (``fp4_experts``). Attributes are arguments of its ``plan``; layouts are given by name."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -199,12 +199,12 @@ class ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """For experts of two chunks, of which the second is not whole. Of MXFP4 without a bias they begin with tiles of
-        scales, with one every second in the middle of a tile."""
+        """Kernel for experts of two k tiles, the second one partial. For MXFP4 without a bias, every second expert
+        begins in the middle of a scale tile; otherwise all begin with a scale tile."""
         return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
     def kernel_for(self, width: int) -> Any:
-        """As the backend builds it."""
+        """Return the kernel that the backend builds."""
         sizes = {"width": width, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
         given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
         return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
@@ -212,8 +212,8 @@ class ExpertsCase(KernelCase):
 
 @dataclass(frozen=True)
 class GatedExpertsCase(KernelCase):
-    """The kernels of a gated FP4 GEMM over experts; ``epilogue`` are the arguments of
-    ``fp4_gated_experts.GatedEpilogue``."""
+    """Gated FP4 GEMM over experts (``fp4_gated_experts``). Attributes are arguments of its ``plan``; ``epilogue``
+    holds arguments of ``GatedEpilogue``, and layouts are given by name."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -239,11 +239,11 @@ class GatedExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """For five chunks of k, of which the last is not whole; or, with linear scales, for four."""
+        """Kernel for five k tiles, the last one partial; or, with linear scales, for four."""
         return self.kernel_for(1024 if self.layout == "linear" else 1088)
 
     def kernel_for(self, width: int) -> Any:
-        """As the backend builds it; ``None`` if it is none."""
+        """Return the kernel that the backend builds, or None if it builds none."""
         sizes = {"width": width, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
         epilogue = fp4_gated_experts.GatedEpilogue(*self.epilogue)
         config = planned_experts(fp4_gated_experts, self, epilogue=epilogue, token_block=self.token_block, **sizes)
@@ -352,7 +352,10 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
-    """Kinds of operands with sizes of a unit, all of them or a third; sizes of a tile, and the rest, in turn."""
+    """Return cases of all pairs of operands and ``tile_m`` if ``every``, otherwise a third of them.
+
+    Token blocks and other parameters take turns.
+    """
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
     assert tuple(tiles) == fp4_experts.TILES_M
     assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TOKEN_BLOCKS)
@@ -362,17 +365,21 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
         ExpertsCase(*kind, group, next(turns[group]), *next(rest))
         for kind, group in together(WARPGROUP_KINDS, tuple(turns), every)
     ]
-    # With a bias, in either dtype: every size of a unit
+    # With a bias, in either dtype: every ``tile_m``
     biased = {case.tile_m: case for case in cases}
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
-    # What has spilled
+    # Kernel that has spilled
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
     # Activations that are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
-    """Rows of a slice with sizes of a unit, and all kinds of operands or one in turn; the rest in turn."""
+    """Return cases of all pairs of ``tile_n`` and ``tile_m``, with all kinds of operands if ``every``, otherwise one in
+    turn.
+
+    Other parameters take turns.
+    """
     tiles = itertools.cycle(fp4_gated_experts.TOKEN_BLOCKS)
     alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))
     biases = itertools.cycle((FP32, "out", None, FP32))

@@ -1,4 +1,4 @@
-"""Kernels around the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
+"""Cases of kernels around the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 @dataclass(frozen=True)
 class MoeCase(KernelCase):
-    """A kernel around the experts' GEMMs, by its family (``moe_swiglu``: experts' rows of ``row_quant``).
+    """Kernel around the experts' GEMMs.
 
-    ``plan_arguments`` are those of the family's ``plan``; of ``moe_swiglu`` the width of a row, its dtype, whether
-    there are offsets, and counts, and whether the gate is the general one.
+    Attributes:
+        family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
+        plan_arguments: arguments of the family's ``plan``; for ``moe_swiglu``: width of a row, dtype, and whether
+            offsets, counts and the general gate are used.
+        arch: architecture to compile for.
     """
 
     family: str
@@ -33,7 +36,7 @@ class MoeCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """The kernel that ``plan`` chooses."""
+        """Kernel that ``plan`` chooses."""
         if self.family == "moe_swiglu":
             return _experts_rows_kernel(*self.plan_arguments, self.arch)
         family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
@@ -51,7 +54,7 @@ def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: 
 
 
 def moe_cases() -> list[MoeCase]:
-    """The most experts of a token and others, narrow rows and wide ones; dtypes in turn."""
+    """Return cases with the largest and other ``topk``, narrow and wide rows; dtypes take turns."""
     archs = itertools.cycle(ARCHS)
     dtypes = itertools.cycle((BF16, FP16, FP32))
     finalize = [
@@ -80,7 +83,7 @@ def moe_cases() -> list[MoeCase]:
         )
     ]
     ids = [(512, False), (512, True), (7, True)]
-    # The choice of moe_route, with and without factors in place of the layout of rows.
+    # Choices of moe_route, with and without factors instead of the layout of rows
     dense = [(*plan_arguments[:-1], i % 2 == 0) for i, plan_arguments in enumerate(route)]
     cases = {
         "moe_route": route,

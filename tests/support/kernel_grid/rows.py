@@ -1,4 +1,4 @@
-"""Kernels of rows: quantising, with or without a norm, a sum or a gate before; and dequantising."""
+"""Cases of kernels of rows: quantisation, optionally after a norm, a sum or a gate; and dequantisation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
-"""Widths of rows that share a warp, that have one, that have several, and that are split."""
+"""Widths of rows that share a warp, that have one warp, that have several warps, and that are split."""
 
 WIDTHS = tuple(itertools.chain(*SPANS))
 
 WIDE = (7168, 65_536)
-"""Widths at which threads hold the most values: of those that one CTA has, and of those that several share."""
+"""Widths with the most values in a thread: of rows in one CTA, and of rows that several CTAs share."""
 
 FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOUTS))
 
@@ -44,12 +44,13 @@ ROUNDED = ("rounded", "row")
 TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 
 DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
-"""Of the input (or of what is written), and of the weight."""
+"""Dtype of the input (or of the output of dequantisation), and dtype of the weight."""
 
 
 @dataclass(frozen=True)
 class What:
-    """What a kernel does, as in ``kernels.row_quant.RowQuantSpec``; ``also`` are outputs beside codes and scales."""
+    """Operation of a kernel, as in ``kernels.row_quant.RowQuantSpec``. ``also`` names outputs in addition to codes
+    and scales."""
 
     name: str
     source: str
@@ -59,7 +60,7 @@ class What:
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
-        """Formats and layouts that some op has."""
+        """Formats and layouts that some op supports."""
         if "linear" in self.also:
             return [target for target in FP4_TARGETS if target[1] == "128x4"]
         if not self.source or self.also:
@@ -85,7 +86,7 @@ WHAT = {what.name: what for what in WHATS}
 
 @dataclass(frozen=True)
 class Case(KernelCase):
-    """One configuration and the architecture to compile it for."""
+    """Configuration, and the architecture to compile it for."""
 
     what: What
     dtypes: tuple[torch.dtype, torch.dtype]
@@ -104,7 +105,7 @@ class Case(KernelCase):
         return (
             self.target in self.what.targets
             and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
-            # Without blocks, whole units of threads.
+            # Without blocks, rows are whole units of threads.
             and self.width % max(16, 1 if self.format is None else self.format.width_multiple) == 0
             # Two fp32 rows and an fp32 weight do not fit into 8 CTAs of 99 KB.
             and (self.what.source, self.dtypes[0], self.width, self.arch) != ("add", FP32, 65_536, "sm_120a")
@@ -121,10 +122,10 @@ class Case(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """The kernel that ``plan`` chooses.
+        """Kernel that ``plan`` chooses.
 
         Raises:
-            ValueError: from ``plan``, if it supports none.
+            ValueError: ``plan`` supports no kernel.
         """
         name, layout = self.target
         dtype, weight = self.dtypes
@@ -148,14 +149,15 @@ class Case(KernelCase):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """One choice for each factor of the grid."""
+        """Choices of the case, one for each factor of the grid."""
         return self.what, self.dtypes, self.width, self.target, self.arch
 
     @property
     def pairs(self) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
-        """Any two of the choices, with their places; and what, width and architecture of the widest, all three.
+        """All pairs of the choices, with their places; and, for wide rows, the triple of operation, width and
+        architecture.
 
-        Dtypes and targets do not meet each width, but one of each span.
+        Dtypes and targets meet one width of each span, not each width.
         """
         what, dtypes, width, target, arch = enumerate(self.choices)
         span = (6, next(span for span in SPANS if self.width in span))
@@ -169,21 +171,21 @@ TIGHT = (
     Case(WHAT["norm"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
     Case(WHAT["norm-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
 )
-"""Cases that have spilled, between those in which pairs of choices meet."""
+"""Cases that have spilled, in addition to those in which pairs of choices meet."""
 
 
 def every_case() -> Iterator[Case]:
-    """The whole grid."""
+    """Yield the whole grid."""
     choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
     return (case for case in itertools.starmap(Case, choices) if case.is_valid)
 
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A part of the grid in which any two choices meet, and what is done, architecture and a wide row all three; and
-    ``TIGHT``.
+    """Return a part of the grid in which any two choices meet, with ``TIGHT``. Operation, architecture and a wide row
+    all meet.
 
-    Greedily: a case for a pair that is still missing, of some the one that adds most.
+    The choice is greedy: for a pair that is still missing, it takes the case that adds most pairs among some.
     """
     having = defaultdict(list)
     for case in every_case():

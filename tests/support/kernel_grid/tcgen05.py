@@ -1,4 +1,4 @@
-"""FP4 GEMMs by tcgen05, dense and over experts."""
+"""Cases of FP4 GEMMs by tcgen05, dense and over experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TCGEN05_TILES = tuple(
 
 @dataclass(frozen=True)
 class Tcgen05Case(KernelCase):
-    """A GEMM of two FP4 operands by tcgen05: rows of activations of a tile, CTAs of an MMA, CTAs that split k."""
+    """GEMM of two FP4 operands by tcgen05. ``cta_group`` is the number of CTAs of an MMA."""
 
     format: FP4Format
     layout: str
@@ -48,7 +48,7 @@ class Tcgen05Case(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """As the backend builds it; or with fewer stages."""
+        """Kernel that the backend builds, or the same with fewer stages."""
         config = fp4_tcgen05.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -64,8 +64,10 @@ class Tcgen05Case(KernelCase):
 
 
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
-    """Kinds of operands with tiles: all of them, for each architecture, or a fourth, for these in turn; epilogues in
-    turn."""
+    """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a fourth of them.
+
+    Architectures and epilogues take turns.
+    """
     finish, archs = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(TCGEN05_ARCHS)
     return [
         Tcgen05Case(*kind, *tile, next(finish), arch=arch)
@@ -77,8 +79,8 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
 
 @dataclass(frozen=True)
 class Tcgen05ExpertsCase(KernelCase):
-    """A GEMM of two FP4 operands by tcgen05 that is added up over experts: rows of the weight of a tile, parts of
-    the experts, whether those are passed over that nothing is routed to, and an expert's width."""
+    """GEMM of two FP4 operands by tcgen05 over experts, with ``width`` elements of k each. If ``routed``, experts
+    without a token are skipped."""
 
     format: FP4Format
     layout: str
@@ -104,7 +106,7 @@ class Tcgen05ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """As the backend builds it; or with fewer stages."""
+        """Kernel that the backend builds, or the same with fewer stages."""
         config = fp4_tcgen05_experts.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -122,8 +124,10 @@ class Tcgen05ExpertsCase(KernelCase):
 
 
 def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
-    """Kinds of operands with tiles: all of them, for each architecture, or a few, for these in turn; widths and dtypes
-    in turn."""
+    """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a few of them.
+
+    Architectures, widths and dtypes take turns.
+    """
     widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(TCGEN05_ARCHS)
     outs = itertools.cycle((BF16, FP16, FP32))
     tiles = [*itertools.product((128, 64, 32), (1, 2, 3, 5, 8), (False, True))]

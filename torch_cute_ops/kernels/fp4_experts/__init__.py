@@ -25,7 +25,7 @@ pipeline computes one m tile at a time, so that a CTA computes up to four m tile
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
 A k tile has 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, a k tile has 128
-elements (20 % slower where both fit); or there are two pipelines, and two warps, or warpgroups, share the k of the same
+elements (20 % slower if both fit); or there are two pipelines, and two warps, or warpgroups, share the k of the same
 rows (for linear scales, whose boxes have 16 bytes of a row).
 
 A warp accumulates an m tile in registers. At the end of the expert's k it adds the expert's bias, multiplies by the
@@ -38,7 +38,7 @@ expert begins in the middle of a scale tile. A k tile then has up to one more sc
 second half of the first.
 
 Schedule: with one class of experts, a CTA has one n tile. With ``classes`` classes (an expert's class is its number
-modulo ``classes``), the pairs of an n tile and a class are divided among as many CTAs as SMs, in equal contiguous
+modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal contiguous
 ranges: some classes of one n tile, or of two consecutive ones. A CTA begins with the second n tile and writes its
 partial sums to the workspace. The CTA with the n tile's last class adds them up in the order of the classes, its own
 last. A CTA waits rarely, and only for CTAs with lower numbers, which started before it.

@@ -431,7 +431,7 @@ class FP4ExpertsKernel:
         ]
 
     def _pairs(self, stage, consumer, smem) -> tuple[list, list]:
-        """Return the accumulator offsets of a lane's tokens, negative where no token exists, and their factors."""
+        """Return the accumulator offsets of a lane's tokens, negative for missing tokens, and their factors."""
         c = self.config
         offsets, factors = [], []
         for group in range(c.tile_m // ATOM_M):

@@ -6,8 +6,8 @@ and nothing is written for them. ``kernels.fp4_experts`` reads the output. A cal
 
 1. Lists. A CTA for each expert and *token block*, up to 512 tokens, scans its column of ``routing``, and lists the
    tokens that are routed to the expert, in their order. All CTAs together rearrange the activations of each token once,
-   as ``kernels.common.fp4.activations`` describes, decoded if they are in FP4. For few tokens there are no lists, and
-   so few CTAs that they run together with the CTAs of the second kernel.
+   as ``kernels.common.fp4.activations`` describes, decoded if they are in FP4. For few tokens no lists are needed, and
+   the CTAs of both kernels fit on the GPU together.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n`` rows of
    its weight: half of them gate, half the same columns of up. CTAs share all work tiles equally: work tiles differ only
    in their number of tokens. N tiles that share scale tiles are computed at the same time, by neighbouring CTAs

@@ -51,8 +51,8 @@ class Arguments(
         bias: (E, 2 · I) float32 or 16 bits, added after the factor; or None.
         global_scale: float32, (1,) or (E,), encode scale of the result; or None.
         swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the general gate, +inf for no limit; or None.
-        y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written where a token is routed.
-        scale: block scales of the codes, written where a token is routed, with padding of zeros; None for 16 bits.
+        y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written for routed tokens.
+        scale: block scales of the codes, written for routed tokens, with padding of zeros; None for 16 bits.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs for each token block.
     """
@@ -107,8 +107,8 @@ class Config:
         width: elements of k.
         tile_n: rows of the weight of an n tile.
         tile_m: tokens of an m tile.
-        split_k: number of parts of k. At most as many CTAs share a work tile. Accumulators are added up part by part,
-            whichever CTA has them.
+        split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
+            by part, whichever CTA has them.
         token_block: tokens of a token block.
         stages: number of stages of all pipelines.
         pdl: True for programmatic dependent launches.
@@ -166,7 +166,7 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the routing themselves. Then there are no lists, and they start to read
+        """True if CTAs of the GEMM scan the routing themselves. Then no lists are made, and the CTAs start to read
         weights while the activations are rearranged."""
         return self.token_block <= MAX_SCANNED_TOKENS
 

@@ -121,7 +121,7 @@ class GatedEpilogueOps:
             token_id: row of the token whose index in the m tile is the lane's number; negative if it does not exist.
             terms: terms from ``terms``.
             first_column: first column of the n tile in the result, over all experts.
-            consumer: one of the ``Config.epilogue_threads`` threads, all of which call it.
+            consumer: thread of the epilogue; all ``Config.epilogue_threads`` threads call the method.
             values: shared memory of ``Config.value_bytes``.
             outputs: tensors.
         """
@@ -173,7 +173,7 @@ class GatedEpilogueOps:
 
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
-        """Zero the padding of the scales, with ``threads`` threads, of which this is number ``thread``."""
+        """Zero the padding of the scales, with ``threads`` threads; this thread has number ``thread``."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
         # Of the last tiles' words, in the order of memory, clear the words of rows that do not exist.

@@ -359,7 +359,7 @@ class FP4GatedExpertsKernel:
         return work.begin // split_k, ptx.select(work.begin < work.end, (work.end + split_k - 1) // split_k, Int32(0))
 
     def _work_tile(self, index, work) -> WorkTile:
-        """Return the work tile with this index among those of the CTA's siblings."""
+        """Return a work tile by its index among the work tiles of the CTA and its siblings."""
         split_k = self.config.split_k
         groups = work.n_tiles // work.siblings
         m_tile, n_tile = index // groups, index % groups * work.siblings + work.cta % work.siblings

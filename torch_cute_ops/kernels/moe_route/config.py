@@ -19,7 +19,7 @@ class Config(ExpertChoice, PlacementConfig):
 
     Attributes:
         dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: fields of ``ExpertChoice``.
-        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
+        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
         pdl: True for programmatic dependent launches.
     """
 

@@ -18,7 +18,7 @@ class Config(PlacementConfig):
 
     Attributes:
         experts: number of experts.
-        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
+        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
         pdl: True for programmatic dependent launches.
     """
 

@@ -144,7 +144,7 @@ class RowQuantKernel:
         clusters = cutlass.max(max_ctas // c.splits, 1)
         threads = Int32(c.threads)
         if const_expr(not c.spec.has_table):
-            # Launch one group for each CTA while there are enough CTAs: smaller CTAs start sooner.
+            # Launch one group for each CTA if enough CTAs can run: smaller CTAs start sooner.
             threads = ptx.select(rows <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(*given).launch(
             grid=[allowed * cutlass.min(wanted, clusters) * c.splits, 1, 1],

@@ -235,8 +235,8 @@ class BlockScaledKernel:
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
         """Issue the MMAs of a k tile, in the MMA thread, once its operands and a set of columns for scales are ready.
 
-        Commits release the stage and the columns when the MMAs have ended. Arguments from ``acc`` on are those of
-        ``BlockScaledMma.multiply``.
+        Commits release the stage and the columns when the MMAs have ended. ``BlockScaledMma.multiply`` describes the
+        arguments from ``acc`` on.
 
         Returns:
             Next position in the pipelines.

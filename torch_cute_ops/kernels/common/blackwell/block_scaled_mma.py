@@ -80,7 +80,7 @@ class BlockScaledMma:
 
     @cute.jit
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
-        """Start the copies of ``count`` rows of scale tiles, ``exist`` of which exist, in one thread.
+        """Start the copies of up to ``count`` rows of scale tiles, in one thread. ``exist`` rows exist.
 
         ``row_tile`` is the first tile along the rows. Of each row of tiles, ``size`` bytes are copied, from tile
         ``first`` on.

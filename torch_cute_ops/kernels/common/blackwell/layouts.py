@@ -173,7 +173,7 @@ class BlockScaledConfig:
         if reason is not None:
             return reason
         if self.tmem_columns > TMEM_COLUMNS:
-            return f"needs {self.tmem_columns} columns of tensor memory; there are {TMEM_COLUMNS}"
+            return f"needs {self.tmem_columns} columns of tensor memory; an SM has {TMEM_COLUMNS}"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None

@@ -77,7 +77,7 @@ class ExpertPlacement:
         batch: number of slots that a CTA processes at a time: a multiple of 32, with at most one pair for each thread.
         single_cta_slots: largest number of slots for a single CTA, at most ``batch``.
         slots_per_cta: number of slots for each CTA, as long as SMs are idle.
-        is_masked: True if all experts get the same number of rows, False if each gets as many as it needs.
+        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
     """
 
     experts: int

@@ -2,7 +2,8 @@
 
 A GEMM divides its tokens into *token blocks*. A CTA of a first kernel lists the tokens of a block that are routed to an
 expert (``TokenLister``). An *m tile* is an expert and up to ``tile_m`` of its listed tokens. Each CTA of the GEMM lists
-in shared memory the touched experts (those with a token in the block) and where their m tiles begin (``ExpertMTiles``).
+in shared memory the touched experts (experts with a token in the block) and the index of their first m tile
+(``ExpertMTiles``).
 
 A list holds the tokens in their order, each as a *pair* of words: a number, negative in the unused rest of the last m
 tile, and a factor. If each expert has activations of its own, the list holds these too, rearranged as
