@@ -15,7 +15,7 @@ from support.ptx_model import Ptx, float32, on_arrays
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_dequant
-from torch_cute_ops.kernels.common.fp4 import encode as fp4
+from torch_cute_ops.kernels.common.fp4 import codes as fp4
 from torch_cute_ops.kernels.fp4_dequant import kernel as dequant_kernel
 
 

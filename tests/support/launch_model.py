@@ -39,7 +39,7 @@ from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
-from torch_cute_ops.reference.mm_fp4 import fp4_gemm, row_sums
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
@@ -317,7 +317,7 @@ def compute_route(config: Any, *args: Any) -> None:
     outputs = [getattr(call, name) for name in ROUTE_OUTPUTS]
     words = config.workspace_words(len(call.logits), len(call.permuted_to_expanded), call.sms)
     assert words == (0 if call.workspace is call.counts else len(call.workspace))
-    room = {"max_rows": call.unit} if config.is_masked else {"alignment": call.unit}
+    room = {"max_rows": call.row_multiple} if config.is_masked else {"alignment": call.row_multiple}
     scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
     rest = config.renormalize, call.scaling_factor
     for output, result in zip(
@@ -330,7 +330,7 @@ def compute_route_ids(config: Any, *args: Any) -> None:
     call = moe_route_ids.Arguments(*args)
     words = config.workspace_words(call.ids.numel(), len(call.permuted_to_expanded), call.sms)
     assert words == (0 if call.workspace is call.counts else len(call.workspace))
-    room = {"max_rows": call.unit} if config.is_masked else {"alignment": call.unit}
+    room = {"max_rows": call.row_multiple} if config.is_masked else {"alignment": call.row_multiple}
     outputs = [getattr(call, name) for name in ROUTE_OUTPUTS[2:]]
     for output, result in zip(outputs, route_ids(call.ids, config.experts, **room), strict=True):
         write(output, result)
@@ -447,7 +447,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # In the reference's order, on which float64 sums depend where large terms cancel.
-    monkeypatch.setattr(cublas, "_sums", lambda a, weight: row_sums(a.double(), weight.double()).float())
+    monkeypatch.setattr(cublas, "_sums", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
     # Launchers of the model must not outlive it, nor real ones be met in it.
     forget_all()
     yield recorded
