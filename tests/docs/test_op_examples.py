@@ -1,9 +1,11 @@
-"""The example in each op's docstring runs and shows the results that it claims."""
+"""Docstrings of the ops: every section is there, examples show right results, and references exist."""
 
 import doctest
+import re
 
 import pytest
 import torch
+from support.example_scripts import ROOT
 
 from torch_cute_ops.registry import OPS
 
@@ -14,6 +16,17 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Example:", "References:")
 def test_docstring_has_every_section(name: str) -> None:
     lines = OPS[name].function.__doc__.splitlines()
     assert [line.strip() for line in lines if line.strip() in SECTIONS] == list(SECTIONS)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_references_exist(name: str) -> None:
+    """Check that the documents to which a docstring refers contain the sections that it names."""
+    text = " ".join(OPS[name].function.__doc__.split()).partition("References: ")[2]
+    references = re.findall(r'(docs/\w+\.md)((?:,| and) "[^"]+"(?: and "[^"]+")*)', text)
+    assert len(references) == text.count("docs/") > 0
+    for document, titles in references:
+        headings = re.findall(r"^#+ (.*)", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(re.findall(r'"([^"]+)"', titles)) <= set(headings), document
 
 
 @pytest.mark.parametrize("name", OPS)
