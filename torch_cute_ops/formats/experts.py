@@ -33,8 +33,8 @@ def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor
     """
     if offsets is None:
         assert counts is not None
-        share = rows // counts.shape[0]
-        begins = torch.arange(counts.shape[0] + 1, dtype=counts.dtype, device=counts.device) * share
+        rows_each = rows // counts.shape[0]
+        begins = torch.arange(counts.shape[0] + 1, dtype=counts.dtype, device=counts.device) * rows_each
     else:
         begins = offsets.contiguous()
     row = torch.arange(rows, dtype=begins.dtype, device=begins.device)

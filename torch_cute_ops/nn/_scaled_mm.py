@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cute_ops.reference.mm_fp4 import finished
+from torch_cute_ops.reference.mm_fp4 import apply_epilogue
 
 _MULTIPLE = 16
 """N and K must be multiples of this in torch's scaled GEMM."""
@@ -35,7 +35,7 @@ def scaled_mm(
     if reason_refused(weight, is_by_row, bias, out_dtype) is not None:
         wide = torch.float64 if a.device.type == "cpu" else torch.float32
         total = (a.to(wide) @ weight.to(wide).t()).float()
-        return finished(total * a_scale, weight_scale, bias, out_dtype)
+        return apply_epilogue(total * a_scale, weight_scale, bias, out_dtype)
     if is_by_row:
         a_scale = a_scale.expand(len(a), 1).contiguous()
     if _public is None or torch.compiler.is_compiling():

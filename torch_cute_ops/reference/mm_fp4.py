@@ -52,11 +52,11 @@ def fp4_gemm(
     """Compute ``alpha · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit numbers ``a`` (M, K) without scales.
 
     The product is accumulated in float64 and rounded to float32: the order of the additions matters only if large terms
-    cancel. ``finished`` then applies ``alpha`` and ``bias``.
+    cancel. ``apply_epilogue`` then applies ``alpha`` and ``bias``.
     """
     assert b_layout is not None
-    total = row_sums(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
-    return finished(total, alpha, bias, out_dtype)
+    total = matmul_rows(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
+    return apply_epilogue(total, alpha, bias, out_dtype)
 
 
 def activations(
@@ -71,7 +71,7 @@ def activations(
     return a.to(fmt.operand_dtype(a.dtype)).double()
 
 
-def finished(
+def apply_epilogue(
     total: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """Multiply the fp32 product (M, N) by ``alpha``, add ``bias``, each with one rounding; round to the dtype."""
@@ -82,10 +82,10 @@ def finished(
     return total.to(out_dtype)
 
 
-def row_sums(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul_rows(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``left @ weight.T`` for float64 matrices (M, K) and (N, K)."""
     total = left.new_empty(len(left), len(weight))
     # Row by row, because the order of torch.mm's additions may depend on the number of rows.
-    for row, sums in zip(left, total, strict=True):
-        torch.mv(weight, row, out=sums)
+    for row, result in zip(left, total, strict=True):
+        torch.mv(weight, row, out=result)
     return total

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.reference.mm_fp4 import finished
+from torch_cute_ops.reference.mm_fp4 import apply_epilogue
 
 BLOCK = 128
 
@@ -33,7 +33,7 @@ def block_scaled_gemm(
 
     K is divided into blocks of 128 elements; the last block may be shorter. Each block's product is exact in float64
     and rounded to fp32. It is multiplied by both scales, whose product is rounded to fp32, and added to the accumulator
-    with one rounding. ``finished`` then applies ``alpha`` and ``bias``.
+    with one rounding. ``apply_epilogue`` then applies ``alpha`` and ``bias``.
 
     Args:
         a: (M, K) float8_e4m3fn.
@@ -50,4 +50,4 @@ def block_scaled_gemm(
         partial = (a[:, within].double() @ weight[:, within].t().double()).float()
         factor = a_scale[block][:, None] * factors[:, block]
         total = (factor.double() * partial.double() + total.double()).float()
-    return finished(total, alpha, bias, out_dtype or torch.bfloat16)
+    return apply_epilogue(total, alpha, bias, out_dtype or torch.bfloat16)

@@ -8,7 +8,7 @@ from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
-from torch_cute_ops.reference.mm_fp4 import activations, finished, formats_of, row_sums
+from torch_cute_ops.reference.mm_fp4 import activations, apply_epilogue, formats_of, matmul_rows
 from torch_cute_ops.reference.moe_fc2_fp4 import rows_of
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
@@ -66,9 +66,9 @@ def gated_experts(
         if isinstance(rows, Tensor) and not len(rows):
             continue
         own = scales.view(experts, lines, -1)[expert]
-        product = row_sums(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
+        product = matmul_rows(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
         factor = None if alpha is None else alpha[expert].repeat_interleave(lines // alpha[expert].numel())
-        both = finished(product, factor, None if bias is None else bias[expert], torch.float32)
+        both = apply_epilogue(product, factor, None if bias is None else bias[expert], torch.float32)
         value[rows, expert] = torch.where(routed[rows], silu_mul_rows(both, *gate), 0.0)
     return value.flatten(1)
 

@@ -7,7 +7,7 @@ import torch
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
-from torch_cute_ops.reference.mm_fp4 import activations, default_dtype, formats_of, row_sums
+from torch_cute_ops.reference.mm_fp4 import activations, default_dtype, formats_of, matmul_rows
 
 
 def moe_fc2_fp4(
@@ -59,7 +59,7 @@ def expert_gemm(
         if isinstance(rows, torch.Tensor) and not len(rows):
             continue
         weight = decode_rows(codes, scales, fmt, SCALE_LAYOUTS["linear"]).double()
-        product = row_sums(numbers[rows], weight).float()
+        product = matmul_rows(numbers[rows], weight).float()
         if added is not None:
             product = product + added
         # Not factor · product alone: 0 · NaN is NaN.
