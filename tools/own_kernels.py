@@ -21,7 +21,8 @@ from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4 as fp4_backends
 from torch_cute_ops.gemm.backends import _fp8 as fp8_backends
 from torch_cute_ops.gemm.backends.reference import Reference
-from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Operands, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Tactic
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
@@ -106,7 +107,7 @@ def _fp4_matrix(rows: int, k: int, operand: Operand) -> tuple[Tensor, Tensor]:
 def by_reference(case: OwnCase) -> Tensor:
     """The result, by float64."""
     given, out = operands(case)
-    Reference().launcher(case.problem, (), Target(CPU, None, 1))(*given, out)
+    Reference().launcher(case.problem, (), Target(CPU, None, 1))(given, out)
     return out
 
 
@@ -114,7 +115,7 @@ def by_emulator(case: OwnCase, seed: int | None) -> Tensor:
     """The result, by the emulator, with one order of warps and copies."""
     given, out = operands(case)
     with _emulated(seed):
-        _launcher(case, CPU)(*given, out)
+        _launcher(case, CPU)(given, out)
     return out
 
 
@@ -123,7 +124,7 @@ def by_gpu(case: OwnCase) -> Tensor:
     given, out = operands(case)
     device = torch.device("cuda", torch.cuda.current_device())
     result = out.to(device)
-    _launcher(case, device)(*(None if one is None else _moved(one, device) for one in given), result)
+    _launcher(case, device)(Operands(*(None if one is None else _moved(one, device) for one in given)), result)
     torch.cuda.synchronize()
     return result.cpu()
 
@@ -135,7 +136,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _launcher(case: OwnCase, device: torch.device) -> Callable[..., Any]:
     (backend,) = (one for one in BACKENDS if one.name == case.backend and one.handles(case.problem))
-    return backend.launcher(case.problem, case.tactic, Target(device, ARCHS[ARCH], SMS))
+    return backend.launcher(case.problem, backend.named(case.tactic), Target(device, ARCHS[ARCH], SMS))
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import torch
 
 import torch_cute_ops
 
-from ..input_first_gemms import OUT, QuantisesFirst
+from ..prologue_gemms import OUT, QuantisingPrologueGemm
 
 
-class Fp4quantMmFp4(QuantisesFirst):
+class Fp4quantMmFp4(QuantisingPrologueGemm):
     op = "fp4quant_mm_fp4"
     weights = OUT
-    settings: ClassVar = {"activations": "bfloat16", **QuantisesFirst.settings}
+    settings: ClassVar = {"activations": "bfloat16", **QuantisingPrologueGemm.settings}
     quantise = staticmethod(torch_cute_ops.fp4_quantize)
 
     def value(self, a: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,13 @@ import torch
 import torch_cute_ops
 
 from ..compositions import silu_mul_fp32
-from ..input_first_gemms import DOWN, QuantisesFirst
+from ..prologue_gemms import DOWN, QuantisingPrologueGemm
 
 
-class SiluMulFp4quantMmFp4(QuantisesFirst):
+class SiluMulFp4quantMmFp4(QuantisingPrologueGemm):
     op = "silu_mul_fp4quant_mm_fp4"
     weights = DOWN
-    settings: ClassVar = {"gate and up": "bfloat16", **QuantisesFirst.settings}
+    settings: ClassVar = {"gate and up": "bfloat16", **QuantisingPrologueGemm.settings}
     quantise = staticmethod(torch_cute_ops.silu_mul_fp4quant)
 
     def value(self, a: torch.Tensor) -> torch.Tensor:

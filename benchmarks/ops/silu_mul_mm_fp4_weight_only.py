@@ -11,13 +11,13 @@ import torch_cute_ops
 
 from ..case import Tensors
 from ..compositions import silu_mul
-from ..input_first_gemms import DOWN, InputFirst
+from ..prologue_gemms import DOWN, PrologueGemm
 
 
-class SiluMulMmFp4WeightOnly(InputFirst):
+class SiluMulMmFp4WeightOnly(PrologueGemm):
     op = "silu_mul_mm_fp4_weight_only"
     weights = DOWN
-    settings: ClassVar = {"gate and up": "bfloat16", **InputFirst.settings}
+    settings: ClassVar = {"gate and up": "bfloat16", **PrologueGemm.settings}
 
     def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return silu_mul(tensors["a"]).to(dtype)

@@ -207,7 +207,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
         }
     elif op.has_backends and op.path.a == "16-bit":
         given["a"] = torch.randint(-2, 3, (ROWS, op.path.a_width(128))).bfloat16()
-        if op.path.quantises_input:
+        if op.path.prologue_quant:
             given["global_scale"] = torch.tensor([3.0])
     if not op.name.startswith("moe"):
         given["alpha"] = torch.tensor([0.5])

@@ -88,7 +88,7 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
             return None
 
         def launcher(self, problem: object, tactic: object, target: object) -> object:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: calls.append(out)
+            return lambda operands, out: calls.append(out)
 
     problem = fp4_problem()
     assert "mine" not in select.reasons(problem, HOPPER)
@@ -101,5 +101,5 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
     weight, scale = torch_cute_ops.fp4_quantize(torch.randn(256, 256))
     torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:128], scale, backend="mine")  # on a CPU the reference computes
     launcher = OPS["mm_fp4"].path._choose(problem, 8, HOPPER, "mine").backend.launcher(problem, (64,), HOPPER)
-    launcher(*[None] * 9, "out")
+    launcher(None, "out")
     assert calls == ["out"]

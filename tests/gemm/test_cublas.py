@@ -18,7 +18,7 @@ from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, fp4_pro
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm.backends import cublas
 from torch_cute_ops.gemm.cost import usual_targets
-from torch_cute_ops.gemm.problem import Operands
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
@@ -109,7 +109,7 @@ def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
         (a, a_scale), (b, b_scale) = (random_matrix(rows, k, NVFP4, "128x4", CPU) for rows in (m, n))
         alpha, bias = operands(epilogue, n)
         out = poisoned(m, n, dtype=epilogue.out_dtype)
-        launch(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
+        launch(Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
         sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, NVFP4, LAYOUT, LAYOUT)
         assert torch.equal(out, finished(sums, epilogue, alpha, bias))
     return calls

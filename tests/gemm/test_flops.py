@@ -30,7 +30,7 @@ def test_a_gemm_is_two_operations_a_product(op, name, device):
     outputs = call(op, sample)
     a = arguments(op, sample)["a"]
     k = a.shape[-1] * (2 if a.dtype in (torch.uint8, torch.float4_e2m1fn_x2) else 1)
-    if op.path.gates_input:
+    if op.path.prologue_gate:
         k //= 2
     w = arguments(op, sample).get("w")
     # A gate makes one column of two rows of the weight.

@@ -137,7 +137,7 @@ def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
     )
     assert {arch for _, arch in kept} == {"sm_90a"}
     configs = [kernel.config for kernel, _ in kept]
-    gemms = [config for config in configs if hasattr(config, "splits")]
+    gemms = [config for config in configs if hasattr(config, "split_k")]
     decoded = {config.layout.name for config in configs if config not in gemms}
     assert len(gemms) == (backend == "mma_sync")
     assert all(config.epilogue.alpha == "column" and config.epilogue.bias_dtype == torch.float32 for config in gemms)

@@ -14,9 +14,11 @@ from test_fp4_gemm import SAMPLES, by_op
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.backends.cublas import BLOCK_SCALED
+from torch_cute_ops.gemm.backends.fp4_wgmma import WgmmaTactic
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.select import target_of
-from torch_cute_ops.kernels.fp4_wgmma import ROWS
+from torch_cute_ops.kernels.fp4_wgmma import TILES_N
 from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +68,7 @@ def prepared(op, given):
     dtype = problem.b.format.scale_dtype
     a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
     scales = a_scale, given["b_scale"].view(dtype)
-    return problem, (given["a"], given["b"], *scales, given["alpha"], given["bias"], None, None, None)
+    return problem, Operands(given["a"], given["b"], *scales, given["alpha"], given["bias"])
 
 
 @pytest.mark.slow
@@ -93,12 +95,12 @@ def test_every_tactic(op, name, sizes):
     assert backend.reason_unsupported(problem, target) is None
     for tactic in backend.tactics(problem, bucket(m), target):
         out = torch.full((m, n), torch.nan, dtype=out_dtype, device=target.device)
-        backend.launcher(problem, tactic, target)(*operands, out)
+        backend.launcher(problem, tactic, target)(operands, out)
         assert torch.equal(out.cpu(), want), tactic
 
 
 @by_op
-@pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in ROWS for rows in ROWS[tokens][1:]])
+@pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in TILES_N for rows in TILES_N[tokens][1:]])
 def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
     """Bit for bit, where sums are exact, also for sizes for which the backend would take other rows; the last tile is
     short, and begins in the middle of a tile of scales."""
@@ -111,11 +113,11 @@ def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
     problem, operands = prepared(op, given)
     for split in (1, 4):
         out = torch.full(want.shape, torch.nan, device=target.device)
-        backend_for("wgmma", problem).launcher(problem, (tokens, rows, split), target)(*operands, out)
+        backend_for("wgmma", problem).launcher(problem, WgmmaTactic(tokens, rows, split), target)(operands, out)
         assert torch.equal(out.cpu(), want), split
 
 
-@pytest.mark.parametrize("rows", ROWS[1])
+@pytest.mark.parametrize("rows", TILES_N[1])
 def test_one_row_of_the_largest_codes(rows):
     """The sums of blocks that need the most bits, 15 products of 36 and one of a quarter, are exact."""
     target = gpu_target("wgmma")
@@ -130,7 +132,7 @@ def test_one_row_of_the_largest_codes(rows):
     problem, operands = prepared(OPS["mm_fp4"], given)
     for split in (1, 4):
         out = torch.full((1, n), torch.nan, device=target.device)
-        backend_for("wgmma", problem).launcher(problem, (1, rows, split), target)(*operands, out)
+        backend_for("wgmma", problem).launcher(problem, WgmmaTactic(1, rows, split), target)(operands, out)
         assert (out == k // block * 540.25).all(), split
 
 
@@ -142,10 +144,10 @@ def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
     n = 160  # of one tile
     sample = samples.sample("", 1, n, 7168, NVFP4, "128x4", target.device, out_dtype=torch.float32)
     problem, operands = prepared(OPS["mm_fp4"], arguments(OPS["mm_fp4"], sample))
-    outs = torch.full((len(ROWS[1]), 1, n), torch.nan, device=target.device)
-    for rows, out in zip(ROWS[1], outs, strict=True):
-        backend_for("wgmma", problem).launcher(problem, (1, rows, split), target)(*operands, out)
-    for rows, out in zip(ROWS[1], outs, strict=True):
+    outs = torch.full((len(TILES_N[1]), 1, n), torch.nan, device=target.device)
+    for rows, out in zip(TILES_N[1], outs, strict=True):
+        backend_for("wgmma", problem).launcher(problem, WgmmaTactic(1, rows, split), target)(operands, out)
+    for rows, out in zip(TILES_N[1], outs, strict=True):
         same = rows // 64 * 64  # Of the bands behind them, which several warps share, there are several sums.
         assert torch.equal(out[:, :same], outs[0][:, :same]), rows
 
@@ -168,12 +170,16 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
     target = gpu_target(name, samples.has_a_scale)
     device = target.device
     given = arguments(op, samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32))
-    problem, (a, *others) = prepared(op, given)
+    problem, operands = prepared(op, given)
     backend = backend_for(name, problem)
     for tactic in backend.tactics(problem, 16, target):
         launch = backend.launcher(problem, tactic, target)
-        # The scales of the first rows come first in each tile of 128.
-        check_first_rows(lambda rows, out, launch=launch: launch(a[:rows], *others, out), 392, device, tactic)
+
+        def of_rows(rows, out, launch=launch):
+            # The scales of the first rows come first in each tile of 128.
+            launch(operands._replace(a=operands.a[:rows]), out)
+
+        check_first_rows(of_rows, 392, device, tactic)
 
 
 @pytest.mark.slow
@@ -191,7 +197,7 @@ def test_the_same_sums_every_time(op, fmt, name):
         launch = backend.launcher(problem, tactic, target)
         outs = torch.full((100, 40, 1296), torch.nan, device=target.device)
         for out in outs:
-            launch(*operands, out)
+            launch(operands, out)
         wrong = [i for i, out in enumerate(outs) if not torch.equal(out, want)]
         assert not wrong, tactic
 
@@ -280,7 +286,7 @@ def block_scaled_results(given):
             tactics = backend.tactics(problem, len(given["a"]), target)
             for tactic in tactics if choices is None else [one for one in choices if one in tactics]:
                 out = torch.full((len(given["a"]), problem.n), torch.nan, device=target.device)
-                backend.launcher(problem, tactic, target)(*operands, out)
+                backend.launcher(problem, tactic, target)(operands, out)
                 yield (name, tactic), out.cpu()
 
 

@@ -13,7 +13,7 @@ from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm.backends import _fp4
 from torch_cute_ops.gemm.cost import usual_targets
-from torch_cute_ops.gemm.problem import Operands
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
@@ -57,13 +57,14 @@ def test_tactics(m, k):
     problem = fp4_problem(k=k)
     tactics = BACKEND.tactics(problem, m, BLACKWELL)
     assert len(set(tactics)) == len(tactics)
-    for tokens, group, splits in tactics:
-        assert (tokens < 2 * m or tokens == 8) and (tokens >= 64 or tokens >= m)
-        assert splits <= -(-k // 256) and (group == 1 or splits == 1)
-        (kernel,) = BACKEND.kernels(problem, (tokens, group, splits), BLACKWELL.arch)
+    for tactic in tactics:
+        tile_m, cta_group, split_k = tactic
+        assert (tile_m < 2 * m or tile_m == 8) and (tile_m >= 64 or tile_m >= m)
+        assert split_k <= -(-k // 256) and (cta_group == 1 or split_k == 1)
+        (kernel,) = BACKEND.kernels(problem, tactic, BLACKWELL.arch)
         assert kernel.config.reason_unsupported(BLACKWELL.arch) is None
-    assert any(group == 2 for _, group, _ in tactics) == (m > 128)
-    assert max(splits for _, _, splits in tactics) == min(8, -(-k // 256))
+    assert any(tactic.cta_group == 2 for tactic in tactics) == (m > 128)
+    assert max(tactic.split_k for tactic in tactics) == min(8, -(-k // 256))
 
 
 def test_estimates_are_near_the_limits():
@@ -92,7 +93,7 @@ def test_a_call(fmt, layout, tactic, monkeypatch):
     )
     (a, a_scale), (b, b_scale) = (random_matrix(rows, k, fmt, layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n))
     alpha, bias, out = torch.rand(n), torch.randn(n), poisoned(m, n, dtype=FP32)
-    BACKEND.launcher(problem, tactic, target)(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
+    BACKEND.launcher(problem, BACKEND.named(tactic), target)(Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
     layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
     assert torch.equal(out, fp4_gemm(a, a_scale, b, b_scale, alpha, bias, FP32, fmt, *layouts))
 

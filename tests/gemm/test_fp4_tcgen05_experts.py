@@ -19,7 +19,7 @@ from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backends import _fp4
 from torch_cute_ops.gemm.backends import fp4_tcgen05_experts as backend
 from torch_cute_ops.gemm.cost import usual_targets
-from torch_cute_ops.gemm.problem import Operands
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels import fp4_tcgen05_experts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
@@ -67,19 +67,19 @@ def test_tactics(experts: int, skips: bool) -> None:
     give every SM work."""
     problem = fp4_problem(k=64 * experts, experts=experts)
     tactics = BACKEND.tactics(problem, 64, BLACKWELL)
-    assert {mode for *_, mode in tactics} == ({"dense", "routed"} if skips else {"dense"})
-    assert {columns for columns, *_ in tactics} == {32, 64, 128}
-    assert max(parts for _, parts, _ in tactics) == min(experts, 8)
-    assert {parts for columns, parts, _ in BACKEND.tactics(problem, 148 * 128 * 16, BLACKWELL)} == {1}
+    assert {tactic.mode for tactic in tactics} == ({"dense", "routed"} if skips else {"dense"})
+    assert {tactic.tile_n for tactic in tactics} == {32, 64, 128}
+    assert max(tactic.classes for tactic in tactics) == min(experts, 8)
+    assert {tactic.classes for tactic in BACKEND.tactics(problem, 148 * 128 * 16, BLACKWELL)} == {1}
     linear = fp4_problem(k=64 * experts, experts=experts, layout="linear")
-    assert {columns for columns, *_ in BACKEND.tactics(linear, 64, BLACKWELL)} == {32, 64}
+    assert {tactic.tile_n for tactic in BACKEND.tactics(linear, 64, BLACKWELL)} == {32, 64}
 
 
 def test_estimates_are_near_the_limits() -> None:
     """Of a B200, by data sheet: few tokens read the weights of their experts, many compute all of them."""
 
     def least(m: int, mode: str) -> float:
-        tactics = [tactic for tactic in BACKEND.tactics(DEEPSEEK, m, BLACKWELL) if tactic[-1] == mode]
+        tactics = [tactic for tactic in BACKEND.tactics(DEEPSEEK, m, BLACKWELL) if tactic.mode == mode]
         return min(BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) for tactic in tactics)
 
     every = DEEPSEEK.n * DEEPSEEK.b.row_bytes(DEEPSEEK.k)
@@ -100,7 +100,7 @@ def test_estimates_are_near_the_limits() -> None:
 
 def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's, with the kernel as the backend builds it, in the emulator."""
-    fmt, layout, tactic = MXFP4, "linear", (32, 2, "routed")
+    fmt, layout, tactic = MXFP4, "linear", backend.Tcgen05ExpertsTactic(32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, experts=experts, bias_dtype=FP32)
@@ -113,7 +113,7 @@ def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     bias = torch.randint(-50, 51, (experts, n)).float()
     assert BACKEND.checks_operands(problem, tactic)
     monkeypatch.setattr(backend, "new_bytes", lambda device, size: poisoned(size, dtype=torch.uint8))
-    BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
+    BACKEND.launcher(problem, tactic, BLACKWELL)(Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
     layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
     assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, FP32, fmt, *layouts))
 

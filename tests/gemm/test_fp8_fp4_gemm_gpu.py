@@ -8,12 +8,11 @@ from samples._epilogue import exact_epilogue
 from samples._fp8_fp4 import scale_values
 from samples.grouped_mm_fp8_fp4 import contiguous, masked
 from samples.mm_fp8_fp4 import sample
-from support.tactics import backend_for, check_every_tactic, results
+from support.tactics import backend_for, check_every_tactic, operands_of, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.backends.fp8_fp4_recode import BESIDE
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 
@@ -109,13 +108,13 @@ def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
     outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
     wants = [out.clone() for out in outs]
     for call, want in zip(calls, wants, strict=True):
-        launchers[tactics[0]](*call[: len(Operands._fields)], want)
+        launchers[tactics[0]](operands_of(call), want)
         torch.cuda.synchronize()
     for tactic in tactics[1:]:
 
         def run(tactic=tactic):
             for call, out in zip(calls, outs, strict=True):
-                launchers[tactic](*call[: len(Operands._fields)], out)
+                launchers[tactic](operands_of(call), out)
 
         graph = torch.cuda.CUDAGraph()
         run()

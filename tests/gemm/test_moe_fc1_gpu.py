@@ -14,6 +14,7 @@ from test_moe_fc1 import by_op, cancelling_call, exact_results, linear_call
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.select import target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -48,8 +49,10 @@ def operands_of(op, given):
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
     a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
-    operands = given["a"], given["w"], a_scale, given["w_scale"].view(dtype), given["alpha"], given["bias"]
-    return problem, (*operands, given["routing"], None, None, None, None)
+    scales = a_scale, given["w_scale"].view(dtype)
+    return problem, GatedOperands(
+        given["a"], given["w"], *scales, given["alpha"], given["bias"], given["routing"], global_scale=None
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +79,7 @@ def test_every_tactic(op, fmt, half, sizes):
             launch = backend.launcher(problem, tactic, target)
             for _ in range(20 // len(routes)):
                 outputs = poisoned(like)
-                launch(*operands, *(outputs if len(outputs) == 2 else (*outputs, None)))
+                launch(operands, outputs if len(outputs) == 2 else (*outputs, None))
                 assert_same(defined(op, sample, outputs), want)
 
 
@@ -87,7 +90,8 @@ def test_rows_do_not_depend_on_others(op):
     target = hopper()
     m, experts, width, k = CALLS[6][:4]
     given = cancelling_call(op, target.device, m, experts, width, k, MXFP4, "128x4", hot_alpha)
-    problem, (a, w, a_scale, w_scale, alpha, bias, routing, *rest) = operands_of(op, given)
+    problem, operands = operands_of(op, given)
+    a_scale = operands.a_scale
     backend = backend_for("routed", problem)
     like, layout = run(op, named(op, given)), SCALE_LAYOUTS["128x4"]
     sums = set()
@@ -98,8 +102,12 @@ def test_rows_do_not_depend_on_others(op):
             # The scales of the first rows are the first tile, and come first in it.
             lines = layout.padded_rows(rows)
             outputs = poisoned([like[0][:rows], *(scale[:lines] for scale in like[1:])])
-            operands = a[:rows], w, None if a_scale is None else a_scale[:lines], w_scale, alpha, bias, routing[:rows]
-            launch(*operands, *rest, *(outputs if len(outputs) == 2 else (*outputs, None)))
+            first = operands._replace(
+                a=operands.a[:rows],
+                a_scale=None if a_scale is None else a_scale[:lines],
+                routing=operands.routing[:rows],
+            )
+            launch(first, outputs if len(outputs) == 2 else (*outputs, None))
             y, *scales = (output.view(torch.uint8) for output in outputs)
             every.append([y, *(to_linear(scale, layout, rows, experts * width // 32) for scale in scales)])
         for whole, again, some, one in zip(*every, strict=True):

@@ -365,12 +365,13 @@ class Strict(Reference):
     def launcher(self, problem, tactic, target):
         launch = super().launcher(problem, tactic, target)
 
-        def multiply(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out):
-            if not (a.is_contiguous() and b.t().is_contiguous() and b_scale.is_contiguous()):
+        def multiply(given, out):
+            a, b, alpha = given.a, given.b, given.alpha
+            if not (a.is_contiguous() and b.t().is_contiguous() and given.b_scale.is_contiguous()):
                 raise ValueError("strides")
             assert b.shape == (problem.k // 2, problem.n) and alpha.shape == (len(a), problem.experts)
             self.given.append((b, alpha))
-            launch(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
+            launch(given, out)
 
         return multiply
 

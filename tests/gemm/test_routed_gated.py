@@ -11,7 +11,9 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, routed_gated
-from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Grouping, Operand
+from torch_cute_ops.gemm.backends.routed_gated import GatedTactic
+from torch_cute_ops.gemm.operands import GatedOperands
+from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand
 from torch_cute_ops.kernels import fp4_gated_experts
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
@@ -40,10 +42,11 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(_fp4, "compile_kernel", compile_kernel)
     monkeypatch.setattr(routed_gated, "new_bytes", lambda device, size: torch.empty(size, dtype=torch.uint8))
-    tactic = (64, 8, 2, 32)
+    tactic = GatedTactic(tile_n=64, tile_m=8, split_k=2, token_block=32)
     names = (*GatedOperands._fields, "y", "scale")
     given = {name: torch.full((5, 1), float(i)) for i, name in enumerate(names)}
-    BACKEND.launcher(LAYER, tactic, TARGET)(*given.values())
+    *operands, y, scale = given.values()
+    BACKEND.launcher(LAYER, tactic, TARGET)(GatedOperands(*operands), (y, scale))
     (call,) = calls
     assert {name: getattr(call, name) for name in names} == given
     assert call.num_ctas == 132

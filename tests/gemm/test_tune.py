@@ -39,7 +39,7 @@ class Sized(Backend):
     """Right, with two tactics; the factor of its second is wrong where ``factor`` is not 1."""
 
     name = "sized"
-    makes_input = True
+    computes_prologue = True
     factor = 1.0
     runs: list = []  # noqa: RUF012
 
@@ -61,16 +61,17 @@ class Sized(Backend):
     def launcher(self, problem, tactic, target):
         reference = Reference().launcher(problem, tactic, target)
 
-        def multiply(*operands):
+        def multiply(operands, out):
             self.runs.append(tactic)
-            reference(*operands)
+            reference(operands, out)
             if tactic == (32,) and self.factor != 1:
+                y = out if problem.gate is None else out[0]
                 if problem.gate is None:
-                    operands[-1][..., -1, -1] *= self.factor
+                    y[..., -1, -1] *= self.factor
                 elif problem.quantised is None:
-                    operands[-2][-1, -1] += operands[-2].abs().max()
+                    y[-1, -1] += y.abs().max()
                 else:
-                    operands[-2][-1, -1] ^= 0x44  # four steps
+                    y[-1, -1] ^= 0x44  # four steps
 
         return multiply
 
@@ -280,9 +281,9 @@ def test_checks(problem, made_up, monkeypatch):
     want, allowed = bench._expected
     assert want.isfinite().all() and want.abs().max() > 1
     (operands, (out,)), roundings = bench._exact, 0 if problem.a.is_fp8 else problem.k
-    if problem.quantises_input is not None:
+    if problem.prologue_quant is not None:
         scale = operands.a_scale
-        assert scale is None if problem.quantises_input == "plain" else scale.tolist() == [3.0]
+        assert scale is None if problem.prologue_quant == "plain" else scale.tolist() == [3.0]
     if problem.grouping.over == "k":
         # Eight of twelve experts, and 64 sums, one multiplication and eight additions of each result.
         alpha = operands.alpha
@@ -301,7 +302,7 @@ def test_checks(problem, made_up, monkeypatch):
         assert (allowed[part] >= 0.999 * limit).all()
         size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
         most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
-        if problem.gates_input:  # activations, or amaxes, that are nearly halfway between two numbers
+        if problem.prologue_gate:  # activations, or amaxes, that are nearly halfway between two numbers
             low, high = (made_by_hand(problem, operands, error)[part] for error in (-(2**-17), 2**-17))
             assert (low != high).double().mean() < 0.1
             off = torch.maximum((low - a).abs(), (high - a).abs())
@@ -330,48 +331,47 @@ def test_checks_of_gates(problem, made_up):
     written = operands.routing.nonzero()[7].tolist()
 
     def checked(change):
-        def launch(*given):
-            for result, value in zip(given[-2:], right, strict=True):
+        def launch(given, out):
+            for result, value in zip(out, right, strict=True):
                 if result is not None:
                     result.copy_(value)
-            change(*given)
+            change(given, *out)
 
         bench._launchers[Candidate("changed", ())] = launch
         return bench.check(Candidate("changed", ()))
 
-    def one_is_wrong(*given):
+    def one_is_wrong(_, y, scale):
         row, expert = written
-        y, scale = given[-2:]
         place = (row, expert * y.shape[1] // 12)
         if scale is None:
             y[place] += 0.05 * y.abs().max()
         else:
             y[place] ^= 0x04
 
-    def lacking(*given):
-        a = given[0].clone()
+    def lacking(given, *out):
+        a = given.a.clone()
         a[:, :1] = 0
-        Reference().launcher(problem, (), CPU)(a, *given[1:])
+        Reference().launcher(problem, (), CPU)(given._replace(a=a), out)
 
-    assert checked(lambda *given: None) is None
+    assert checked(lambda *_: None) is None
     assert checked(one_is_wrong) is not None
-    assert checked(lambda *given: given[-2].view(torch.uint8).fill_(0xFF)) is not None
+    assert checked(lambda _, y, scale: y.view(torch.uint8).fill_(0xFF)) is not None
     assert checked(lacking) is not None
     if problem.quantised is not None and problem.quantised.scale_layout.is_linear:
         place = written[0], written[1] * results[1].shape[1] // 12
-        assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[place].sub_(2))
+        assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[place].sub_(2))
     elif problem.quantised is not None and problem.quantised.scale_layout.name == "128x4":
         # The last byte is padding: there are 24 rows.
-        assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[-1, -1].fill_(9))
+        assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[-1, -1].fill_(9))
 
 
 def made_by_hand(problem, operands, error=0.0):
     """Activations in float64, of values that are so much larger, gated or not, quantised or rounded to 16 bits."""
     value, block = operands.a.float().numpy(), problem.b.format.block_size
-    if problem.gates_input:
+    if problem.prologue_gate:
         value = spec.silu_mul(value) * np.float32(1 + error)
-    if problem.quantises_input is not None:
-        blocks = spec.quantise(value, block, 3.0 if problem.quantises_input == "scaled" else None)
+    if problem.prologue_quant is not None:
+        blocks = spec.quantise(value, block, 3.0 if problem.prologue_quant == "scaled" else None)
         return torch.from_numpy(spec.dequantise(blocks.codes, blocks.scales)).double().reshape(value.shape)
     a = torch.from_numpy(value).to(operands.a.dtype)
     return (a.bfloat16() if block == 32 else a).double()
@@ -427,7 +427,7 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
     operands, (out,) = bench._random
     size = sum(tensor.nbytes for tensor in (*operands, out) if tensor is not None)
     seen = []
-    launcher = lambda problem, tactic, target: lambda *operands: seen.append(operands[1].data_ptr())  # noqa: E731
+    launcher = lambda problem, tactic, target: lambda operands, out: seen.append(operands.b.data_ptr())  # noqa: E731
     monkeypatch.setattr(made_up, "launcher", launcher)
     bench.time([Candidate("sized", (16,)), Candidate("sized", (32,))])
     assert len(set(seen)) * size >= 3 * 20_000 > (len(set(seen)) - 1) * size

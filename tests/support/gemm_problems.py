@@ -87,12 +87,12 @@ def problems():
     yield fp4_problem(40, 96, MXFP4, FP16, out_dtype=FP32)
     for fmt, a_dtype in ((NVFP4, BF16), (MXFP4, FP16)):
         plain = fp4_problem(40, 96, fmt, a_dtype, out_dtype=FP32)
-        yield replace(plain, gates_input=True)
+        yield replace(plain, prologue_gate=True)
         for gates in (False, True):
-            yield replace(plain, gates_input=gates, quantises_input="plain")
+            yield replace(plain, prologue_gate=gates, prologue_quant="plain")
     for a_dtype, layout, gates in ((FP16, "linear", False), (BF16, "128x4", True)):  # MXFP4 has no global scale
         plain = fp4_problem(40, 96, NVFP4, a_dtype, layout, alpha="column", bias_dtype=FP32)
-        yield replace(plain, gates_input=gates, quantises_input="scaled")
+        yield replace(plain, prologue_gate=gates, prologue_quant="scaled")
     for rows in ROW_LAYOUTS:
         alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
         for alpha, bias in zip(alphas, (None, FP32, BF16, None), strict=False):

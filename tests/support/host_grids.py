@@ -43,7 +43,7 @@ def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
     return Placed(address, itemsize, tuple(map(known, spec.shape)), tuple(map(known, spec.stride)))
 
 
-APART = 1 << 48
+SEPARATE = 1 << 48
 """Bytes between tensors that do not overlap."""
 
 
@@ -53,7 +53,7 @@ def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) 
     given: dict[str, Placed | float | None] = {}
     for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
         is_tensor = isinstance(spec, TensorArg)
-        given[name] = placed(spec, (i + 1) * APART, dims) if is_tensor else None if spec is None else numbers[name]
+        given[name] = placed(spec, (i + 1) * SEPARATE, dims) if is_tensor else None if spec is None else numbers[name]
     return type(specs)(**given)
 
 

@@ -19,7 +19,7 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, input_first
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
 from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
 from torch_cute_ops.kernels import (
     fp4_experts,
@@ -68,7 +68,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded, input_first)
+COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue)
 """The modules that compile kernels."""
 
 
@@ -447,7 +447,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # In the reference's order, on which float64 sums depend where large terms cancel.
-    monkeypatch.setattr(cublas, "_sums", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
+    monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
     # Launchers of the model must not outlive it, nor real ones be met in it.
     forget_all()
     yield recorded

@@ -12,8 +12,14 @@ from support.gemm_problems import backend_for
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.gemm.problem import Operands, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import Tactic
 from torch_cute_ops.ops._define import OpSpec
+
+
+def operands_of(call: Any) -> Operands:
+    """Return the tensors of a GEMM call."""
+    return Operands(**{name: getattr(call, name) for name in Operands._fields})
 
 
 def results(
@@ -27,7 +33,7 @@ def results(
     shape = *call.a.shape[:-1], problem.n
     for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
         out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
-        backend.launcher(problem, tactic, target)(*call[: len(Operands._fields)], out)
+        backend.launcher(problem, tactic, target)(operands_of(call), out)
         yield tactic, out
 
 

@@ -227,7 +227,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     if b_layout is not None and is_column:
         multiples.append(Multiple("N", n, 8))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
-    if path.gates_input:
+    if path.prologue_gate:
         return  # the gate and up halves of a row must stay on one rank
     sums = _given(call, a=Shard(1), a_scale=Shard(0 if is_column else 1), b=Shard(0), b_scale=Shard(1))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))

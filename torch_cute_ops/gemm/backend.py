@@ -1,7 +1,7 @@
-"""What a backend is asked for, and what it answers."""
+"""The interface of a GEMM backend."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,22 +11,22 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-Launch = Callable[..., Any]
-"""A function of the fields of ``Operands``, in order, and of the result, which it writes; of a problem with a gate, of
-those of ``GatedOperands``, of ``y`` and of its scales. Queued on the current stream of a GPU. There is at least one row
-and one column."""
+Launch = Callable[[Any, Any], None]
+"""Function of ``Operands`` and the result, or of ``GatedOperands`` and a pair of results; it writes the result.
+
+It queues its work on the GPU's current stream. The result has at least one row and one column."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a GEMM is computed.
+    """Device that computes a GEMM.
 
     Attributes:
         device: the device.
-        arch: its architecture; ``None``: no kernel of ours supports it, as on a CPU.
-        sms: its streaming multiprocessors.
-        name: the GPU's; ``None``: there is none, and so nothing that was tuned on it.
-        bandwidth: peak of its DRAM, bytes a second; ``None``: by its architecture and SMs.
+        arch: architecture, or None if no kernel supports it, as on a CPU.
+        sms: number of streaming multiprocessors.
+        name: name of the GPU, or None if the target is no GPU at hand, so that nothing was tuned on it.
+        bandwidth: peak DRAM bandwidth, bytes per second, or None to derive it from the architecture and the SMs.
     """
 
     device: torch.device
@@ -37,40 +37,50 @@ class Target:
 
 
 class Backend(abc.ABC):
-    """One way to compute some kinds of GEMMs, on the devices that it supports. Has no state."""
+    """One way to compute some kinds of GEMMs on the devices that it supports. A backend has no state."""
 
     name: str
     by_name_only: bool = False
-    """Whether ``"auto"`` takes it on a CPU alone."""
-    makes_input: ClassVar[bool] = False
-    """Whether it computes problems of which ``GemmProblem.makes_input`` holds too, by those of its tactics that it has
-    then. To others ``backends.input_first`` passes activations that it has made."""
+    """True if ``"auto"`` selects the backend on a CPU only."""
+    tactic_type: ClassVar[Any] = None
+    """Named tuple of the tactics' fields, or None if tactics are plain tuples."""
+    computes_prologue: ClassVar[bool] = False
+    """True if the backend also handles problems with a prologue, with those of its tactics that support it.
+
+    For other backends ``backends.separate_prologue`` computes the activations in a launch of their own."""
 
     @abc.abstractmethod
     def handles(self, problem: GemmProblem) -> bool:
-        """Whether ``problem`` is of a kind that it computes at all: formats and grouping."""
+        """Return True if the backend can handle the problem's formats and grouping."""
 
     @abc.abstractmethod
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
-        """Why it cannot compute a problem that it handles on ``target``, for no M; ``None`` if it can, for every M."""
+        """Return the reason that the backend cannot compute a problem that it handles on ``target``, or None.
+
+        The answer holds for every M.
+        """
 
     @abc.abstractmethod
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> Sequence[Tactic]:
-        """The ways in which it can compute a problem that it supports, for ``m`` rows or fewer; at least one."""
+        """Return the tactics for a supported problem with up to ``m`` rows; at least one."""
 
     @abc.abstractmethod
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        """Seconds that a call will take, by a model of bytes, operations and waves."""
+    def estimate(self, problem: GemmProblem, m: int, tactic: Any, target: Target) -> float:
+        """Return the seconds that a call will take, by a model of bytes, operations and waves."""
 
     @abc.abstractmethod
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        """Our kernels that the tactic launches."""
+    def kernels(self, problem: GemmProblem, tactic: Any, arch: Arch) -> tuple[KernelSpec, ...]:
+        """Return the kernels of this package that the tactic launches."""
 
     @abc.abstractmethod
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
-        """The function that computes; its kernels are compiled."""
+    def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
+        """Return the function that computes; this compiles its kernels."""
 
-    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
-        """Whether all that the tactic launches is one compiled function's, which refuses operands that do not lie as
-        they must before anything is launched."""
+    def named(self, tactic: Iterable[int | str]) -> Tactic:
+        """Return the elements of a tactic, such as a list from JSON, as a tactic of this backend."""
+        named: Tactic = tuple(tactic) if self.tactic_type is None else self.tactic_type._make(tactic)
+        return named
+
+    def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
+        """Return True if the tactic launches one compiled function, which refuses misaligned operands by itself."""
         return False

@@ -1,12 +1,14 @@
-"""Buckets of M: the numbers of rows that GEMMs are planned for, so that a few choices serve every M."""
+"""Buckets of M: row counts that GEMMs are planned for, so that few choices serve every M."""
 
 import functools
 
 
 @functools.lru_cache(4096)  # every call of a GEMM asks
 def bucket(m: int) -> int:
-    """The number of rows that ``m`` rows are planned as: one, or ``m`` rounded up to a multiple of 8, or of a sixteenth
-    of the next power of two."""
+    """Return the number of rows that ``m`` rows are planned as.
+
+    That is 1 for one row. Otherwise ``m`` is rounded up to a multiple of 8, or of a sixteenth of the next power of two.
+    """
     if m == 1:
         return 1
     step = max(8, (1 << max(m - 1, 0).bit_length()) // 16)

@@ -29,7 +29,7 @@ def weight_scales(problem: GemmProblem) -> ScaleLayout:
 def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
     """What operands are decoded to: the dtype of 16-bit activations, or float16, which holds NVFP4 exactly; for MXFP4,
     bfloat16."""
-    is_fp4 = problem.a.is_fp4 or problem.quantises_input is not None
+    is_fp4 = problem.a.is_fp4 or problem.prologue_quant is not None
     return fp4_format(problem).operand_dtype(torch.float16 if is_fp4 else activation_dtype(problem))
 
 
@@ -46,8 +46,8 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
         fp4_format(problem),
         weight_scales(problem),
         problem.a.scale_layout,
-        problem.gates_input,
-        problem.quantises_input,
+        problem.prologue_gate,
+        problem.prologue_quant,
     )
 
 

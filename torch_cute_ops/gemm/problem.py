@@ -1,7 +1,7 @@
 """What a GEMM computes: all about it that does not change from call to call."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
@@ -92,9 +92,9 @@ class GemmProblem:
         quantised: format and scale layout, if the result is quantised; the epilogue's dtype is then the one that
             biases may have.
         global_scale: encode scales of a quantised result: ``"one"``, or one for each ``"expert"``.
-        gates_input: whether calls pass gate and up, (M, 2K), as ``a``: the activations are then ``silu(gate) · up`` of
-            the first and second half of each row, rounded to their dtype, which has 16 bits, unless they are quantised.
-        quantises_input: whether the activations, which calls pass in 16 bits, are quantised to the weight's format
+        prologue_gate: True if calls pass gate and up, (M, 2K), as ``a``. The activations are ``silu(gate) · up`` of the
+            halves of each row, rounded to their 16-bit dtype unless they are quantised.
+        prologue_quant: whether the activations, which calls pass in 16 bits, are quantised to the weight's format
             before they are multiplied: ``"scaled"`` with a global scale, which calls pass as ``a_scale``, ``"plain"``
             without one. Their scales are then in the layout of the weight's.
         static_weight: the promise that the weight and its scales were complete before the previous launch on the
@@ -111,8 +111,8 @@ class GemmProblem:
     gate: Literal["silu", "swiglu"] | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
-    gates_input: bool = False
-    quantises_input: PrologueQuant | None = None
+    prologue_gate: bool = False
+    prologue_quant: PrologueQuant | None = None
     static_weight: bool = False
     prefetches: bool = False
 
@@ -137,21 +137,21 @@ class GemmProblem:
         return self.n // self.experts if self.grouping.over == "n" else self.n
 
     @property
-    def makes_input(self) -> bool:
+    def has_prologue(self) -> bool:
         """Whether the activations are made of what calls pass, by a gate or a quantisation, or both."""
-        return self.gates_input or self.quantises_input is not None
+        return self.prologue_gate or self.prologue_quant is not None
 
     @property
-    def of_activations(self) -> "GemmProblem":
+    def without_prologue(self) -> "GemmProblem":
         """The same from the activations on, where these are made."""
-        quantised = self.quantises_input is not None
+        quantised = self.prologue_quant is not None
         a = Operand(self.b.format, self.b.scale_layout) if quantised else self.a
-        return replace(self, a=a, gates_input=False, quantises_input=None)
+        return replace(self, a=a, prologue_gate=False, prologue_quant=None)
 
     @property
     def a_width(self) -> int:
         """Elements of a row that calls pass as ``a``."""
-        return 2 * self.k if self.gates_input else self.k
+        return 2 * self.k if self.prologue_gate else self.k
 
     @property
     def weight_rows(self) -> int:
@@ -203,63 +203,3 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value
-
-
-class Operands(NamedTuple):
-    """The tensors of a GEMM as backends take them; contiguous, starting at multiples of 16 bytes.
-
-    Attributes:
-        a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype, with a gate in front (M, 2K). Masked: (E, rows
-            of an expert, K).
-        b: the transposed view of a weight's rows: (K/2, N) uint8, or (K, N) float8_e4m3fn. Grouped by rows: (E, N, K).
-        a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none. Of activations that are
-            quantised first ``a_scale`` is the global scale, (1,) float32, or ``None``.
-        alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides, and ``bias``
-            (E, N).
-        offsets: (E + 1,) int32, grouped by rows; or ``None``.
-        counts: (E,) int32, grouped by rows; or ``None``.
-        prefetch: (rows, bytes) uint8, or ``None``. A backend that has no use for it leaves it alone.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    a_scale: torch.Tensor | None
-    b_scale: torch.Tensor
-    alpha: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    prefetch: torch.Tensor | None = None
-
-
-class GatedOperands(NamedTuple):
-    """What backends take of a GEMM with experts over N and a gate, before the results: ``y``, (M, E·I) in 16 bits or
-    (M, E·I/2) codes, and its scales, ``None`` for 16 bits. Contiguous but for ``routing``, starting at multiples of 16
-    bytes.
-
-    A backend writes ``y`` and the scales of blocks where ``routing`` is not zero (NaN is not), and zero to all padding
-    of tiled scales; it leaves every other byte alone.
-
-    Attributes:
-        a: (M, H/2) uint8 (FP4), or (M, H) in 16 bits.
-        b: (E, 2·I, H/2) uint8, an expert's rows of the gate before those of up.
-        a_scale, b_scale: of ``a`` over (M, H), ``None`` in 16 bits; of ``b`` over (E·2·I, H), where linear ones are
-            (E, 2·I, H/block).
-        alpha: (E,) or (E, 2) float32, or ``None``.
-        bias: (E, 2·I) float32, or in 16 bits as ``GemmProblem.epilogue`` says, or ``None``.
-        routing: (M, E) float32 with any strides.
-        global_scale: (1,) or (E,) float32, or ``None``.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of the gate ``"swiglu"``, without a limit +inf; ``None`` of ``"silu"``.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    a_scale: torch.Tensor | None
-    b_scale: torch.Tensor
-    alpha: torch.Tensor | None
-    bias: torch.Tensor | None
-    routing: torch.Tensor
-    global_scale: torch.Tensor | None
-    swiglu_alpha: float | None = None
-    swiglu_beta: float | None = None
-    swiglu_limit: float | None = None

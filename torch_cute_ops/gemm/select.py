@@ -18,10 +18,10 @@ from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
-from torch_cute_ops.gemm.backends.input_first import InputFirst
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
 from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
+from torch_cute_ops.gemm.backends.separate_prologue import SeparatePrologue
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
@@ -74,7 +74,7 @@ def _gpu(index: int) -> Target:
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
     """The backends for problems of this kind, by name."""
-    backends = map(InputFirst, BACKENDS) if problem.makes_input else BACKENDS
+    backends = map(SeparatePrologue, BACKENDS) if problem.has_prologue else BACKENDS
     return {backend.name: backend for backend in backends if backend.handles(problem)}
 
 
@@ -98,7 +98,9 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    return Choice(backend, found.tactic) if found.tactic in backend.tactics(problem, bucket(m), target) else None
+    # A stored tactic is a plain tuple; the backend's are named tuples, which equal it.
+    tactics = backend.tactics(problem, bucket(m), target)
+    return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 
 
 def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Choice:

@@ -12,10 +12,11 @@ from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Fo
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends.reference import rounded_input, unrounded_input
+from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_activations
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.fp8_tiles import has_random_rows
-from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Operand, Operands
+from torch_cute_ops.gemm.operands import GatedOperands, Operands
+from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
 from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
@@ -126,7 +127,7 @@ class Bench:
             backend = candidates(self.problem)[candidate.backend]
             launch = self._launchers[candidate] = backend.launcher(self.problem, candidate.tactic, self.target)
         operands, results = given
-        launch(*operands, *results)
+        launch(operands, results[0] if self.problem.gate is None else results)
 
     def _run_set(self, candidate: Candidate, sets: Sequence[Given], i: int) -> None:
         self._run(candidate, sets[i])
@@ -150,7 +151,7 @@ class Bench:
         experts = problem.experts if over == "rows" else 1
         lead = (problem.experts, self.m) if layout.is_masked else (self.m,)
         a, a_scale = _operand(problem.a, lead, problem.a_width, generator, exact)
-        if problem.quantises_input == "scaled":
+        if problem.prologue_quant == "scaled":
             a_scale = torch.full((1,), 3.0, dtype=torch.float32, device=device)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
         # Beside FP8, sums of an FP4 weight are exact only if its scales are powers of two, the same in each row.
@@ -207,11 +208,11 @@ class Bench:
         info = torch.finfo(problem.out_dtype)
         left_operand, off = problem.a, None
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
-            if problem.makes_input:
-                left_operand = problem.of_activations.a
-                value, global_scale = unrounded_input(problem, a), a_scale
-                a, a_scale = rounded_input(problem, value, global_scale)
-                off = _off_by_gate(problem, value, global_scale, a, a_scale) if problem.gates_input else None
+            if problem.has_prologue:
+                left_operand = problem.without_prologue.a
+                value, global_scale = unrounded_activations(problem, a), a_scale
+                a, a_scale = round_activations(problem, value, global_scale)
+                off = _off_by_gate(problem, value, global_scale, a, a_scale) if problem.prologue_gate else None
             a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
         factors = _linear_scales(problem, b_scale)
@@ -408,7 +409,7 @@ def _off_by_gate(
 ) -> Tensor:
     """How far activations, as numbers in fp64, may be off that another exponential makes of the same rows: ``value``
     before, ``a`` and ``a_scale`` after they are rounded."""
-    operand, fmt = problem.of_activations.a, problem.b.format
+    operand, fmt = problem.without_prologue.a, problem.b.format
     assert isinstance(fmt, FP4Format)
 
     def numbers(a: Tensor, scale: Tensor | None) -> Tensor:
@@ -418,7 +419,7 @@ def _off_by_gate(
         return decode_rows(a, scale, fmt, operand.scale_layout).double()
 
     exact = numbers(a, a_scale)
-    off = (numbers(*rounded_input(problem, value * (1 + error), global_scale)) for error in (-GATE_EPS, GATE_EPS))
+    off = (numbers(*round_activations(problem, value * (1 + error), global_scale)) for error in (-GATE_EPS, GATE_EPS))
     return torch.maximum(*((each - exact).abs() for each in off))
 
 

@@ -40,8 +40,8 @@ class BackendPath(CallPath[Call]):
     Args:
         a, b: formats of the activations and of the weight.
         over: what experts divide, as in ``gemm.problem.Grouping``.
-        gates_input: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
-        quantises_input: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
+        prologue_gate: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
+        prologue_quant: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
             ``global_scale``: the ``a_scale`` of a ``GemmCall``.
     """
 
@@ -55,12 +55,12 @@ class BackendPath(CallPath[Call]):
         a: Literal["fp4", "fp8", "16-bit"],
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "n", "rows"],
-        gates_input: bool = False,
-        quantises_input: bool = False,
+        prologue_gate: bool = False,
+        prologue_quant: bool = False,
     ) -> None:
         super().__init__()
         self.a, self.b, self.over = a, b, over
-        self.gates_input, self.quantises_input = gates_input, quantises_input
+        self.prologue_gate, self.prologue_quant = prologue_gate, prologue_quant
         self.takes_rows = over != "none"
 
     def problem(self, call: Any) -> "GemmProblem":
@@ -100,17 +100,17 @@ class BackendPath(CallPath[Call]):
 
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
-        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.gates_input else "K")
+        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.prologue_gate else "K")
         line = "a row of w" if self.takes_rows else "a column of b"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
         m = a.shape[0]
         if self.a == "16-bit":
             _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
             meaning = f"the {k} elements that {line} has"
-            if self.gates_input:
+            if self.prologue_gate:
                 meaning = f"gate and up for each of {meaning}"
             _checks.check_shape(op, "a", a, (m, self.a_width(k)), f"{meaning}{self.hint(call)}")
-            if self.quantises_input:
+            if self.prologue_quant:
                 _checks.check_global_scale(op, call.a_scale, fmt, "a", a.device)
         else:
             _checks.check_packed(op, "a", a, fmt)
@@ -119,7 +119,7 @@ class BackendPath(CallPath[Call]):
 
     def a_width(self, k: int) -> int:
         """Elements of a row of ``a``, for sums of ``k``."""
-        return 2 * k if self.gates_input else k
+        return 2 * k if self.prologue_gate else k
 
     def hint(self, call: Any) -> str:
         """What to do, if ``a`` would fit the transposed ``b``."""

@@ -7,6 +7,7 @@ import torch
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._backend_path import (
     AUTO,
@@ -294,7 +295,8 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if global_scale is not None and global_scale.dim() != 1:
             global_scale = global_scale.reshape(1)
         gate = gate_arguments(*call.gate)
-        self.compute(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, *results)
+        fields = a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate
+        self.compute(tuple.__new__(GatedOperands, fields), results)
         return out
 
     def launch(self, call: GatedCall, out: Any) -> None:
@@ -309,4 +311,4 @@ class GatedLauncher(BackendLauncher[GatedCall]):
             global_scale = aligned(global_scale.reshape(-1))
         results = (out, None) if self.layout is None else out
         gate = gate_arguments(*call.gate)
-        self.compute(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, *results)
+        self.compute(GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate), results)

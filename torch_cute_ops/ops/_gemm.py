@@ -9,6 +9,7 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._backend_path import (
     AUTO,
@@ -74,10 +75,10 @@ class Gemm(BackendPath[GemmCall]):
         a: Literal["fp4", "fp8", "16-bit"],
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "rows"] = "none",
-        gates_input: bool = False,
-        quantises_input: bool = False,
+        prologue_gate: bool = False,
+        prologue_quant: bool = False,
     ) -> None:
-        super().__init__(a, b, over, gates_input, quantises_input)
+        super().__init__(a, b, over, prologue_gate, prologue_quant)
         self.b_name = "w" if over == "k" else "b"
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
@@ -280,9 +281,9 @@ class Gemm(BackendPath[GemmCall]):
             bias_dtype = call.bias.dtype
         epilogue = p.Epilogue(call.result_dtype, alpha, bias_dtype)
         quantises = None
-        if self.quantises_input:
+        if self.prologue_quant:
             quantises = "plain" if call.a_scale is None else "scaled"
-        given = {"gates_input": self.gates_input, "quantises_input": quantises}
+        given = {"prologue_gate": self.prologue_gate, "prologue_quant": quantises}
         given |= {"static_weight": call.static_weight, "prefetches": call.prefetch is not None}
         problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, **given)
         return problem
@@ -300,7 +301,7 @@ class Gemm(BackendPath[GemmCall]):
             shown |= {"masked": True} if layout.is_masked else {"counts": layout.has_counts}
         if self.a == "16-bit":
             shown["dtype"] = call.a.dtype
-        if self.quantises_input:
+        if self.prologue_quant:
             shown["global_scale"] = call.a_scale is not None
         if self.over != "k":
             shown["alpha"] = problem.epilogue.alpha
@@ -319,7 +320,7 @@ class Gemm(BackendPath[GemmCall]):
         if name == "dtype":
             return self.a == "16-bit"
         if name == "global_scale":
-            return self.quantises_input
+            return self.prologue_quant
         if name == "prefetch":
             return name in self.signature.names
         if name == "alpha":
@@ -423,7 +424,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.takes_rows = path.takes_rows and path.over != "rows"
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
-        self.by_factors, self.quantises_input = path.over == "k", path.quantises_input
+        self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.is_fp8
         # The compiled function compares the blocks of a_scale with those of an FP8 weight's scales, not with FP4's.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
@@ -470,7 +471,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 out = allocator(self.device)((shape[0], m, n), (m * n, n, 1), self.dtype)
             else:
                 out = allocator(self.device)((m, n), (n, 1), self.dtype)
-        self.compute(a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
+        # The class's own ``__new__`` takes twice as long.
+        fields = a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
+        self.compute(tuple.__new__(Operands, fields), out)
         return out
 
     def launch(self, call: GemmCall, out: Tensor) -> None:
@@ -482,7 +485,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
-        elif self.quantises_input:
+        elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.fmt is not None and a_scale is not None:
             a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
@@ -496,7 +499,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
-        self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
+        self.compute(Operands(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch), out)
 
 
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:

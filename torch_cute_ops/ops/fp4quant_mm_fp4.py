@@ -8,7 +8,7 @@ from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("16-bit", "fp4", quantises_input=True), "out")
+@define(Gemm("16-bit", "fp4", prologue_quant=True), "out")
 def fp4quant_mm_fp4(
     a: Tensor,
     b: Tensor,

@@ -8,7 +8,7 @@ from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("16-bit", "fp4", gates_input=True, quantises_input=True), "out")
+@define(Gemm("16-bit", "fp4", prologue_gate=True, prologue_quant=True), "out")
 def silu_mul_fp4quant_mm_fp4(
     a: Tensor,
     b: Tensor,

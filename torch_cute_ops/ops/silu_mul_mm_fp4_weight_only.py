@@ -8,7 +8,7 @@ from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("16-bit", "fp4", gates_input=True), "out")
+@define(Gemm("16-bit", "fp4", prologue_gate=True), "out")
 def silu_mul_mm_fp4_weight_only(
     a: Tensor,
     b: Tensor,

@@ -1,7 +1,7 @@
-"""What the backends of FP4 GEMMs share."""
+"""Base classes of the FP4 backends."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.decode import (
@@ -12,31 +12,33 @@ from torch_cute_ops.gemm.decode import (
     reason_not_words,
     weight_scales,
 )
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_K
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
+T = TypeVar("T")
+
 
 class FP4Backend(Backend):
-    """A GEMM with a weight in FP4, and activations in FP4 or 16 bits."""
+    """Base of backends with an FP4 weight, and activations in FP4 or 16 bits."""
 
     groupings: ClassVar[tuple[str, ...]] = ("none",)
-    """What experts may divide."""
+    """Supported values of ``Grouping.over``."""
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.b.is_fp4 and not problem.a.is_fp8 and problem.grouping.over in self.groupings
 
 
 class FP4KernelBackend(FP4Backend):
-    """One by a kernel that reads the weight's codes."""
+    """Base of backends with a kernel that reads the weight's codes."""
 
     kernel: ClassVar[str]
     """Module and name of the kernel's class."""
     has_wgmma: ClassVar[bool] = True
-    """Whether that kernel needs warpgroup MMA."""
+    """True if the kernel needs warpgroup MMA."""
     adds_expert_bias: ClassVar[bool] = False
-    """Whether it adds a bias to each expert's sum, where experts divide K."""
+    """True if the kernel adds a bias to the sum of each expert over K."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         reason = reason_no_wgmma(target) if self.has_wgmma else reason_no_kernel(target)
@@ -46,46 +48,44 @@ class FP4KernelBackend(FP4Backend):
         return reason or self.reason_unfit(problem)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        """Why the kernel cannot compute a problem whose operands are aligned; ``None`` if it can."""
+        """Return the reason that the kernel cannot compute a problem with aligned operands, or None."""
         raise NotImplementedError
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> Any:
-        """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    def config(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
+        """Return the kernel's configuration, or None if the kernel cannot be built for ``arch``."""
         raise NotImplementedError
 
-    def buildable(self, problem: GemmProblem, tactics: Iterable[Tactic], target: Target) -> tuple[Tactic, ...]:
-        """The tactics for which the kernel can be built for the target; all of them, where it is no GPU."""
+    def buildable(self, problem: GemmProblem, tactics: Iterable[T], target: Target) -> tuple[T, ...]:
+        """Return the tactics whose kernel can be built for the target: all of them if the target is no GPU."""
         arch = target.arch
         return tuple(one for one in tactics if arch is None or self.config(problem, one, arch) is not None)
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: Any, arch: Arch) -> tuple[KernelSpec, ...]:
         return (KernelSpec(self.kernel, self.config(problem, tactic, arch)),)
 
-    def compiled(self, problem: GemmProblem, tactic: Tactic, target: Target) -> tuple[Any, Any]:
-        """The function of the first kernel that a tactic launches, and its configuration."""
+    def compiled(self, problem: GemmProblem, tactic: Any, target: Target) -> tuple[Any, Any]:
+        """Return the compiled function of the tactic's first kernel, and its configuration."""
         assert target.arch is not None
         kernel = self.kernels(problem, tactic, target.arch)[0]
         return compile_kernel(kernel, target.arch), kernel.config
 
 
 class Tcgen05Backend(FP4KernelBackend):
-    """One that multiplies FP4 codes on the block-scaled tensor cores of data-center Blackwell.
+    """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
 
-    No such GPU was at hand: kernels run in an emulator of PTX, and every constant here is from data sheets and nothing
-    measured.
+    Kernels ran only in an emulator of PTX. Every constant comes from data sheets; nothing was measured.
     """
 
     name = "tcgen05"
     has_wgmma = False
     ramp_seconds: ClassVar[float] = 1.5e-6
-    """Pipeline fill, tensor memory's allocation and the last tile's epilogue of a CTA."""
+    """Time of a CTA to fill the pipeline, allocate tensor memory and store the last tile."""
     cluster_bytes_per_second: ClassVar[float] = 1.5e11
-    """Rate at which a CTA of a cluster exchanges and adds up partial sums (that of an H200)."""
-    l2_shares: ClassVar[int] = 2
-    """Bandwidth of L2, as a multiple of memory's."""
-    least_columns: ClassVar[int] = 64
-    """Rows of the operand on the N side below which an MMA takes no less time: it reads 128 rows of the other one from
-    shared memory."""
+    """Rate at which a CTA of a cluster exchanges and adds partial sums (the rate of an H200)."""
+    l2_rate: ClassVar[int] = 2
+    """Bandwidth of L2, divided by the bandwidth of memory."""
+    least_mma_n: ClassVar[int] = 64
+    """Size of an MMA's N side below which the MMA gets no faster: it reads 128 rows of the other operand anyway."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)
@@ -96,10 +96,10 @@ class Tcgen05Backend(FP4KernelBackend):
             return f"both operands have to be in FP4; a is {problem.a.format}"
         if problem.a.scale_layout != layout:
             return f"a's scales have to be in the weight's layout, {layout.name}"
-        what, width = ("an expert's width is ", problem.expert_k) if problem.experts > 1 else ("k=", problem.k)
+        name, width = ("an expert's width is ", problem.expert_k) if problem.experts > 1 else ("k=", problem.k)
         if width % MMA_K:
-            return f"{what}{width}: it has to be a multiple of {MMA_K}"
+            return f"{name}{width}: it has to be a multiple of {MMA_K}"
         return reason_not_words(problem)
 
-    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
         return True

@@ -3,9 +3,12 @@
 import abc
 from typing import Any
 
+import torch
+
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
@@ -46,9 +49,14 @@ class FP8Backend(Backend):
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
         max_ctas = tile.clusters(target.sms) * tile.cluster
         prefetches = kernel.config.prefetches
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch if prefetches else None, max_ctas
-        )
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            function(
+                *(given.a, given.b, given.a_scale, given.b_scale, given.offsets, given.counts),
+                *(given.alpha, given.bias, out, given.prefetch if prefetches else None, max_ctas),
+            )
+
+        return launch
 
     def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True

@@ -1,8 +1,7 @@
-"""What the GEMMs share that compute only routed pairs of token and expert on Hopper."""
+"""Parts that the Hopper backends for routed pairs of token and expert share."""
 
 import functools
 import math
-from typing import Any
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
@@ -10,13 +9,13 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 
 DECODE_CLOCKS = 0.0275
 TOKEN_CLOCKS = 0.0006
-"""SM clocks to decode a weight, and for each token of a unit beyond eight (measured on an H200)."""
+"""SM clocks to decode one weight element, and for each row of an M tile beyond eight (measured on an H200)."""
 FIXED_SECONDS = 6e-6
-"""Time of both kernels of a call with next to no work (measured on an H200)."""
+"""Time of both kernels of a call with almost no work (measured on an H200)."""
 
 
 class RoutedBackend(FP4KernelBackend):
-    """A kernel that lists tokens, and one that multiplies."""
+    """Base of backends with a kernel that lists the tokens of each expert and a kernel that multiplies."""
 
     name = "routed"
 
@@ -29,18 +28,20 @@ class RoutedBackend(FP4KernelBackend):
         return True
 
 
-def unit_clocks(group: Any) -> float:
-    """SM clocks for a weight of a unit of ``group`` tokens."""
-    return DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8)
+def clocks_per_weight(tile_m: int) -> float:
+    """Return the SM clocks for one weight element of an M tile with ``tile_m`` rows."""
+    return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
 
 
 @functools.cache
-def mean_units(tokens: int, share: float, group: int) -> float:
-    """The mean number of units of ``group`` tokens of an expert, if each of ``tokens`` is routed to it with probability
-    ``share``: the mean of ceil(X / group) for binomial X."""
-    if share >= 1:
-        return float(-(-tokens // group))
-    odds = math.log(share) - math.log1p(-share)
+def mean_m_tiles(tokens: int, probability: float, tile_m: int) -> float:
+    """Return the mean number of M tiles of an expert, if each token is routed to it with this probability.
+
+    That is the mean of ceil(X / tile_m) for a binomial X.
+    """
+    if probability >= 1:
+        return float(-(-tokens // tile_m))
+    odds = math.log(probability) - math.log1p(-probability)
     ways = [math.lgamma(tokens + 1) - math.lgamma(k + 1) - math.lgamma(tokens - k + 1) for k in range(tokens + 1)]
-    chances = [math.exp(way + k * odds + tokens * math.log1p(-share)) for k, way in enumerate(ways)]
-    return sum(chance * -(-k // group) for k, chance in enumerate(chances))
+    chances = [math.exp(way + k * odds + tokens * math.log1p(-probability)) for k, way in enumerate(ways)]
+    return sum(chance * -(-k // tile_m) for k, chance in enumerate(chances))

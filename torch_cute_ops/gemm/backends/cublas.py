@@ -1,7 +1,7 @@
-"""cuBLAS: of FP4 operands decoded to 16 bits in memory, for many rows, where arithmetic takes the time; or, where the
-GPU's tensor cores take FP4, of NVFP4 codes as they are.
+"""cuBLAS of FP4 operands: decoded to 16 bits in memory, for many rows, where arithmetic dominates; or of NVFP4 codes.
 
-No GPU of the latter kind was at hand: those calls have met PyTorch's checks alone; their estimates are by data sheet.
+Codes need tensor cores that multiply FP4. No such GPU was at hand: these calls passed only PyTorch's checks, and their
+estimates come from data sheets.
 """
 
 import functools
@@ -23,35 +23,36 @@ from torch_cute_ops.gemm.cost import (
     tensor_core_seconds,
 )
 from torch_cute_ops.gemm.decode import decoder, decoding_kernel, reason_no_kernel, sixteen_bit_dtype, weight_scales
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 DECODING_EFFICIENCY = 0.45
-"""Bandwidth of the decoding kernel, as a share of a copy's (measured on an H200)."""
+"""Bandwidth of the decoding kernel, divided by the bandwidth of a copy (measured on an H200)."""
 DECODED: Final[Tactic] = ()
 BLOCK_SCALED: Final[Tactic] = ("block_scaled",)
 BLOCK_SCALED_N: Final = 16
 BLOCK_SCALED_K: Final = 32
-"""Multiples that PyTorch asks for of the columns, and of the elements of a sum, of a block-scaled GEMM."""
+"""Divisors of N and K that PyTorch requires for a block-scaled GEMM."""
 BLOCK_SCALED_TILE: Final = 128
-"""Rows and columns of a CTA's tile of a block-scaled GEMM, of pairs of CTAs twice as many: an assumption."""
+"""Rows and columns of a CTA's tile of a block-scaled GEMM; pairs of CTAs have twice as many (an assumption)."""
 RAMP_SECONDS: Final = 1.5e-6
-"""Pipeline fill and the last tile's epilogue of a block-scaled GEMM: an assumption."""
-L2_SHARES: Final = 2
-"""Bandwidth of L2, as a multiple of memory's: an assumption."""
+"""Pipeline fill and last epilogue of a block-scaled GEMM (an assumption)."""
+L2_RATE: Final = 2
+"""Bandwidth of L2, divided by the bandwidth of memory (an assumption)."""
 FIRST_CUDA: Final = (12, 8)
-"""The first CUDA toolkit whose cuBLASLt multiplies FP4."""
+"""First CUDA toolkit whose cuBLASLt multiplies FP4."""
 HAS_TWO_LEVELS: Final = hasattr(torch.nn.functional, "scaled_mm")
-"""Whether PyTorch takes a scale of the whole tensor beside those of blocks (2.10), and so ``alpha``."""
+"""True if PyTorch (2.10 or later) takes a scale of the whole tensor together with block scales, and so ``alpha``."""
 
 Tensor = torch.Tensor
 
 
 class Cublas(FP4Backend):
-    """A tactic is ``DECODED`` or ``BLOCK_SCALED``.
+    """Backend that calls cuBLAS. A tactic is ``DECODED`` or ``BLOCK_SCALED``.
 
-    Decoded operands are exact in the 16-bit dtype; sums are in fp32, and rounded once, after the epilogue.
+    Decoded operands are exact in 16 bits; sums are in fp32 and rounded once, after the epilogue.
     """
 
     name = "cublas"
@@ -63,18 +64,18 @@ class Cublas(FP4Backend):
         return (DECODED, BLOCK_SCALED) if _multiplies_codes(problem, target) else (DECODED,)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        sums = 4 * m * problem.n
+        acc_bytes = 4 * m * problem.n
         if tactic == BLOCK_SCALED:
             seconds = _block_scaled_seconds(problem, m, target)
-            if not _is_one_call(problem):  # the fp32 result is written, and read again
-                return seconds + memory_seconds(2 * sums, 1, target)
-            # PyTorch multiplies the scales of both tensors before.
+            if not _is_one_call(problem):  # the fp32 result is written and read again
+                return seconds + memory_seconds(2 * acc_bytes, 1, target)
+            # PyTorch first multiplies the scales of both tensors.
             return seconds + LAUNCH_SECONDS * (problem.epilogue.alpha is not None)
-        # Decoded operands are written and read again, and so is the fp32 result.
+        # Decoded operands and the fp32 result are written and read again.
         size = 2 * problem.k * (problem.n + (m if problem.a.is_fp4 else 0))
         decoding = memory_seconds(size + problem.bytes_moved(m), 1, target) / DECODING_EFFICIENCY
-        multiplying = max(memory_seconds(size + sums, 1, target), tensor_core_seconds(problem.flops(m), target))
-        return decoding + multiplying + memory_seconds(2 * sums, 1, target)
+        multiplying = max(memory_seconds(size + acc_bytes, 1, target), tensor_core_seconds(problem.flops(m), target))
+        return decoding + multiplying + memory_seconds(2 * acc_bytes, 1, target)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         if tactic == BLOCK_SCALED:
@@ -87,34 +88,38 @@ class Cublas(FP4Backend):
             return _block_scaled_launcher(problem)
         dtype, layout = _dtype(problem), problem.a.scale_layout
         decode_b = decoder(problem, weight_scales(problem), dtype, target)
-        if layout is None:
-            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: _finish(
-                _sums(a.to(dtype), decode_b(b.t(), b_scale)), alpha, bias, out
-            )
-        decode_a = decoder(problem, layout, dtype, target)
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: _finish(
-            _sums(decode_a(a, a_scale), decode_b(b.t(), b_scale)), alpha, bias, out
-        )
+        decode_a = None if layout is None else decoder(problem, layout, dtype, target)
+
+        def launch(given: Operands, out: Tensor) -> None:
+            weight = decode_b(given.b.t(), given.b_scale)
+            if decode_a is None:
+                a = given.a.to(dtype)
+            else:
+                assert given.a_scale is not None
+                a = decode_a(given.a, given.a_scale)
+            _finish(_accumulate(a, weight), given, out)
+
+        return launch
 
 
 def _dtype(problem: GemmProblem) -> torch.dtype:
-    """What operands are decoded to: the dtype of ``a`` where that holds the weight, else bfloat16."""
+    """Return the dtype of decoded operands: the dtype of 16-bit activations if it holds the weight, else bfloat16."""
     return torch.bfloat16 if problem.a.is_fp4 else sixteen_bit_dtype(problem)
 
 
-def _sums(a: Tensor, weight: Tensor) -> Tensor:
-    """``a @ weight.T`` in fp32: with a 16-bit result cuBLAS may round partial sums to it."""
+def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
+    """Return ``a @ weight.T`` in fp32: with a 16-bit result cuBLAS may round partial sums."""
     return torch.mm(a, weight.t(), out_dtype=torch.float32)
 
 
-def _finish(sums: Tensor, alpha: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """The epilogue of fp32 sums, which are overwritten."""
-    if alpha is not None:
-        sums = sums.mul_(alpha)
-    if bias is not None:
-        sums = sums.add_(bias)
-    if sums is not out:
-        out.copy_(sums)
+def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
+    """Apply the epilogue to fp32 sums, which are overwritten."""
+    if given.alpha is not None:
+        acc = acc.mul_(given.alpha)
+    if given.bias is not None:
+        acc = acc.add_(given.bias)
+    if acc is not out:
+        out.copy_(acc)
 
 
 # Codes as they are
@@ -122,14 +127,15 @@ def _finish(sums: Tensor, alpha: Tensor | None, bias: Tensor | None, out: Tensor
 
 @functools.cache
 def _cuda_multiplies_codes() -> bool:
-    """Whether the CUDA toolkit that PyTorch was built with has block-scaled GEMMs of FP4; with none, as where kernels
-    are compiled for another machine, one that has."""
+    """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
+
+    A PyTorch without CUDA compiles kernels for another machine; that machine's toolkit is taken to have them.
+    """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
 
 def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
-    """Whether cuBLASLt takes the operands as they are. It takes NVFP4 with 128x4 scales; MXFP4 PyTorch leaves to
-    another library."""
+    """Return True if cuBLASLt multiplies the codes: of NVFP4 with 128x4 scales."""
     layout = SCALE_LAYOUTS["128x4"]
     return (
         target.arch is not None
@@ -143,25 +149,27 @@ def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
 
 
 def _is_one_call(problem: GemmProblem) -> bool:
-    """Whether cuBLASLt applies the whole epilogue: one ``alpha``, in fp32, before the rounding, and no bias, which it
-    would only take in the dtype of the result."""
+    """Return True if cuBLASLt applies the whole epilogue: one ``alpha`` in fp32 before the rounding, and no bias.
+
+    It takes a bias only in the dtype of the result.
+    """
     epilogue = problem.epilogue
     return epilogue.bias_dtype is None and epilogue.alpha in ((None, "one") if HAS_TWO_LEVELS else (None,))
 
 
 def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float:
-    """Time of cuBLASLt's kernel, by tiles and waves."""
+    """Return the time of cuBLASLt's kernel, by tiles and waves."""
     assert target.arch is not None
-    line = problem.b.row_bytes(problem.k)
+    row_bytes = problem.b.row_bytes(problem.k)
     every = []
     for ctas in (1, 2) if target.arch.has_tcgen05 else (1,):
         side = BLOCK_SCALED_TILE * ctas
         row_tiles, column_tiles = -(-m // side), -(-problem.n // side)
         waves = -(-row_tiles * column_tiles // (target.sms // ctas))
-        # Of a CTA. Tiles that run side by side read the weight from memory once.
-        weight = BLOCK_SCALED_TILE * line / min(row_tiles, L2_SHARES)
-        activations = min(m, side) // ctas * line / L2_SHARES
-        read = (weight + activations) / (bytes_per_second(target) / target.sms)
+        # Per CTA. Tiles that run together read the weight from memory once.
+        weight_bytes = BLOCK_SCALED_TILE * row_bytes / min(row_tiles, L2_RATE)
+        activation_bytes = min(m, side) // ctas * row_bytes / L2_RATE
+        read = (weight_bytes + activation_bytes) / (bytes_per_second(target) / target.sms)
         computed = fp4_tensor_core_seconds(2 * side * side // ctas * problem.k, target, sms=1)
         every.append(waves * overlapped(computed, read, order=8))
     return LAUNCH_SECONDS + RAMP_SECONDS + min(every)
@@ -172,28 +180,29 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
     multiply_codes = _multiplier(torch.float32 if not one_call else problem.out_dtype)
     in_place = problem.out_dtype == torch.float32
 
-    def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *rest: Any) -> None:
-        alpha, bias, _, _, _, out = rest
-        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    def launch(given: Operands, out: Tensor) -> None:
+        assert given.a_scale is not None
+        codes = given.a.view(torch.float4_e2m1fn_x2), given.b.view(torch.float4_e2m1fn_x2)
+        operands = *codes, given.a_scale, given.b_scale
         if one_call:
-            multiply_codes(a, b, a_scale, b_scale, alpha if needs_alpha else None, out)
+            multiply_codes(*operands, given.alpha if needs_alpha else None, out)
         else:
-            sums = out if in_place else torch.empty_like(out, dtype=torch.float32)
-            multiply_codes(a, b, a_scale, b_scale, None, sums)
-            _finish(sums, alpha, bias, out)
+            acc = out if in_place else torch.empty_like(out, dtype=torch.float32)
+            multiply_codes(*operands, None, acc)
+            _finish(acc, given, out)
 
-    return multiply
+    return launch
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """A function of codes, their scales, a factor of all sums, and the result in ``dtype``, which it writes."""
+    """Return a function of codes, block scales, a factor of the result or None, and the result in ``dtype``."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out
         )
     from torch.nn.functional import ScalingType, SwizzleType
 
-    # What ``torch.nn.functional.scaled_mm`` calls, which takes no result to write.
+    # ``torch.nn.functional.scaled_mm`` calls it, but takes no output tensor.
     call = torch._scaled_mm_v2
     blocks, tiles = [ScalingType.BlockWise1x16.value], [SwizzleType.SWIZZLE_32_4_4.value]
     both = [*blocks, ScalingType.TensorWise.value], [*tiles, SwizzleType.NO_SWIZZLE.value]
@@ -208,7 +217,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # what is made in a capture exists in its replays alone
+                one = unit  # a tensor created in a capture exists only in its replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

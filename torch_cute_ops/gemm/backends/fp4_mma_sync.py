@@ -1,10 +1,11 @@
-"""FP4 weights by ``mma.sync``: for few rows, where the weight's bytes take the time.
+"""FP4 weights by ``mma.sync``: for few rows, where the time is that of reading the weight.
 
-They are decoded in registers; but where the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, that
-multiplies codes, and nothing is decoded.
+The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, codes are
+multiplied instead.
 """
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -19,105 +20,117 @@ from torch_cute_ops.gemm.decode import (
     sixteen_bit_dtype,
     weight_scales,
 )
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_mma
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-SPLITS = (1, 2, 3, 4, 6, 8)
+SPLIT_K = (1, 2, 3, 4, 6, 8)
 CTAS_PER_SM = (1, 2)
 EFFICIENCY = 0.25
-"""Tensor-core rate as a share of what a good large GEMM reaches: every warp reads all activations of its CTA (measured
-on an H200: 180 TFLOP/s with 64 tokens)."""
+"""Tensor-core rate, divided by the rate of a good large GEMM: every warp reads all activations of its CTA (180 TFLOP/s
+with 64 rows, measured on an H200)."""
 DECODE_CLOCKS = 0.035
-"""SM clocks to decode a weight (measured on an H200)."""
+"""SM clocks to decode one weight element (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6
-"""Prologue and epilogue of a CTA: the first copies, the last sums (measured on an H200)."""
+"""Time of a CTA for its first copies and its last sums (measured on an H200)."""
 FP4_RATE = 4
-"""Tensor-core rate of FP4 over that of 16 bits (by data sheet: nothing of this has been measured)."""
+"""Tensor-core rate of FP4, divided by the rate of 16 bits (by data sheet, not measured)."""
 DECODE_SECONDS = 5e-6
-"""Time of the kernel that decodes FP4 activations, and of the additional launch (measured on an H200)."""
+"""Time of the kernel that decodes FP4 activations, including its launch (measured on an H200)."""
+
+
+class MmaSyncTactic(NamedTuple):
+    """Tactic of ``FP4MmaSync``.
+
+    Attributes:
+        tile_m: rows of ``a`` in a tile.
+        split_k: CTAs of a cluster that share a tile, each with a range of K.
+        ctas_per_sm: CTAs that share an SM.
+    """
+
+    tile_m: int
+    split_k: int
+    ctas_per_sm: int
 
 
 class FP4MmaSync(FP4KernelBackend):
-    """A tactic is (rows of ``a`` per CTA, CTAs that split K, CTAs per SM)."""
+    """Backend for every GPU that multiplies with ``mma.sync``."""
 
     name = "mma_sync"
+    tactic_type = MmaSyncTactic
     kernel = fp4_mma.KERNEL
     has_wgmma = False
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         return reason_not_words(problem)
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        chunks = -(-problem.k // fp4_mma.K_TILE)
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[MmaSyncTactic, ...]:
+        k_tiles = -(-problem.k // fp4_mma.K_TILE)
         widest = cost.smallest_tile(fp4_mma.TILES_M, m)
-        every = itertools.product(fp4_mma.TILES_M, SPLITS, CTAS_PER_SM)
-        tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
+        every = itertools.starmap(MmaSyncTactic, itertools.product(fp4_mma.TILES_M, SPLIT_K, CTAS_PER_SM))
+        tactics = [tactic for tactic in every if tactic.tile_m <= widest and tactic.split_k <= k_tiles]
         return self.buildable(problem, tactics, target)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        tokens, splits, ctas_per_sm = map(int, tactic)
-        ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tokens) * splits
-        slots = cost.places(target.sms * ctas_per_sm, splits)
+    def estimate(self, problem: GemmProblem, m: int, tactic: MmaSyncTactic, target: Target) -> float:
+        tile_m, split_k, ctas_per_sm = tactic
+        ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tile_m) * split_k
+        slots = cost.places(target.sms * ctas_per_sm, split_k)
         waves = -(-ctas // slots)
-        # A CTA of a partial wave takes as long as in a full one: it reads at its share of the bandwidth.
-        weight = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
-        native = target.arch is not None and _multiplies_codes(problem, target.arch)
-        row_bytes = problem.a.row_bytes(problem.k) if native else 2 * problem.k
-        activations = 0.5 * tokens * row_bytes  # from L2, at about twice the bandwidth of memory
-        read = (weight + activations) / splits
-        flops = 2 * fp4_mma.TILE_N * tokens * problem.k // splits
+        # A partial wave takes as long as a full one: a CTA reads at its share of the bandwidth.
+        weight_bytes = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
+        by_codes = target.arch is not None and _multiplies_codes(problem, target.arch)
+        row_bytes = problem.a.row_bytes(problem.k) if by_codes else 2 * problem.k
+        activation_bytes = 0.5 * tile_m * row_bytes  # from L2, at about twice the bandwidth of memory
+        read = (weight_bytes + activation_bytes) / split_k
+        flops = 2 * fp4_mma.TILE_N * tile_m * problem.k // split_k
         multiplied = cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY
-        decoded = cost.weight_seconds(fp4_mma.TILE_N * problem.k // splits * ctas_per_sm, DECODE_CLOCKS)
-        computed = multiplied / FP4_RATE if native else cost.overlapped(decoded, multiplied, order=2)
+        decoded = cost.weight_seconds(fp4_mma.TILE_N * problem.k // split_k * ctas_per_sm, DECODE_CLOCKS)
+        computed = multiplied / FP4_RATE if by_codes else cost.overlapped(decoded, multiplied, order=2)
         busy = cost.overlapped(computed, read / (cost.bytes_per_second(target) / slots), order=4)
-        return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * (problem.a.is_fp4 and not native)
+        decoding = DECODE_SECONDS if problem.a.is_fp4 and not by_codes else 0.0
+        return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + decoding
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config | None:
-        tokens, splits, ctas_per_sm = map(int, tactic)
-        native = _multiplies_codes(problem, arch)
+    def config(self, problem: GemmProblem, tactic: MmaSyncTactic, arch: Arch) -> fp4_mma.Config | None:
+        by_codes = _multiplies_codes(problem, arch)
         return fp4_mma.plan(
-            dtype=torch.uint8 if native else sixteen_bit_dtype(problem),
+            dtype=torch.uint8 if by_codes else sixteen_bit_dtype(problem),
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             epilogue=problem.epilogue,
-            tile_m=tokens,
-            split_k=splits,
-            ctas_per_sm=ctas_per_sm,
+            **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
-            a_layout=problem.a.scale_layout if native else None,
+            a_layout=problem.a.scale_layout if by_codes else None,
         )
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: MmaSyncTactic, arch: Arch) -> tuple[KernelSpec, ...]:
         kernels, layout = super().kernels(problem, tactic, arch), problem.a.scale_layout
         if layout is None or _multiplies_codes(problem, arch):
             return kernels
         return *kernels, decoding_kernel(problem, layout, sixteen_bit_dtype(problem))
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: MmaSyncTactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        if config.a_layout is not None:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-                a, a_scale, b, b_scale, alpha, bias, out
-            )
+        by_codes = config.a_layout is not None
         dtype, layout = sixteen_bit_dtype(problem), problem.a.scale_layout
-        if layout is not None:
-            decode = decoder(problem, layout, dtype, target)
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-                decode(a, a_scale), None, b, b_scale, alpha, bias, out
-            )
-        if problem.a.format != dtype:
-            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-                a.to(dtype), None, b, b_scale, alpha, bias, out
-            )
-        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, None, b, b_scale, alpha, bias, out
-        )
+        decode = None if layout is None or by_codes else decoder(problem, layout, dtype, target)
+        casts = problem.a.format not in (dtype, problem.b.format)
 
-    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            a, a_scale = given.a, given.a_scale if by_codes else None
+            if decode is not None:
+                assert given.a_scale is not None
+                a = decode(a, given.a_scale)
+            elif casts:
+                a = a.to(dtype)
+            function(a, a_scale, given.b, given.b_scale, given.alpha, given.bias, out)
+
+        return launch
+
+    def checks_operands(self, problem: GemmProblem, tactic: MmaSyncTactic) -> bool:
         return problem.a.format == sixteen_bit_dtype(problem)
 
 

@@ -1,12 +1,15 @@
 """Both operands in FP4 on the block-scaled tensor cores of data-center Blackwell: ``kernels/fp4_tcgen05``."""
 
-from typing import Final
+from typing import Final, NamedTuple
+
+import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
@@ -14,65 +17,79 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
 STORE_BYTES_PER_CLOCK: Final = 32
-"""Rate at which a CTA stores results, where no MMAs run meanwhile."""
+"""Rate at which a CTA stores results while no MMA runs."""
+
+
+class Tcgen05Tactic(NamedTuple):
+    """Tactic of ``FP4Tcgen05``.
+
+    Attributes:
+        tile_m: rows of ``a`` in a tile.
+        cta_group: CTAs that share an MMA, 1 or 2; each has 128 rows of the weight.
+        split_k: CTAs of a cluster that share a tile, each with a range of K.
+    """
+
+    tile_m: int
+    cta_group: int
+    split_k: int
 
 
 class FP4Tcgen05(Tcgen05Backend):
-    """A tactic is (rows of ``a`` in a tile, CTAs of an MMA, CTAs that split K)."""
+    """Backend that multiplies the codes of both operands."""
 
+    tactic_type = Tcgen05Tactic
     kernel = fp4_tcgen05.KERNEL
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        chunks = -(-problem.k // K_TILE)
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05Tactic, ...]:
+        k_tiles = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_tcgen05.TILES_M[1], m)
-        # Several tiles of few rows read the weight again for each.
-        least = min(widest, self.least_columns)
+        # Each of several narrow tiles would read the weight again.
+        least = min(widest, self.least_mma_n)
         every = [
-            (tokens, group, splits)
-            for group, tiles in fp4_tcgen05.TILES_M.items()
-            for tokens in tiles
-            for splits in (fp4_tcgen05.SPLIT_K if group == 1 and tokens <= MMA_M else (1,))
-            if least <= tokens <= widest and splits <= chunks
+            Tcgen05Tactic(tile_m, cta_group, split_k)
+            for cta_group, tiles in fp4_tcgen05.TILES_M.items()
+            for tile_m in tiles
+            for split_k in (fp4_tcgen05.SPLIT_K if cta_group == 1 and tile_m <= MMA_M else (1,))
+            if least <= tile_m <= widest and split_k <= k_tiles
         ]
         return self.buildable(problem, every, target)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        tokens, group, splits = map(int, tactic)
-        rows, chunks = MMA_M * group, -(-problem.k // K_TILE)
-        tiles = -(-problem.n // rows) * -(-m // tokens)
-        teams = cost.places(target.sms, group * splits) // (group * splits)
-        waves = -(-tiles // teams)
-        # Of a CTA and a chunk. Tiles of tokens that run together read the weight from memory once.
-        line = problem.b.row_bytes(K_TILE)
-        again = min(-(-m // tokens), self.l2_shares)
-        weight, activations = MMA_M * line / again, tokens // group * line / self.l2_shares
-        read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * MMA_M * max(tokens, self.least_columns) * K_TILE
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tcgen05Tactic, target: Target) -> float:
+        tile_m, cta_group, split_k = tactic
+        k_tiles, m_tiles = -(-problem.k // K_TILE), -(-m // tile_m)
+        tiles = -(-problem.n // (MMA_M * cta_group)) * m_tiles
+        ctas_per_tile = cta_group * split_k
+        waves = -(-tiles // (cost.places(target.sms, ctas_per_tile) // ctas_per_tile))
+        # Per CTA and k tile. M tiles that run together read the weight from memory once.
+        row_bytes = problem.b.row_bytes(K_TILE)
+        weight_bytes = MMA_M * row_bytes / min(m_tiles, self.l2_rate)
+        activation_bytes = tile_m // cta_group * row_bytes / self.l2_rate
+        read = (weight_bytes + activation_bytes) / (cost.bytes_per_second(target) / target.sms)
+        flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
-        seconds = waves * -(-chunks // splits) * cost.overlapped(computed, read, order=8)
-        stored = MMA_M * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
-        # Of 256 rows of activations, tensor memory has one accumulator: nothing is multiplied meanwhile.
-        seconds += stored * (waves if tokens > MMA_M else 1)
-        if splits > 1:
-            seconds += waves * 2 * 4 * MMA_M * tokens / self.cluster_bytes_per_second
-        return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if splits > 1 else 1) + seconds
+        seconds = waves * -(-k_tiles // split_k) * cost.overlapped(computed, read, order=8)
+        stored = MMA_M * tile_m * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
+        # Tensor memory holds only one accumulator of 256 rows, so that storing it overlaps with no MMA.
+        seconds += stored * (waves if tile_m > MMA_M else 1)
+        if split_k > 1:
+            seconds += waves * 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second
+        return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05.Config | None:
-        tokens, group, splits = map(int, tactic)
+    def config(self, problem: GemmProblem, tactic: Tcgen05Tactic, arch: Arch) -> fp4_tcgen05.Config | None:
         return fp4_tcgen05.plan(
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             epilogue=problem.epilogue,
-            tile_m=tokens,
-            cta_group=group,
-            split_k=splits,
+            **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
         )
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Tcgen05Tactic, target: Target) -> Launch:
         function, _ = self.compiled(problem, tactic, target)
-        ctas = target.sms
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, a_scale, b, b_scale, alpha, bias, out, ctas
-        )
+        num_ctas = target.sms
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            function(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias, out, num_ctas)
+
+        return launch

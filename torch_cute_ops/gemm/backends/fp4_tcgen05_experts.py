@@ -1,13 +1,16 @@
 """FP4 GEMMs with experts over K on the block-scaled tensor cores of data-center Blackwell, both operands in FP4:
 ``kernels/fp4_tcgen05_experts``."""
 
-from typing import Final
+from typing import Final, NamedTuple
+
+import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_tcgen05_experts
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.runtime import settings
@@ -16,88 +19,106 @@ from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
 DENSE: Final = "dense"
 ROUTED: Final = "routed"
-SUM_CLOCKS: Final = 3.0
-"""Clocks of a warp to load a column of an expert's sums and to add it to the totals."""
+ACC_CLOCKS: Final = 3.0
+"""Clocks in which a warp loads one column of an expert's accumulator and adds it to the sum over experts."""
 STEP_SECONDS: Final = 1e-6
-"""From a kernel of a call to the next, which has started by then (a guess)."""
-MOST_UNITS: Final = 16
-"""Units for each SM beyond which experts are not divided: it would cost memory, and gain nothing."""
+"""Time from one kernel of a call to the next, which has started by then (a guess)."""
+MAX_WORK_TILES: Final = 16
+"""Work tiles per SM beyond which experts are not divided into classes: that would only cost memory."""
+
+
+class Tcgen05ExpertsTactic(NamedTuple):
+    """Tactic of ``FP4Tcgen05Experts``.
+
+    Attributes:
+        tile_n: rows of the weight in a tile.
+        classes: number of classes into which experts are divided; each class of a tile is a work tile.
+        mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute those to which a token of the tile is routed.
+    """
+
+    tile_n: int
+    classes: int
+    mode: str
 
 
 class FP4Tcgen05Experts(Tcgen05Backend):
-    """A tactic is (rows of the weight in a tile, parts of the experts, ``DENSE`` or ``ROUTED``: whether all experts are
-    computed, or those alone that some token of the tile is routed to)."""
+    """Backend for experts over K that multiplies the codes of both operands."""
 
+    tactic_type = Tcgen05ExpertsTactic
     kernel = fp4_tcgen05_experts.KERNEL
     groupings = ("k",)
     adds_expert_bias = True
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05ExpertsTactic, ...]:
         every = [
-            (columns, parts, mode)
-            for columns in reversed(fp4_tcgen05_experts.TILES_N)
-            for parts in fp4_tcgen05_experts.CLASSES
+            Tcgen05ExpertsTactic(tile_n, classes, mode)
+            for tile_n in reversed(fp4_tcgen05_experts.TILES_N)
+            for classes in fp4_tcgen05_experts.CLASSES
             for mode in ((DENSE, ROUTED) if problem.topk < problem.experts else (DENSE,))
-            if parts == 1
-            or (parts <= problem.experts and _units(problem, m, columns, parts) <= MOST_UNITS * target.sms)
+            if classes == 1
+            or (classes <= problem.experts and _work_tiles(problem, m, tile_n, classes) <= MAX_WORK_TILES * target.sms)
         ]
         return self.buildable(problem, every, target)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
-        token_tiles = -(-m // MMA_M)
-        tokens = min(m, MMA_M)
-        units = -(-_units(problem, m, columns, parts) // target.sms)
-        own = units * problem.experts / parts
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tcgen05ExpertsTactic, target: Target) -> float:
+        tile_n, classes, mode = tactic
+        m_tiles, tile_m = -(-m // MMA_M), min(m, MMA_M)
+        work_tiles = -(-_work_tiles(problem, m, tile_n, classes) // target.sms)
+        experts = work_tiles * problem.experts / classes
         if mode == ROUTED:
-            touched = 1 - (1 - problem.topk / problem.experts) ** tokens
-            # A CTA has units of so many parts, which are not all alike.
-            several = min(units, parts)
-            own = own * touched + (several * (1 - several / parts) * problem.experts / parts * touched) ** 0.5
-        # Of an expert. Tiles of tokens that run together read the weight from memory once.
-        line = problem.b.row_bytes(problem.expert_k)
-        weight, activations = columns * line / min(token_tiles, self.l2_shares), tokens * line / self.l2_shares
-        read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * MMA_M * max(columns, self.least_columns) * problem.expert_k
+            routed = 1 - (1 - problem.topk / problem.experts) ** tile_m
+            # Classes differ in their numbers of routed experts; a CTA computes several classes.
+            several = min(work_tiles, classes)
+            spread = several * (1 - several / classes) * problem.experts / classes * routed
+            experts = experts * routed + spread**0.5
+        # Per expert. M tiles that run together read the weight from memory once.
+        row_bytes = problem.b.row_bytes(problem.expert_k)
+        weight_bytes = tile_n * row_bytes / min(m_tiles, self.l2_rate)
+        activation_bytes = tile_m * row_bytes / self.l2_rate
+        read = (weight_bytes + activation_bytes) / (cost.bytes_per_second(target) / target.sms)
+        flops = 2 * MMA_M * max(tile_n, self.least_mma_n) * problem.expert_k
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
-        summed = columns * SUM_CLOCKS / CLOCK_HZ
-        seconds = own * cost.overlapped(computed, read, summed, order=8)
+        accumulated = tile_n * ACC_CLOCKS / CLOCK_HZ
+        seconds = experts * cost.overlapped(computed, read, accumulated, order=8)
         if mode == ROUTED:
             seconds += STEP_SECONDS
-        if parts > 1:
-            # Each total is written once, and read once, in L2.
-            size = 2 * 4 * m * problem.n * parts
-            seconds += STEP_SECONDS + size / (self.l2_shares * cost.bytes_per_second(target))
+        if classes > 1:
+            # Partial sums are written once and read once, in L2.
+            size = 2 * 4 * m * problem.n * classes
+            seconds += STEP_SECONDS + size / (self.l2_rate * cost.bytes_per_second(target))
         return cost.LAUNCH_SECONDS + self.ramp_seconds + seconds
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05_experts.Config | None:
-        columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
+    def config(
+        self, problem: GemmProblem, tactic: Tcgen05ExpertsTactic, arch: Arch
+    ) -> fp4_tcgen05_experts.Config | None:
         return fp4_tcgen05_experts.plan(
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             out_dtype=problem.out_dtype,
             width=problem.expert_k,
-            tile_n=columns,
-            classes=parts,
-            routed=mode == ROUTED,
+            tile_n=tactic.tile_n,
+            classes=tactic.classes,
+            routed=tactic.mode == ROUTED,
             arch=arch,
             pdl=settings.PDL,
             bias_dtype=problem.epilogue.bias_dtype,
         )
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Tcgen05ExpertsTactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        device, n, experts, ctas = target.device, problem.n, problem.experts, target.sms
-        size = config.workspace_bytes
-        if not config.has_workspace:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-                a, a_scale, b, b_scale, alpha, bias, out, None, ctas
+        device, n, experts, num_ctas = target.device, problem.n, problem.experts, target.sms
+        has_workspace, workspace_bytes = config.has_workspace, config.workspace_bytes
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            workspace = new_bytes(device, workspace_bytes(given.a.shape[0], n, experts)) if has_workspace else None
+            function(
+                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
+                *(out, workspace, num_ctas),
             )
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], n, experts)), ctas
-        )
+
+        return launch
 
 
-def _units(problem: GemmProblem, m: int, columns: int, parts: int) -> int:
-    """Units of work of all CTAs."""
-    return -(-m // MMA_M) * -(-problem.n // columns) * parts
+def _work_tiles(problem: GemmProblem, m: int, tile_n: int, classes: int) -> int:
+    """Return the number of work tiles of all CTAs."""
+    return -(-m // MMA_M) * -(-problem.n // tile_n) * classes

@@ -6,7 +6,7 @@ launch of few CTAs, each on an SM of its own, writes the rest while the GEMM run
 """
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -16,6 +16,7 @@ from torch_cute_ops.gemm.backends.fp8_wgmma import many_rows_seconds
 from torch_cute_ops.gemm.cost import bytes_per_second
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_fp4_recode
 from torch_cute_ops.kernels.fp8_wgmma import MANY
@@ -92,16 +93,18 @@ class FP8FP4Recode(FP8FP4Backend):
         shape, strides = (experts, n, k), (n * k, k, 1)
         words, tiles = fp8_fp4_recode.note_words(n, k, experts), weight_tiles(problem)
 
-        def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
-            alpha, bias, offsets, counts, _, out = rest
+        def launch(given: Operands, out: torch.Tensor) -> None:
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)
             first = first_tiles(problem, out.shape[0], target) if beside else tiles
             for recode in recoding:
-                recode(b, b_scale, weight, notes, first, beside)
+                recode(given.b, given.b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight
-            multiply(a, recoded, a_scale, notes, offsets, counts, alpha, bias, out, None, max_ctas)
+            multiply(
+                *(given.a, recoded, given.a_scale, notes, given.offsets, given.counts),
+                *(given.alpha, given.bias, out, None, max_ctas),
+            )
 
         return launch
 

@@ -1,12 +1,13 @@
-"""The executable specification as a backend: right on every device, and slow."""
+"""The executable specification as a backend: correct on every device, and slow."""
 
-from typing import Any
+import functools
 
 import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
+from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
@@ -23,11 +24,11 @@ Tensor = torch.Tensor
 
 
 class Reference(Backend):
-    """The references of the ops, which sum in float64."""
+    """The references of the ops, which accumulate in float64."""
 
     name = "reference"
     by_name_only = True
-    makes_input = True
+    computes_prologue = True
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.b.is_fp4 or (problem.a.is_fp8 and problem.b.is_fp8)
@@ -47,51 +48,51 @@ class Reference(Backend):
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         if problem.gate is not None:
-            return _gated(problem)
-        fmt, dtype, over = problem.b.format, problem.out_dtype, problem.grouping.over
-        layouts = problem.of_activations.a.scale_layout, problem.b.scale_layout
+            return functools.partial(_gated_experts, problem)
+        compute = _fp8 if problem.a.is_fp8 else _fp4
 
-        def multiply(*fields: Any) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, _, out = fields
-            if problem.a.is_fp8:
-                weight = b if over == "rows" else b.t()
-                if isinstance(fmt, FP4Format):
-                    assert layouts[1] is not None
-                    weight, factors = fp8_weight(weight, b_scale, fmt, layouts[1])
-                else:
-                    factors = factors_of_columns(b_scale, weight.shape[-2])
-                if over == "rows":
-                    result = grouped_gemm(a, weight, a_scale, factors, offsets, counts, alpha, bias, dtype)
-                else:
-                    result = block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, dtype)
-            else:
-                assert isinstance(fmt, FP4Format)
-                if problem.makes_input:
-                    a, a_scale = made_input(problem, a, a_scale)
-                if over == "k":
-                    assert alpha is not None
-                    result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
-                else:
-                    result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
-            out.copy_(result)
+        def launch(given: Operands, out: Tensor) -> None:
+            out.copy_(compute(problem, given))
 
-        return multiply
+        return launch
 
 
-def made_input(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The activations that a problem which ``makes_input`` makes of ``rows``, and their scales where it quantises
-    them."""
-    return rounded_input(problem, unrounded_input(problem, rows), global_scale)
+def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
+    fmt, over = problem.b.format, problem.grouping.over
+    weight = given.b if over == "rows" else given.b.t()
+    assert given.a_scale is not None
+    if isinstance(fmt, FP4Format):
+        assert problem.b.scale_layout is not None
+        weight, factors = fp8_weight(weight, given.b_scale, fmt, problem.b.scale_layout)
+    else:
+        factors = factors_of_columns(given.b_scale, weight.shape[-2])
+    operands, epilogue = (given.a, weight, given.a_scale, factors), (given.alpha, given.bias, problem.out_dtype)
+    if over == "rows":
+        return grouped_gemm(*operands, given.offsets, given.counts, *epilogue)
+    return block_scaled_gemm(*operands, *epilogue)
 
 
-def unrounded_input(problem: GemmProblem, rows: Tensor) -> Tensor:
-    """These activations in fp32, before they are rounded."""
-    return silu_mul_rows(rows) if problem.gates_input else rows.float()
+def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
+    fmt, a, a_scale, alpha = problem.b.format, given.a, given.a_scale, given.alpha
+    assert isinstance(fmt, FP4Format)
+    layouts = problem.without_prologue.a.scale_layout, problem.b.scale_layout
+    if problem.has_prologue:
+        a, a_scale = round_activations(problem, unrounded_activations(problem, a), a_scale)
+    operands = a, a_scale, given.b.t(), given.b_scale
+    if problem.grouping.over == "k":
+        assert alpha is not None
+        return expert_gemm(*operands, alpha, given.bias, problem.out_dtype, fmt, *layouts)
+    return fp4_gemm(*operands, alpha, given.bias, problem.out_dtype, fmt, *layouts)
 
 
-def rounded_input(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """``value``, which ``unrounded_input`` has made, in the activations' dtype, or quantised, with its scales."""
-    operand = problem.of_activations.a
+def unrounded_activations(problem: GemmProblem, rows: Tensor) -> Tensor:
+    """Return the activations that a prologue computes from the rows of a call, in fp32, before they are rounded."""
+    return silu_mul_rows(rows) if problem.prologue_gate else rows.float()
+
+
+def round_activations(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return unrounded activations in their 16-bit dtype and None, or quantised with their block scales."""
+    operand = problem.without_prologue.a
     if not isinstance(operand.format, FP4Format):
         assert isinstance(operand.format, torch.dtype)
         return value.to(operand.format), None
@@ -99,23 +100,20 @@ def rounded_input(problem: GemmProblem, value: Tensor, global_scale: Tensor | No
     return quantize_rows(value, operand.format, global_scale, operand.scale_layout.name)
 
 
-def _gated(problem: GemmProblem) -> Launch:
-    fmt, layout, experts = problem.b.format, problem.b.scale_layout, problem.experts
+def _gated_experts(problem: GemmProblem, given: GatedOperands, out: tuple[Tensor, Tensor | None]) -> None:
+    (y, scale), fmt, layout = out, problem.b.format, problem.b.scale_layout
     assert isinstance(fmt, FP4Format) and layout is not None
-
-    def compute(*fields: Any) -> None:
-        a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *given, y, scale = fields
-        gate = (1.0, 0.0, None) if given[0] is None else tuple(given)
-        formats = fmt, problem.a.scale_layout, layout
-        value = gated_experts(a, a_scale, b, b_scale, routing, alpha, bias, gate, *formats)
-        if problem.quantised is None or scale is None:
-            routed = (routing != 0).repeat_interleave(problem.expert_n, 1)
-            y.copy_(torch.where(routed, value.to(y.dtype), y))
-            return
-        assert problem.quantised.scale_layout is not None
-        new = quantize_experts(value, experts, global_scale, fmt, problem.quantised.scale_layout)
-        masks = written_parts((y, scale), routing, fmt, problem.quantised.scale_layout)
-        for output, values, mask in zip((y, scale), new, masks, strict=True):
-            output.copy_(merged(values, output, mask))
-
-    return compute
+    gate: tuple[float, float, float | None] = (1.0, 0.0, None)
+    if given.swiglu_alpha is not None and given.swiglu_beta is not None:
+        gate = given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit
+    operands = given.a, given.a_scale, given.b, given.b_scale, given.routing, given.alpha, given.bias
+    value = gated_experts(*operands, gate, fmt, problem.a.scale_layout, layout)
+    if problem.quantised is None or scale is None:
+        routed = (given.routing != 0).repeat_interleave(problem.expert_n, 1)
+        y.copy_(torch.where(routed, value.to(y.dtype), y))
+        return
+    assert problem.quantised.scale_layout is not None
+    new = quantize_experts(value, problem.experts, given.global_scale, fmt, problem.quantised.scale_layout)
+    masks = written_parts((y, scale), given.routing, fmt, problem.quantised.scale_layout)
+    for output, values, mask in zip((y, scale), new, masks, strict=True):
+        output.copy_(merged(values, output, mask))

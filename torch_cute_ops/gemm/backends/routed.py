@@ -1,28 +1,48 @@
 """FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
 
+from typing import NamedTuple
+
+import torch
+
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
+from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, clocks_per_weight, mean_m_tiles
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_experts
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 
-HALVED = 1.2
-"""Slowdown of chunks half as wide (measured on an H200)."""
-PARTED = 1.3
-"""Slowdown where warps split the K of a unit (measured on an H200)."""
-SHARED_SECONDS = 3e-6
-SHARED_PASSES = 4
+HALF_K_TILE_SLOWDOWN = 1.2
+"""Slowdown of k tiles of half the width (measured on an H200)."""
+K_WARPS_SLOWDOWN = 1.3
+"""Slowdown if warps split the K of a work tile (measured on an H200)."""
+PARTIAL_SUMS_SECONDS = 3e-6
+PARTIAL_SUMS_PASSES = 4
 """Time to exchange partial sums through the workspace: fixed, and passes over them (measured on an H200)."""
 
 
-class Routed(RoutedBackend):
-    """A tactic is (tokens of a unit, tokens of a tile, classes of experts by which work is divided)."""
+class RoutedTactic(NamedTuple):
+    """Tactic of ``Routed``.
 
+    Attributes:
+        tile_m: rows of ``a`` that an expert's work tile multiplies at a time.
+        token_block: tokens whose results a CTA accumulates.
+        classes: number of classes into which experts are divided; CTAs share an N tile by classes.
+    """
+
+    tile_m: int
+    token_block: int
+    classes: int
+
+
+class Routed(RoutedBackend):
+    """Backend for experts over K that multiplies only routed pairs."""
+
+    tactic_type = RoutedTactic
     kernel = fp4_experts.KERNEL
     groupings = ("k",)
     adds_expert_bias = True
@@ -32,67 +52,69 @@ class Routed(RoutedBackend):
         reason = super().reason_unfit(problem) or reason_not_linear(problem, width, "an expert's width")
         return reason or fp4_experts.reason_width_unsupported(width)
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RoutedTactic, ...]:
         widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
-        # The sums of 512 tokens leave little room for stages: two tiles of 256 may be faster.
-        tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
+        # Accumulators of 512 tokens leave little room for stages: two blocks of 256 may be faster.
+        token_blocks = [size for size in (256, widest) if size <= widest] if widest > 256 else [widest]
         every = [
-            (group, tokens, classes)
-            for tokens in tiles
-            for group in fp4_experts.TILES_M
+            RoutedTactic(tile_m, token_block, classes)
+            for token_block in token_blocks
+            for tile_m in fp4_experts.TILES_M
             for classes in _classes(problem, target)
-            if group <= max(m, 8)
+            if tile_m <= max(m, 8)
         ]
         return self.buildable(problem, every, target)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+    def estimate(self, problem: GemmProblem, m: int, tactic: RoutedTactic, target: Target) -> float:
         assert target.arch is not None
-        group, tokens, classes = map(int, tactic)
         config = self.config(problem, tactic, target.arch)
         assert config is not None
-        width, rows = problem.expert_k, fp4_experts.TILE_N
-        share = problem.topk / problem.experts
-        tiles = -(-m // tokens)
-        tile_tokens = min(m, tokens)
-        touched = problem.experts * (1 - (1 - share) ** tile_tokens)
-        units = problem.experts * mean_units(tile_tokens, share, group)
-        # The largest share of a slice's classes that a worker has
-        slices, workers = -(-problem.n // rows), config.num_ctas(problem.n, target.sms)
-        most = -(-slices * classes // workers) / classes
-        waves = -(-workers * tiles // target.sms)
-        weights = rows * width
-        computed = weight_seconds(int(weights * units), unit_clocks(group))
-        computed *= (HALVED if config.k_tile < K_TILE else 1.0) * (PARTED if config.k_warps > 1 else 1.0)
-        read = tiles * slices * touched * rows * problem.b.row_bytes(width) / bytes_per_second(target)
-        seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
+        width, tile_n, classes = problem.expert_k, fp4_experts.TILE_N, tactic.classes
+        probability = problem.topk / problem.experts
+        blocks, block_tokens = -(-m // tactic.token_block), min(m, tactic.token_block)
+        routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
+        m_tiles = problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m)
+        n_tiles, num_ctas = -(-problem.n // tile_n), config.num_ctas(problem.n, target.sms)
+        # The slowest CTA's work, in N tiles.
+        most = -(-n_tiles * classes // num_ctas) / classes
+        waves = -(-num_ctas * blocks // target.sms)
+        computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m))
+        computed *= HALF_K_TILE_SLOWDOWN if config.k_tile < K_TILE else 1.0
+        computed *= K_WARPS_SLOWDOWN if config.k_warps > 1 else 1.0
+        read_bytes = blocks * n_tiles * routed_experts * tile_n * problem.b.row_bytes(width)
+        seconds = FIXED_SECONDS + overlapped(waves * most * computed, read_bytes / bytes_per_second(target), order=8)
         if classes > 1:
-            seconds += SHARED_SECONDS + SHARED_PASSES * tiles * workers * rows * tokens * 4 / bytes_per_second(target)
+            partial_sums = 4 * blocks * num_ctas * tile_n * tactic.token_block
+            seconds += PARTIAL_SUMS_SECONDS + PARTIAL_SUMS_PASSES * partial_sums / bytes_per_second(target)
         return seconds
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Config | None:
-        group, tokens, classes = map(int, tactic)
+    def config(self, problem: GemmProblem, tactic: RoutedTactic, arch: Arch) -> fp4_experts.Config | None:
         return fp4_experts.plan(
             operands=fp4_operands(problem),
             out_dtype=problem.out_dtype,
             bias_dtype=problem.epilogue.bias_dtype,
             width=problem.expert_k,
-            tile_m=group,
-            token_block=tokens,
-            classes=classes,
+            **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
         )
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: RoutedTactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        device, experts, workers = target.device, problem.experts, config.num_ctas(problem.n, target.sms)
-        size = config.workspace_bytes
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], experts, workers)), workers
-        )
+        device, experts, num_ctas = target.device, problem.experts, config.num_ctas(problem.n, target.sms)
+        workspace_bytes = config.workspace_bytes
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
+            function(
+                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
+                *(out, workspace, num_ctas),
+            )
+
+        return launch
 
 
 def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
-    """Numbers of classes to try: several where that gives more SMs work."""
+    """Return the numbers of classes to try: several only if that keeps more SMs busy."""
     divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.TILE_N) < target.sms
     return (1, fp4_experts.CLASSES) if divides else (1,)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,101 +13,117 @@ from torch_cute_ops.gemm.backends._routed import (
     FIXED_SECONDS,
     TOKEN_CLOCKS,
     RoutedBackend,
-    mean_units,
+    mean_m_tiles,
 )
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.operands import GatedOperands
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_gated_experts
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True)
 class Model:
-    """What the estimates are made of.
+    """Constants of the estimates.
 
     Attributes:
-        fixed_seconds: time of both kernels of a call with next to no work.
-        decode_clocks: SM clocks to decode a weight.
-        token_clocks: the same for each token of a unit beyond eight.
-        left_seconds: from the end of one worker's parts of a task to the other worker's having their sums.
-        l2_rate: rate of reads from L2, over that of memory.
-        order: of the norm that decoding, memory and L2 overlap by.
+        fixed_seconds: time of both kernels of a call with almost no work.
+        decode_clocks: SM clocks to decode one weight element.
+        token_clocks: additional clocks for each row of an M tile beyond eight.
+        handover_seconds: time from the end of a CTA's share of a work tile until the next CTA has its partial sums.
+        l2_rate: rate of reads from L2, divided by the rate of reads from memory.
+        order: order of the norm by which decoding, memory and L2 overlap.
     """
 
     fixed_seconds: float = FIXED_SECONDS
     decode_clocks: float = DECODE_CLOCKS
     token_clocks: float = TOKEN_CLOCKS
-    left_seconds: float = 1.5e-6
+    handover_seconds: float = 1.5e-6
     l2_rate: float = 1.3
     order: float = 8.0
 
 
 MODEL = Model()
-"""Clocks and seconds as with the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s (measured on an H200);
-``left_seconds`` is a guess."""
+"""Clocks and seconds of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s (measured on an H200);
+``handover_seconds`` is a guess."""
 COLUMN_MULTIPLE = 64
-"""What an expert's columns are a multiple of: whole slices of up to 128 rows."""
+"""Divisor of an expert's columns: N tiles of up to 128 weight rows are full."""
+
+
+class GatedTactic(NamedTuple):
+    """Tactic of ``RoutedGated``.
+
+    Attributes:
+        tile_n: rows of the weight in a work tile, half of them of the gate.
+        tile_m: rows of ``a`` in a work tile.
+        split_k: number of equal ranges of K by which CTAs may share a work tile.
+        token_block: tokens whose work tiles are listed together.
+    """
+
+    tile_n: int
+    tile_m: int
+    split_k: int
+    token_block: int
 
 
 class RoutedGated(RoutedBackend):
-    """A tactic is (rows of the weight of a slice, tokens of a unit, parts of k, tokens of a tile)."""
+    """Backend for experts over N with a gate that multiplies only routed pairs."""
 
+    tactic_type = GatedTactic
     kernel = fp4_gated_experts.KERNEL
     groupings = ("n",)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         if problem.gate is None:
-            return "it computes the experts' GEMM with a gate alone"
+            return "it computes only GEMMs of experts with a gate"
         if problem.expert_n % COLUMN_MULTIPLE:
-            return f"an expert has {problem.expert_n} columns; they have to be a multiple of {COLUMN_MULTIPLE}"
+            return f"an expert has {problem.expert_n} columns; the number must be a multiple of {COLUMN_MULTIPLE}"
         return super().reason_unfit(problem) or reason_not_linear(problem, problem.k, "k")
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        tokens = smallest_tile(fp4_gated_experts.TOKEN_BLOCKS, m)
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[GatedTactic, ...]:
+        token_block = smallest_tile(fp4_gated_experts.TOKEN_BLOCKS, m)
         every = [
-            (rows, group, parts, tokens)
-            for rows in fp4_gated_experts.TILES_N
-            for group in fp4_gated_experts.TILES_M
-            for parts in fp4_gated_experts.SPLIT_K[rows]
-            if group <= max(m, 8)
+            GatedTactic(tile_n, tile_m, split_k, token_block)
+            for tile_n in fp4_gated_experts.TILES_N
+            for tile_m in fp4_gated_experts.TILES_M
+            for split_k in fp4_gated_experts.SPLIT_K[tile_n]
+            if tile_m <= max(m, 8)
         ]
         return self.buildable(problem, every, target)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+    def estimate(self, problem: GemmProblem, m: int, tactic: GatedTactic, target: Target) -> float:
         assert target.arch is not None
-        rows, group, parts, tokens = map(int, tactic)
         config = self.config(problem, tactic, target.arch)
         assert config is not None
-        share = problem.topk / problem.experts
-        tiles, tile_tokens = -(-m // tokens), min(m, tokens)
-        touched = problem.experts * (1 - (1 - share) ** tile_tokens)
-        slices = 2 * problem.expert_n // rows
-        tasks = tiles * problem.experts * mean_units(tile_tokens, share, group) * slices
-        # Workers have whole parts of tasks: at the end each is idle for half of one, on average.
-        most = max(1.0, tasks * parts / target.sms + 0.5) / parts
-        clocks = MODEL.decode_clocks + MODEL.token_clocks * (group - 8)
-        computed = most * weight_seconds(rows * problem.k, clocks)
-        # Of a task that several workers share, each waits for the one before it.
-        left = (math.ceil(min(1.0 / most, parts)) - 1) * MODEL.left_seconds
-        token = config.k_tiles * config.arranged.token_bytes
-        weights = tiles * touched * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
+        tile_n, split_k = tactic.tile_n, tactic.split_k
+        probability = problem.topk / problem.experts
+        blocks, block_tokens = -(-m // tactic.token_block), min(m, tactic.token_block)
+        routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
+        n_tiles = 2 * problem.expert_n // tile_n
+        work_tiles = blocks * problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m) * n_tiles
+        # CTAs compute whole K ranges of work tiles: at the end each CTA idles for half a range on average.
+        most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
+        clocks = MODEL.decode_clocks + MODEL.token_clocks * (tactic.tile_m - 8)
+        computed = most * weight_seconds(tile_n * problem.k, clocks)
+        # CTAs that share a work tile wait for each other in turn.
+        handed_over = (math.ceil(min(1.0 / most, split_k)) - 1) * MODEL.handover_seconds
+        token_bytes = config.k_tiles * config.arranged.token_bytes
+        weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
-        # Scales in whole tiles; and activations of a pair, once for each slice
-        copied = tasks * config.k_tiles * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
-        arranged = m * (token + problem.a.row_bytes(problem.k)) / memory
-        seconds = computed, weights / memory, copied / (MODEL.l2_rate * memory)
-        return MODEL.fixed_seconds + arranged + left + overlapped(*seconds, order=MODEL.order)
+        # Scales in whole tiles, and the activations of each routed pair, once for each N tile.
+        l2_bytes = work_tiles * config.k_tiles * 2 * config.chunks.size_bytes
+        l2_bytes += n_tiles * m * problem.topk * token_bytes
+        rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory
+        seconds = computed, weight_bytes / memory, l2_bytes / (MODEL.l2_rate * memory)
+        return MODEL.fixed_seconds + rearranged + handed_over + overlapped(*seconds, order=MODEL.order)
 
-    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
-        rows, group, parts, tokens = map(int, tactic)
+    def config(self, problem: GemmProblem, tactic: GatedTactic, arch: Arch) -> fp4_gated_experts.Config | None:
         epilogue, quantised = problem.epilogue, problem.quantised
         assert epilogue.alpha in (None, "expert", "expert_half")
-        if problem.expert_n % (rows // 2):
+        if problem.expert_n % (tactic.tile_n // 2):
             return None
         out: torch.dtype | FP4Format = epilogue.out_dtype
         layout = None
@@ -119,28 +136,22 @@ class RoutedGated(RoutedBackend):
             operands=fp4_operands(problem),
             epilogue=gated_epilogue,
             width=problem.k,
-            tile_n=rows,
-            tile_m=group,
-            split_k=parts,
-            token_block=tokens,
+            **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
         )
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: GatedTactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
-        device, experts, workers = target.device, problem.experts, target.sms
+        device, experts, num_ctas = target.device, problem.experts, target.sms
+        workspace_bytes = config.workspace_bytes
 
-        size = config.workspace_bytes
-        return lambda a, b, a_scale, b_scale, alpha, bias, routing, *rest: function(
-            a,
-            a_scale,
-            b,
-            b_scale,
-            routing,
-            alpha,
-            bias,
-            *rest,
-            new_bytes(device, size(a.shape[0], experts, workers)),
-            workers,
-        )
+        def launch(given: GatedOperands, out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+            workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
+            function(
+                *(given.a, given.a_scale, given.b, given.b_scale, given.routing, given.alpha, given.bias),
+                *(given.global_scale, given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit),
+                *(*out, workspace, num_ctas),
+            )
+
+        return launch

@@ -25,10 +25,10 @@ ROWS: dict[str, tuple[int, ...]] = {
     "full": tuple(2**i for i in range(14)),
 }
 """M of each set of sizes."""
-APART = "apart"
+SEPARATE = "apart"
 
 
-class InputFirst(FP4GemmBenchmark):
+class PrologueGemm(FP4GemmBenchmark):
     """Subclasses say how activations are made of what calls pass, and which two ops do the same."""
 
     peers = ()
@@ -38,7 +38,7 @@ class InputFirst(FP4GemmBenchmark):
     @property
     def ways(self) -> tuple[str, ...]:
         """The op's backends; and two ops in its place."""
-        return (*super().ways, APART)
+        return (*super().ways, SEPARATE)
 
     def cases(self, sizes: str) -> list[Case]:
         return [self.case(m, n, k) for n, k in self.weights for m in ROWS[sizes]]
@@ -51,24 +51,24 @@ class InputFirst(FP4GemmBenchmark):
         """The two ops, by the op's arguments."""
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        if name != APART:
+        if name != SEPARATE:
             return super().peer(name, case, sets)
 
         def call(i: int) -> tuple[Any, ...]:
             self.call_apart(self.arguments(sets[i]), sets[i]["out"])
             return self.results(sets[i])
 
-        activations = case["M"] * self.problem(case).of_activations.a.row_bytes(case["K"])
+        activations = case["M"] * self.problem(case).without_prologue.a.row_bytes(case["K"])
         return Variant(call, self.bytes_moved(case) + 2 * activations)  # written and read again
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         return self.choice_marks(rows)
 
 
-class QuantisesFirst(InputFirst):
+class QuantisingPrologueGemm(PrologueGemm):
     """Those that quantise, with a global scale of 1: the compositions that results are checked against have none."""
 
-    settings: ClassVar = {**InputFirst.settings, "global scale": "given"}
+    settings: ClassVar = {**PrologueGemm.settings, "global scale": "given"}
     quantise: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """The op that makes the activations."""
 

@@ -10,8 +10,9 @@ import torch
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm import select
-from torch_cute_ops.gemm.backends.input_first import APART
+from torch_cute_ops.gemm.backends.separate_prologue import SEPARATE
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +42,7 @@ def activations(name, rows, fmt, layout, global_scale):
 
 def some(tactics, step):
     """Every ``step``-th of one launch, and some of two launches, whose kernels are those of two ops."""
-    one, two = ([each for each in tactics if (each[:1] == (APART,)) == apart] for apart in (False, True))
+    one, two = ([each for each in tactics if (each[:1] == (SEPARATE,)) == apart] for apart in (False, True))
     return [*one[::step], *two[:: max(step, 4)]]
 
 
@@ -74,17 +75,17 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
             g = torch.full((1,), 3.7, device=device())
         a, a_scale = activations(name, rows, fmt, layout, g)
         problem = op.path.problem(op.bind(*sample.args, *([] if g is None else [g]), **sample.kwargs))
-        problem, compared, nothing = replace(problem, static_weight=static), 0, (None,) * 5
-        plain = problem.of_activations
+        problem, compared = replace(problem, static_weight=static), 0
+        plain = problem.without_prologue
         for which, backend in select.candidates(problem).items():
             if which == "reference" or backend.reason_unsupported(problem, target) is not None:
                 continue
             for tactic in some(backend.tactics(problem, bucket(m), target), step):
-                own = tactic[1:] if tactic[:1] == (APART,) else tactic
+                _, own = backend._multiplied(problem, tactic)
                 got, want = (torch.full((m, n), torch.nan, dtype=dtype, device=device()) for _ in range(2))
-                backend.launcher(problem, tactic, target)(rows, b, g, scale, *nothing, got)
+                backend.launcher(problem, tactic, target)(Operands(rows, b, g, scale), got)
                 launch = select.candidates(plain)[which].launcher(plain, own, target)
-                launch(a, b, a_scale, scale, *nothing, want)
+                launch(Operands(a, b, a_scale, scale), want)
                 assert torch.equal(got, want) and want.isfinite().all(), (which, tactic)
                 compared += 1
         assert compared > 3

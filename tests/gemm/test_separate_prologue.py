@@ -12,7 +12,8 @@ from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm import select
-from torch_cute_ops.gemm.backends.input_first import APART, InputFirst
+from torch_cute_ops.gemm.backends.fp4_wgmma import WgmmaTactic
+from torch_cute_ops.gemm.backends.separate_prologue import SEPARATE, SeparatePrologue
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.decode import fp4_operands
 from torch_cute_ops.registry import OPS
@@ -26,7 +27,7 @@ def made(name, *sizes, quantises="scaled", **kwargs):
     """The problem of calls of an op."""
     problem = fp4_problem(*sizes, a_dtype=kwargs.pop("a_dtype", BF16), **kwargs)
     quantises = None if name == GATE else quantises
-    return replace(problem, gates_input=name != QUANTISE, quantises_input=quantises)
+    return replace(problem, prologue_gate=name != QUANTISE, prologue_quant=quantises)
 
 
 def behind(name, *sizes, **kwargs):
@@ -41,8 +42,8 @@ def test_bytes(name):
     problem, weight_only = made(name, 4096, 14336), fp4_problem(4096, 14336, a_dtype=BF16)
     assert problem.bytes_moved(8) == weight_only.bytes_moved(8) + 8 * 14336 * 2 * (name != QUANTISE)
     assert problem.flops(8) == weight_only.flops(8)
-    assert problem.makes_input and problem.of_activations == behind(name, 4096, 14336)
-    assert not problem.of_activations.makes_input
+    assert problem.has_prologue and problem.without_prologue == behind(name, 4096, 14336)
+    assert not problem.without_prologue.has_prologue
 
 
 @by_op
@@ -54,25 +55,25 @@ def test_tactics(name, fmt, m):
     kind = {"quantises": "plain"} if fmt == MXFP4 else {}
     problem, alone = made(name, 4096, 14336, fmt=fmt, **kind), behind(name, 4096, 14336, fmt=fmt)
     backends, own_backends = select.candidates(problem), select.candidates(alone)
-    assert [*backends] == [*own_backends] and all(isinstance(each, InputFirst) for each in backends.values())
+    assert [*backends] == [*own_backends] and all(isinstance(each, SeparatePrologue) for each in backends.values())
     for which, backend in own_backends.items():
         if backend.reason_unsupported(alone, HOPPER) is not None or which == "reference":
             continue
         own = backend.tactics(alone, m, HOPPER)
-        apart = tuple((APART, *tactic) for tactic in own)
+        apart = tuple((SEPARATE, *tactic) for tactic in own)
         one = []
         if which == "wgmma":
-            one = [tactic for tactic in own if name == GATE or (m <= 8 and tactic[0] <= 8 and tactic[2] > 0)]
+            one = [tactic for tactic in own if name == GATE or (m <= 8 and tactic.tile_m <= 8 and tactic.split_k > 0)]
             assert bool(one) == (name == GATE or m <= 8)
         assert backends[which].tactics(problem, m, HOPPER) == (*one, *apart)
         for tactic in own:
-            two = backends[which].estimate(problem, m, (APART, *tactic), HOPPER)
+            two = backends[which].estimate(problem, m, (SEPARATE, *tactic), HOPPER)
             assert two > backend.estimate(alone, m, tactic, HOPPER) + 1.9e-6
     choice = select.choose(problem, m, HOPPER)
     if m == 1 and fmt == NVFP4:
-        assert choice.backend.name == "wgmma" and APART not in choice.tactic
+        assert choice.backend.name == "wgmma" and SEPARATE not in choice.tactic
     elif name != GATE and m > 8:
-        assert choice.tactic == (APART, *select.choose(alone, m, HOPPER).tactic)
+        assert choice.tactic == (SEPARATE, *select.choose(alone, m, HOPPER).tactic)
     assert select.choose(alone, m, HOPPER).backend.name == choice.backend.name
 
 
@@ -81,7 +82,7 @@ def test_where_the_gate_is_a_part_of_the_gemm():
     bandwidth, an H100; and 4,096 columns are quantised by the GEMM on both."""
 
     def is_apart(name, k, m, target):
-        return APART in select.choose(made(name, 4096, k, quantises="plain", alpha="one"), m, target).tactic
+        return SEPARATE in select.choose(made(name, 4096, k, quantises="plain", alpha="one"), m, target).tactic
 
     for name in (GATE, BOTH):
         assert not is_apart(name, 14336, 1, HOPPER) and not is_apart(name, 14336, 1, H100)
@@ -96,7 +97,7 @@ def test_other_gpus_have_two_launches(name, arch):
     problem = made(name, 4096, 14336)
     for m in (1, 4096):
         choice = select.choose(problem, m, target)
-        assert choice.tactic[0] == APART and not choice.backend.checks_operands(problem, choice.tactic)
+        assert choice.tactic[0] == SEPARATE and not choice.backend.checks_operands(problem, choice.tactic)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +125,20 @@ def test_kernels(name, dtype, given):
     maker = OPS[{GATE: "silu_mul", QUANTISE: "fp4_quantize", BOTH: "silu_mul_fp4quant"}[name]]
     a = torch.empty(rows, 1024 * (1 + (name != QUANTISE)), dtype=dtype, device="meta")
     (making,) = maker.kernels(arch, a, **(given if name != GATE else {}))
-    tactic = (8, 256, 4) if name == GATE or "block_size" in given else (1, 208, 4)
-    first, second = backend.kernels(problem, (APART, *tactic), arch)
+    tactic = WgmmaTactic(8, 256, 4) if name == GATE or "block_size" in given else WgmmaTactic(1, 208, 4)
+    first, second = backend.kernels(problem, (SEPARATE, *tactic), arch)
     assert first == making
-    assert (second,) == select.candidates(problem.of_activations)["wgmma"].kernels(problem.of_activations, tactic, arch)
-    assert not backend.checks_operands(problem, (APART, *tactic))
+    assert (second,) == select.candidates(problem.without_prologue)["wgmma"].kernels(
+        problem.without_prologue, tactic, arch
+    )
+    assert not backend.checks_operands(problem, (SEPARATE, *tactic))
     if name != GATE and "block_size" in given:
         return  # which has no tiles of one row
     (one,) = backend.kernels(problem, tactic, arch)
     operands = one.config.operands
-    assert (operands.prologue_gate, operands.prologue_quant) == (problem.gates_input, problem.quantises_input)
+    assert (operands.prologue_gate, operands.prologue_quant) == (problem.prologue_gate, problem.prologue_quant)
     assert (operands.a_dtype, operands.a_layout) == (dtype, None)
-    assert replace(one.config, operands=fp4_operands(problem.of_activations)) == second.config
+    assert replace(one.config, operands=fp4_operands(problem.without_prologue)) == second.config
     assert backend.checks_operands(problem, tactic)
 
 

@@ -1,0 +1,66 @@
+"""Tensors of one GEMM call, as backends take them."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Operands(NamedTuple):
+    """Tensors of a GEMM without a gate in its epilogue: contiguous, and aligned to 16 bytes.
+
+    Attributes:
+        a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits, (M, 2K) before a gate.
+            In the masked layout (E, rows of an expert, K).
+        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows the
+            weight itself, (E, N, K/2) or (E, N, K).
+        a_scale, b_scale: block scales in the dtypes and layouts of the formats. ``a_scale`` is None for 16-bit
+            activations; if the prologue quantises them, it is the global scale, (1,) float32, or None.
+        alpha, bias: epilogue factors and addends, as ``Epilogue`` describes them. With experts over K, ``alpha`` is
+            (M, E) float32 with any strides, and ``bias`` is (E, N).
+        offsets: (E + 1,) int32 first rows of experts over rows, or None.
+        counts: (E,) int32 numbers of rows of experts over rows, or None.
+        prefetch: (rows, bytes) uint8 matrix that a later launch reads, or None. A backend may ignore it.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    alpha: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    prefetch: torch.Tensor | None = None
+
+
+class GatedOperands(NamedTuple):
+    """Tensors of a GEMM with experts over N and a gate: contiguous, except ``routing``, and aligned to 16 bytes.
+
+    The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 codes; and its block scales, or None. A backend
+    writes the elements of ``y`` and the scales whose routing factor is not zero (NaN is not zero), and zero to all
+    padding of tiled scales. It leaves every other byte unchanged.
+
+    Attributes:
+        a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.
+        b: (E, 2·I, H/2) uint8 FP4 codes: in each expert, rows of the gate precede rows of up.
+        a_scale, b_scale: block scales of ``a`` over (M, H), None for 16 bits; and of ``b`` over (E·2·I, H). Linear
+            scales of ``b`` have the shape (E, 2·I, H/block).
+        alpha: (E,) or (E, 2) float32 factors, or None.
+        bias: (E, 2·I) float32, or in the 16-bit dtype of ``GemmProblem.epilogue``, or None.
+        routing: (M, E) float32 factors with any strides.
+        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``, the limit +inf if calls pass none.
+            None for the gate ``"silu"``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    routing: torch.Tensor
+    global_scale: torch.Tensor | None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    swiglu_limit: float | None = None
