@@ -333,10 +333,10 @@ def test_wide_experts_copy_nothing():
 
 
 def test_largest_number_of_few_tokens():
-    """The limit is one tile of the kernel that lists tokens; it also bounds the temporary tensor (M, E · I)."""
-    from torch_cute_ops.kernels.fp4_gated_experts import TILES
+    """The limit is one token block of the kernel that lists tokens; it also bounds the temporary tensor (M, E · I)."""
+    from torch_cute_ops.kernels.fp4_gated_experts import TOKEN_BLOCKS
 
-    assert max(TILES) == MOST_FEW
+    assert max(TOKEN_BLOCKS) == MOST_FEW
     experts = block_of(Experts(), "mxfp4").mlp.experts.route_few_(tokens_of_expert=10_000)
     assert experts.is_few(MOST_FEW, 1) and not experts.is_few(MOST_FEW + 1, 1)
 

@@ -36,8 +36,8 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 
 
 MOST_FEW: Final = 512
-"""Largest number of tokens for which only routed pairs are computed: one tile of the kernel that lists each expert's
-tokens. Each further tile would read the weights once more."""
+"""Largest number of tokens for which only routed pairs are computed: one token block of the kernel that lists each
+expert's tokens. Each further block would read the weights once more."""
 FewActivations = Literal["16bit", "fp4"]
 """Formats of the activations for ``route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
