@@ -96,7 +96,7 @@ def jobs_of(op: str, **properties: Any) -> list[Job]:
     known = registry.properties_of(op)
     for name in properties:
         if name not in known:
-            raise ValueError(f"{name}: {op} has no such property; it has {', '.join(known)}")
+            raise ValueError(f"{name}: no property of {op}; expected one of {', '.join(known)}")
     if missing := [name for name, each in known.items() if each.is_required and name not in properties]:
         raise ValueError(f"{', '.join(missing)}: missing; {op} needs {'them' if len(missing) > 1 else 'it'}")
     values = {name: _values(name, value, known[name]) for name, value in properties.items()}

@@ -309,7 +309,7 @@ WRONG = {
         "hidden = -8: expected a positive",
     ),
     "more than 64 bits": ([*QUANTIZE, "--hidden", f"{2**63}"], f"hidden = {2**63}: expected an integer of at most"),
-    "another op's property": ([*QUANTIZE, "--topk", "2"], "topk: fp4_quantize has no such property"),
+    "another op's property": ([*QUANTIZE, "--topk", "2"], "topk: no property of fp4_quantize"),
     "a refused layout": ([*QUANTIZE, "--scale-layout", "tiled"], 'scale_layout = "tiled": expected one of'),
     "a refused size": ([*QUANTIZE, "--hidden", "64", "65"], "cute::fp4_quantize"),
     "unknown arch": ([*QUANTIZE, "--arch", "sm_80"], "'sm_80' is no architecture"),
@@ -459,7 +459,7 @@ def test_properties_of_each_op(op):
 
 
 def test_a_property_is_of_one_kind():
-    """A property has the same kind in all ops, because an option of the command line takes values or is a switch."""
+    """All ops give a property the same kind, because an option of the command line takes values or is a switch."""
     kinds = {(name, each.kind) for op in OPS for name, each in torch_cute_ops.properties_of(op).items()}
     assert len(kinds) == len(dict(kinds))
 
@@ -594,9 +594,9 @@ BAD_FILES = {
     KERNEL + "backend = 1": "[[kernel]] 1 (mm_fp4): backend = 1: expected a string",
     KERNEL
     + 'scale_layout = "tiled"': '[[kernel]] 1 (mm_fp4): scale_layout = "tiled": expected one of "linear", "128x4"',
-    KERNEL + "alfa = true": "[[kernel]] 1 (mm_fp4): alfa: mm_fp4 has no such property; it has n, k",
-    KERNEL + 'device = "cuda"': "[[kernel]] 1 (mm_fp4): device: mm_fp4 has no such property",
-    KERNEL + "experts = 4": "[[kernel]] 1 (mm_fp4): experts: mm_fp4 has no such property",
+    KERNEL + "alfa = true": "[[kernel]] 1 (mm_fp4): alfa: no property of mm_fp4; expected one of n, k",
+    KERNEL + 'device = "cuda"': "[[kernel]] 1 (mm_fp4): device: no property of mm_fp4",
+    KERNEL + "experts = 4": "[[kernel]] 1 (mm_fp4): experts: no property of mm_fp4",
     KERNEL + f'out_dtype = "{"x" * 1000}"': '[[kernel]] 1 (mm_fp4): out_dtype = "xxxx',
     '[[kernel]]\nop = "fp4_quantize"\nhidden = 64\ndtype = "fp8"': (
         '[[kernel]] 1 (fp4_quantize): dtype = "fp8": expected a dtype: one of bfloat16, bf16'
