@@ -19,7 +19,7 @@ def fp4_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP4 blocks along its last dimension.
 
-    For each block, every operation in fp32, with ``g`` the global scale::
+    For each block of values ``v``, with ``amax = max |v|`` and global scale ``g``, every operation in fp32::
 
         NVFP4, blocks of 16:
             scale = e4m3(amax · g · (1 / 6))

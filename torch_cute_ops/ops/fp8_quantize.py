@@ -18,7 +18,7 @@ def fp8_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP8 along its last dimension.
 
-    Computed in fp32::
+    For each row or block of values ``v``, with ``amax = max |v|``, in fp32::
 
         scale = amax / 448  # of the row or block, unless scale is given
         y = e4m3(v / scale)

@@ -28,7 +28,7 @@ def mm_fp8_fp4(
 ) -> Tensor:
     """Multiply FP8 activations with block scales by an FP4 weight, on FP8 tensor cores.
 
-    With k in the j-th block of 128. The weight is re-encoded in FP8, with powers of two as its scales::
+    The weight is re-encoded in FP8, with powers of two as scales. With k in the j-th block of 128::
 
         w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])
         sum[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k])

@@ -90,7 +90,7 @@ def moe_route_dense(
     ``"softmax"`` chooses the ``topk`` largest logits; weights are their softmax over all experts. ``"sigmoid"`` follows
     DeepSeek-V3: scores are the sigmoids of the logits, and experts are chosen by score plus ``bias``, from the
     ``topk_groups`` groups with the largest sums of their two best experts; weights are the scores without bias. With
-    ``renormalize``, a token's weights are divided by their sum. All is computed in fp32. Among equal experts, or
+    ``renormalize``, a token's weights are divided by their sum. Everything is computed in fp32. Among equal experts, or
     groups, the first is chosen; NaN comes last.
 
     Args:

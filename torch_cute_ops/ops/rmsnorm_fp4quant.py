@@ -21,7 +21,7 @@ def rmsnorm_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP4 blocks, in one pass over memory.
 
-    The norm is computed in fp32 over the last dimension::
+    The norm of each row ``v`` of ``input`` is computed in fp32::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 

@@ -21,7 +21,7 @@ def rmsnorm_fp4quant_with_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMS-normalise each row of ``input``, quantise it to FP4 blocks, and return the norm too, in one pass.
 
-    The norm is computed in fp32 over the last dimension::
+    The norm of each row ``v`` of ``input`` is computed in fp32::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 

@@ -20,7 +20,7 @@ def rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP8, in one pass over memory.
 
-    Computed in fp32 over the last dimension, without rounding to the dtype of ``input`` in between::
+    Computed in fp32 for each row ``v`` of ``input``, without rounding to its dtype in between::
 
         norm = v / sqrt(mean(v²) + eps) · weight
         scale = amax / 448  # of the row or block, unless scale is given
