@@ -119,7 +119,7 @@ def moe_route(
         logits: (M, E) bfloat16, float16 or float32; E is at most 512.
         topk: experts per token, at most 16.
         bias: (E,) float32, added to the sigmoids for the choice only; ``None`` means 0.
-        scoring: ``"softmax"`` or ``"sigmoid"``.
+        scoring: function that makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
         num_groups: groups of equally many experts, at most 32; more than 1 only with ``"sigmoid"``.
         topk_groups: groups from which a token's experts may be chosen.
         renormalize: flag to divide a token's weights by their sum.
