@@ -203,6 +203,30 @@ def test_every_gemm_is_in_the_tables() -> None:
     assert {row["backend"].strip("`") for row in table_after(text, "| backend |")} == backends
 
 
+KERNELS = ROOT / "torch_cute_ops" / "kernels"
+
+
+@pytest.mark.parametrize(
+    "row", table_after(text_of("docs/kernels.md"), "all paths are in"), ids=lambda row: row["step"]
+)
+def test_map_of_the_fp8_gemm(row: dict[str, str]) -> None:
+    """Check that the files that a row names define its classes and methods."""
+    paths = [KERNELS / path for path in re.findall(r"`([\w/]+\.py)`", " ".join(row.values()))]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    assert all(f"class {name}" in source for name in re.findall(r"`(\w+)`", row["class"]))
+    methods = re.findall(r"`(?:\w+\.)?(\w+)`", row["method"])
+    assert methods and all(re.search(rf"(def {name}\(|^{name} = )", source, re.M) for name in methods)
+
+
+@pytest.mark.parametrize("row", table_after(text_of("docs/kernels.md"), "data path:"), ids=lambda row: row["kernel"])
+def test_parts_of_the_fp8_gemms(row: dict[str, str]) -> None:
+    """Check that a kernel composes the parts that its row names."""
+    (kernel,) = re.findall(r"`(\w+)`", row["kernel"])
+    source = (KERNELS / kernel / "kernel.py").read_text(encoding="utf-8")
+    parts = re.findall(r"`(\w+)`", " ".join(list(row.values())[1:]))
+    assert parts and all(f"{part}(" in source for part in parts)
+
+
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
 
