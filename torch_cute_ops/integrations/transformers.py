@@ -61,7 +61,7 @@ def from_pretrained(
 
     Args:
         path: folder of the checkpoint, or, as a string, the name of a repository on the Hugging Face Hub.
-        activations: as for :func:`torch_cute_ops.checkpoint.load_`.
+        activations: argument of :func:`torch_cute_ops.checkpoint.load_`.
         device: device of all tensors; ``None`` for the current CUDA device, or the CPU without CUDA.
         dtype: dtype of activations and of unquantised tensors; ``None`` or ``"auto"`` for the dtype in the checkpoint's
             configuration.
@@ -126,8 +126,8 @@ def from_config(
     Args:
         config: configuration of transformers, such as ``LlamaConfig()``.
         scheme: scheme of all linear layers except those that ``ignore`` names.
-        activations, device, dtype, merge: as for :func:`from_pretrained`.
-        ignore: as for :func:`torch_cute_ops.nn.quantize_`.
+        activations, device, dtype, merge: arguments of :func:`from_pretrained`.
+        ignore: argument of :func:`torch_cute_ops.nn.quantize_`.
         seed: seed of the generator.
 
     Returns:

@@ -59,9 +59,9 @@ def random_(
 
     Args:
         model: model on any device, such as meta; only sizes and the dtype of biases are used.
-        scheme: as for :func:`quantize_`.
-        activations: as for :func:`quantize_`.
-        ignore: as for :func:`quantize_`. A layer of an unsupported size stays unchanged.
+        scheme: argument of :func:`quantize_`.
+        activations: argument of :func:`quantize_`.
+        ignore: argument of :func:`quantize_`. A layer of an unsupported size stays unchanged.
         device: device of the layers; ``None`` for the weight's device.
         seed: seed of the generator.
 
