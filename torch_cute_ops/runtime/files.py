@@ -17,7 +17,7 @@ RETRY_SECONDS: Final = 0.05
 
 
 class Unusable(ValueError):
-    """File, or something else, without the expected content."""
+    """Path that is no regular file, or whose content is not as expected."""
 
 
 def read(path: Path, limit: int) -> bytes:
