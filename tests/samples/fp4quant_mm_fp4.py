@@ -1,7 +1,7 @@
 """Samples and bad inputs of ``fp4quant_mm_fp4``."""
 
-from samples._input_gemm import InputGemmSamples
+from samples._prologue_gemm import PrologueGemmSamples
 
-SAMPLES = InputGemmSamples(has_a_scale=False, quantises=True)
+SAMPLES = PrologueGemmSamples(has_a_scale=False, prologue_quant=True)
 sample_inputs = SAMPLES.samples
 error_inputs = SAMPLES.errors

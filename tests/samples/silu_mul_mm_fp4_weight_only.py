@@ -1,7 +1,7 @@
 """Samples and bad inputs of ``silu_mul_mm_fp4_weight_only``."""
 
-from samples._input_gemm import InputGemmSamples
+from samples._prologue_gemm import PrologueGemmSamples
 
-SAMPLES = InputGemmSamples(has_a_scale=False, gates=True)
+SAMPLES = PrologueGemmSamples(has_a_scale=False, prologue_gate=True)
 sample_inputs = SAMPLES.samples
 error_inputs = SAMPLES.errors

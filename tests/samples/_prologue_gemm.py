@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the FP4 GEMMs that gate or quantise their activations first."""
+"""Samples and bad inputs of the FP4 GEMMs with a prologue: a gate, a quantisation, or both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from torch_cute_ops.formats import MXFP4, NVFP4
 
 
 @dataclass(frozen=True)
-class InputGemmSamples(GemmSamples):
+class PrologueGemmSamples(GemmSamples):
     """Samples of one op.
 
     Attributes:
-        gates: flag of an op whose ``a`` contains gate and up.
-        quantises: flag of an op that quantises its activations.
+        prologue_gate: flag of an op whose ``a`` contains gate and up.
+        prologue_quant: flag of an op that quantises its activations.
     """
 
-    gates: bool = False
-    quantises: bool = False
+    prologue_gate: bool = False
+    prologue_quant: bool = False
 
     def a_width(self, k: int) -> int:
-        return 2 * k if self.gates else k
+        return 2 * k if self.prologue_gate else k
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Yield the samples of every FP4 GEMM, gates with special values, global scales, and values outside the range
         of blocks."""
         yield from super().samples(device)
-        if self.gates:
+        if self.prologue_gate:
             yield from self._gates(device)
-        if self.quantises:
+        if self.prologue_quant:
             yield from self._quantised(device)
 
     def _gates(self, device: torch.device) -> Iterator[Sample]:
@@ -75,12 +75,12 @@ class InputGemmSamples(GemmSamples):
             yield self.sample(f"global-scale-{name}", m, n, k, NVFP4, "128x4", device, global_scale=scale)
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
-        scale = (torch.rand(1, device=device) + 0.5,) if self.quantises else ()
+        scale = (torch.rand(1, device=device) + 0.5,) if self.prologue_quant else ()
         return (*scale, *super()._positional(sample, device))
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
         yield from super().errors(device)
-        if not self.quantises:
+        if not self.prologue_quant:
             return
         good = self.sample("good", 4, 24, self.smallest_k, NVFP4, "linear", device)
         bad, one = error_maker(self.by_name(good), good.kwargs), torch.ones(1, device=device)
