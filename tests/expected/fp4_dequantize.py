@@ -1,4 +1,4 @@
-"""``fp4_dequantize``: bit for bit."""
+"""``fp4_dequantize``: results bit for bit."""
 
 import torch
 from support import spec

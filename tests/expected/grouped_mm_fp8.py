@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: within the error bound of tensor-core sums; zero in rows of padding."""
+"""``grouped_mm_fp8``: results within the error bound of tensor-core sums; zero in rows of padding."""
 
 import itertools
 

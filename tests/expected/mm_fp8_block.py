@@ -1,4 +1,4 @@
-"""``mm_fp8_block``: within the error bound of tensor-core sums."""
+"""``mm_fp8_block``: results within the error bound of tensor-core sums."""
 
 import torch
 

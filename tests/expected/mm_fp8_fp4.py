@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: within the error bound of tensor-core sums."""
+"""``mm_fp8_fp4``: results within the error bound of tensor-core sums."""
 
 from expected._epilogue import of_rows
 from expected._fp8_fp4 import fp4_weight

@@ -1,4 +1,4 @@
-"""``moe_finalize``: bit for bit. A product or sum of fp32 numbers is the float64 result, rounded."""
+"""``moe_finalize``: results bit for bit. A product or sum of fp32 numbers is the float64 result, rounded."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""``moe_permute_fp8quant``: bit for bit; zeros for rows of padding."""
+"""``moe_permute_fp8quant``: results bit for bit; zeros for rows of padding."""
 
 import numpy as np
 import torch

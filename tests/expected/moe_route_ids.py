@@ -1,4 +1,4 @@
-"""``moe_route_ids``: exactly; a pair whose expert does not exist gets no row."""
+"""``moe_route_ids``: exact results; a pair whose expert does not exist gets no row."""
 
 import torch
 

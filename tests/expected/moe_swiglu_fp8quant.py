@@ -1,4 +1,4 @@
-"""``moe_swiglu_fp8quant``: within the error bound of an fp32 exponential; zeros in rows of padding."""
+"""``moe_swiglu_fp8quant``: results within the error bound of an fp32 exponential; zeros in rows of padding."""
 
 import numpy as np
 import torch

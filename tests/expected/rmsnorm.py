@@ -1,4 +1,4 @@
-"""``rmsnorm``: within half an ulp of the dtype and the error of an fp32 computation."""
+"""``rmsnorm``: results within half an ulp of the dtype and the error of an fp32 computation."""
 
 import torch
 

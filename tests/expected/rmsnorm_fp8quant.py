@@ -1,4 +1,4 @@
-"""``rmsnorm_fp8quant``: within the error of an fp32 sum in any order."""
+"""``rmsnorm_fp8quant``: results within the error of an fp32 sum in any order."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""``silu_mul``: within half an ulp and the error of an fp32 exponential."""
+"""``silu_mul``: results within half an ulp and the error of an fp32 exponential."""
 
 import torch
 
