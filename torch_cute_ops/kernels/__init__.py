@@ -1,1 +1,1 @@
-"""CuTe DSL device code, with the configurations that it is compiled for. It knows tensors and layouts, not ops."""
+"""CuTe DSL device code, with the configurations that it is compiled for. Kernels know tensors and layouts, not ops."""

@@ -1,4 +1,4 @@
-"""Kernels' classes need the DSL, and packages of kernels are imported without it."""
+"""Lazy imports of kernel classes, so that kernel packages can be imported without the DSL."""
 
 import importlib
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def on_demand(package: str, kernel: str) -> Callable[[str], Any]:
-    """A package's ``__getattr__``: the class of this name in its module ``kernel``, only when it is asked for."""
+    """Return a package's ``__getattr__`` that imports the class ``kernel`` from its module ``kernel`` on first use."""
 
     def get(name: str) -> Any:
         if name != kernel:

@@ -1,1 +1,1 @@
-"""What any kernel may need: instructions, fences, reductions, epilogues."""
+"""Device code for any kernel: instructions, pipelines, launches, reductions, epilogues."""

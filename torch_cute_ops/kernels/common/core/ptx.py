@@ -1,6 +1,6 @@
-"""PTX instructions that the DSL has no (side-effect free) function for.
+"""PTX instructions for which the DSL has no function, or none without side effects.
 
-Those that compute are pure: the compiler may merge, move and drop them.
+Arithmetic instructions are pure: the compiler may merge, move and drop them.
 """
 
 import cutlass.experimental.primitives as primitives
@@ -9,8 +9,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-# Cache policy of what is read once and shall not push out of L2 what is read again: createpolicy's ``L2::evict_first``.
 EVICT_FIRST = 0x12F0000000000000
+"""Cache policy ``L2::evict_first`` (createpolicy), for data that is read once, so that other data stays in L2."""
 
 
 def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip, pure: bool = False) -> ir.Value:
@@ -26,7 +26,7 @@ def _u32(value, loc, ip) -> ir.Value:
 
 
 def _pure(result: type, text: str, given: type, *values, loc, ip):
-    """What a pure instruction makes of ``values`` of the type ``given``. Types are ``Uint32`` and ``Float32``."""
+    """Apply a pure instruction to ``values`` of the type ``given``. Types are ``Uint32`` and ``Float32``."""
     letters = {Uint32: "r", Float32: "f"}
     operands = [given(value).ir_value(loc=loc, ip=ip) for value in values]
     constraints = f"={letters[result]}" + f",{letters[given]}" * len(values)
@@ -35,93 +35,93 @@ def _pure(result: type, text: str, given: type, *values, loc, ip):
 
 @dsl_user_op
 def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
-    """Four bytes picked from ``a`` (bytes 0..3) and ``b`` (4..7) by the nibbles of ``selector``."""
+    """Select four bytes from ``a`` (bytes 0..3) and ``b`` (4..7) by the nibbles of ``selector``."""
     return _pure(Uint32, f"prmt.b32 $0, $1, $2, {selector:#x};", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
-    """The same, by the four low nibbles of a word that is not known before."""
+    """Select four bytes as ``prmt`` does, by the four low nibbles of a word that is not constant."""
     return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def xor_masked(a, b, mask: int, *, loc=None, ip=None) -> Uint32:
-    """``a ^ (b & mask)``."""
+    """Return ``a ^ (b & mask)``."""
     return _pure(Uint32, f"lop3.b32 $0, $1, $2, {mask:#x}, 0x78;", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
-    """Bits of ``a`` where ``mask`` is set, of ``b`` elsewhere."""
+    """Return the bits of ``a`` where ``mask`` is set, and of ``b`` elsewhere."""
     return _pure(Uint32, "lop3.b32 $0, $1, $2, $3, 0xca;", Uint32, mask, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """``a << count``, where LLVM shall not move the shift before a mask."""
+    """Return ``a << count``. LLVM cannot move this shift before a mask."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
-    """``a`` if ``condition`` else ``b``, both computed; ``a`` and ``b`` have one type."""
+    """Return ``a if condition else b``. Both are computed, and have the same type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
     return type(a)(arith.select(*operands, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def bits_of(value, *, loc=None, ip=None) -> Uint32:
-    """The bit pattern of a ``Float32``."""
+    """Return the bit pattern of a ``Float32``."""
     return Uint32(llvm.bitcast(T.i32(), _f32(value, loc, ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
 def float_of(bits, *, loc=None, ip=None) -> Float32:
-    """The ``Float32`` with this bit pattern."""
+    """Return the ``Float32`` with this bit pattern."""
     return Float32(llvm.bitcast(T.f32(), _u32(bits, loc, ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
 def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """``max(a, |b|)``, NaN if either is."""
+    """Return ``max(a, |b|)``, or NaN if either is NaN."""
     text = "{.reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t;}"
     return _pure(Float32, text, Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """``min(a, b)``, NaN if either is; PTX's ``min`` alone would give the other one."""
+    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` returns the number.)"""
     return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """``max(a, b)``, NaN if either is."""
+    """Return ``max(a, b)``, or NaN if either is NaN."""
     return _pure(Float32, "max.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul_rn(a, b, *, loc=None, ip=None) -> Float32:
-    """``a * b``, IEEE round to nearest even, never contracted into an fma."""
+    """Return ``a * b``, rounded to nearest even, never contracted into an fma."""
     return _pure(Float32, "mul.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add_rn(a, b, *, loc=None, ip=None) -> Float32:
-    """``a + b``, IEEE round to nearest even, never contracted into an fma."""
+    """Return ``a + b``, rounded to nearest even, never contracted into an fma."""
     return _pure(Float32, "add.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma_rn(a, b, c, *, loc=None, ip=None) -> Float32:
-    """``a * b + c`` with one IEEE rounding."""
+    """Return ``a * b + c``, rounded once."""
     return _pure(Float32, "fma.rn.f32 $0, $1, $2, $3;", Float32, a, b, c, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma_if(condition, a, b, c, *, loc=None, ip=None) -> Float32:
-    """``a * b + c`` with one IEEE rounding if ``condition``, else ``c``."""
+    """Return ``a * b + c``, rounded once, if ``condition``, else ``c``."""
     operands = [_u32(Uint32(condition), loc, ip)] + [_f32(value, loc, ip) for value in (a, b, c)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; mov.b32 $0, $4; @p fma.rn.f32 $0, $2, $3, $0;}"
     return Float32(_asm(T.f32(), operands, text, "=&f,r,f,f,f", loc, ip, pure=True))
@@ -129,58 +129,60 @@ def fma_if(condition, a, b, c, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def div_rn(a, b, *, loc=None, ip=None) -> Float32:
-    """``a / b``, IEEE round to nearest even."""
+    """Return ``a / b``, rounded to nearest even."""
     return _pure(Float32, "div.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def rcp_approx(a, *, loc=None, ip=None) -> Float32:
-    """``1 / a`` to one ulp."""
+    """Return ``1 / a``, accurate to one ulp."""
     return _pure(Float32, "rcp.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def rsqrt_approx(a, *, loc=None, ip=None) -> Float32:
-    """``1 / sqrt(a)`` to two ulp; exact for powers of four."""
+    """Return ``1 / sqrt(a)``, accurate to two ulp, and exact for powers of four."""
     return _pure(Float32, "rsqrt.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ex2_approx(a, *, loc=None, ip=None) -> Float32:
-    """``2^a`` to two ulp."""
+    """Return ``2^a``, accurate to two ulp."""
     return _pure(Float32, "ex2.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def f16x2_toward_zero(low, high, *, loc=None, ip=None) -> Uint32:
-    """Two fp32 values truncated to fp16, packed."""
+    """Truncate two fp32 values to fp16 and pack them."""
     return _pure(Uint32, "cvt.rz.f16x2.f32 $0, $1, $2;", Float32, high, low, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
-    """``min(|a|, limit)`` of both halves; ``limit`` is a packed constant."""
+    """Return ``min(|a|, limit)`` of both halves. ``limit`` is a packed constant."""
     text = f"{{.reg .b32 t, l; abs.f16x2 t, $1; mov.b32 l, {limit:#x}; min.f16x2 $0, t, l;}}"
     return _pure(Uint32, text, Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
-    """``max(|a|, |b|)`` of both halves; of NaN and a number, the number."""
+    """Return ``max(|a|, |b|)`` of both halves; for NaN and a number, the number."""
     text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; max.f16x2 $0, s, t;}"
     return _pure(Uint32, text, Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
-    """The sums of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even: as those of fp32 sums are, which
-    have more than twice the bits, and two."""
+    """Add two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even.
+
+    Rounding an fp32 sum gives the same result, because fp32 has more than twice as many bits, plus two.
+    """
     return _pure(Uint32, f"add.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
-    """The products of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even, subnormals kept."""
+    """Multiply two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even, with subnormals."""
     return _pure(Uint32, f"mul.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
@@ -191,30 +193,32 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    # All lanes take part: it must not move to where some do not come.
+    # All lanes take part, so the instruction must not move into divergent code.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op
 def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> list:
-    """``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"), packed; ``c`` in fp32."""
+    """Return ``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"); ``c`` in fp32."""
     return _mma("m16n8k16", a, b, c, dtype, loc, ip)
 
 
 @dsl_user_op
 def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
-    """``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32. The tensor cores may add
-    up with less than fp32's precision."""
+    """Return ``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32.
+
+    The tensor cores may accumulate with less than fp32's precision.
+    """
     return _mma("m16n8k32", a, b, c, "e4m3", loc, ip)
 
 
 @dsl_user_op
 def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, loc=None, ip=None) -> list:
-    """``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times their scales; ``c`` in fp32.
+    """Return ``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times scales; ``c`` in fp32.
 
-    Scales are bytes of a word, the first in the lowest: four of e4m3 for a row of 64 (``nvfp4``), or two of e8m0. Lanes
-    4 i and 4 i + 1 have those of rows i and i + 8 of ``a``, lane 4 i those of column i of ``b``.
+    Scales are bytes of a word, the first one lowest: four of e4m3 for a row of 64 (``nvfp4``), or two of e8m0. Lanes
+    4 i and 4 i + 1 have the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of column i of ``b``.
     """
     kind = ("mxf4nvf4", "4X", "ue4m3") if nvfp4 else ("mxf4", "2X", "ue8m0")
     result = llvm.StructType.get_literal([T.f32()] * 4)
@@ -230,38 +234,38 @@ def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, l
 
 
 def copy_async_16(target, source, exists) -> None:
-    """Start a copy of 16 bytes to shared memory, past L1; of zeros, unless ``exists``."""
+    """Start a copy of 16 bytes to shared memory, bypassing L1; copy zeros if ``exists`` is false."""
     size = select(exists, Int32(16), Int32(0))
     primitives.cp_async_shared_global(target, source, 16, primitives.LoadCacheModifier.CG, cp_size=size)
 
 
 def copy_async_4(target, source, exists) -> None:
-    """Start a copy of 4 bytes to shared memory; of zeros, unless ``exists``."""
+    """Start a copy of 4 bytes to shared memory; copy zeros if ``exists`` is false."""
     size = select(exists, Int32(4), Int32(0))
     primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 
 
 def copy_bulk(target, source, size, barrier, policy: int | None = None) -> None:
-    """Start one bulk copy of ``size`` bytes to shared memory; ``barrier`` counts them."""
+    """Start a bulk copy of ``size`` bytes to shared memory. The mbarrier ``barrier`` counts them."""
     primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size, l2_cache_hint=policy)
 
 
 @dsl_user_op
 def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
-    """Two fp32 values rounded to nearest even to ``dtype`` ("bf16" or "f16"), packed."""
+    """Round two fp32 values to nearest even to ``dtype`` ("bf16" or "f16") and pack them."""
     return _pure(Uint32, f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", Float32, high, low, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
-    """A half of a word, twice: ptxas lets 16-bit arithmetic take it from there, without an instruction."""
+    """Return a half of a word in both halves. 16-bit arithmetic reads such a half without an instruction."""
     text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
     return _pure(Uint32, text, Uint32, word, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
-    """The fp32 value of one fp16 half of a word."""
+    """Convert one fp16 half of a word to fp32."""
     source = ("h", "x") if half else ("x", "h")
     text = f"{{.reg .b16 h, x; mov.b32 {{{source[1]}, {source[0]}}}, $1; cvt.f32.f16 $0, h;}}"
     return _pure(Float32, text, Uint32, word, loc=loc, ip=ip)
@@ -269,13 +273,13 @@ def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
-    """The e4m3 byte of a ``Float32``: round to nearest even, saturating; NaN becomes 0x7F."""
+    """Convert a ``Float32`` to an e4m3 byte: round to nearest even, saturate; NaN becomes 0x7F."""
     text = "{.reg .b16 t, z; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; mov.b16 z, 0; mov.b32 $0, {t, z};}"
     return _pure(Uint32, text, Float32, value, loc=loc, ip=ip)
 
 
 def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
-    """fp32 values as a word of narrow ones, element 0 lowest; a conversion makes ``bits`` bits of two values."""
+    """Pack fp32 values as narrow numbers into a word, element 0 lowest; two values become ``bits`` bits."""
     pairs = range(len(values) // 2)
     registers = ", ".join(f"h{i}" for i in pairs)
     converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)
@@ -285,13 +289,13 @@ def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
 
 @dsl_user_op
 def e4m3x4_of(values: tuple, *, loc=None, ip=None) -> Uint32:
-    """Four fp32 values as e4m3 bytes, element 0 lowest: round to nearest even, saturating; NaN becomes 0x7F."""
+    """Convert four fp32 values to e4m3 bytes, element 0 lowest, as ``e4m3_of`` does."""
     return _packed(values, "e4m3", 16, loc, ip)
 
 
 @dsl_user_op
 def e4m3x4_of_f16x2(low, high, *, loc=None, ip=None) -> Uint32:
-    """Two pairs of fp16 values as e4m3 bytes: round to nearest even, saturating; NaN becomes 0x7F."""
+    """Convert two pairs of fp16 values to e4m3 bytes: round to nearest even, saturate; NaN becomes 0x7F."""
     text = (
         "{.reg .b16 s, t; cvt.rn.satfinite.e4m3x2.f16x2 s, $1; cvt.rn.satfinite.e4m3x2.f16x2 t, $2; "
         "mov.b32 $0, {s, t};}"
@@ -301,13 +305,13 @@ def e4m3x4_of_f16x2(low, high, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
-    """Eight fp32 values as e2m1 nibbles, element 0 lowest, by the hardware conversion (sm_100 and later)."""
+    """Convert eight fp32 values to e2m1 nibbles, element 0 lowest, in hardware (sm_100 and later)."""
     return _packed(values, "e2m1", 8, loc, ip)
 
 
 @dsl_user_op
 def float_of_e4m3(byte, *, loc=None, ip=None) -> Float32:
-    """The ``Float32`` value of an e4m3 byte (bits 8 and up must be zero)."""
+    """Convert an e4m3 byte to ``Float32``. Bits 8 and up must be zero."""
     text = (
         "{.reg .b16 t, lo, hi; .reg .b32 p; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 p, t; "
         "mov.b32 {lo, hi}, p; cvt.f32.f16 $0, lo;}"
@@ -317,24 +321,24 @@ def float_of_e4m3(byte, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def f16x2_of_e4m3x2(pair, *, loc=None, ip=None) -> Uint32:
-    """Two fp16 values, packed, of two e4m3 bytes in the low half of a word; exact."""
+    """Convert two e4m3 bytes in the low half of a word to packed fp16, exactly."""
     text = "{.reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t;}"
     return _pure(Uint32, text, Uint32, pair, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
-    """Transpose a warp's 8 x 8 matrix of 16-bit elements, of which each lane holds two of a row."""
+    """Transpose a warp's 8 x 8 matrix of 16-bit elements. Each lane holds two elements of a row."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip))
 
 
 @dsl_user_op
 def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
-    """Wait for the phase of an mbarrier that has this parity, polling every ``sleep`` nanoseconds or so.
+    """Wait for the end of an mbarrier's phase with this parity, polling about every ``sleep`` nanoseconds.
 
-    To sleep is for warps that run far ahead, since sleepers wake late. (``cute.arch.mbarrier_wait`` passes a time
-    limit, for which ptxas has threads sleep too: it made FP8 GEMMs 1 to 6 % slower on an H200.)
+    Only warps that run far ahead should sleep, because sleeping warps wake late. (``cute.arch.mbarrier_wait`` passes a
+    time limit, and ptxas then lets threads sleep, too: FP8 GEMMs were 1 to 6 % slower on an H200.)
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
@@ -347,7 +351,7 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Whether the phase of an mbarrier that has this parity is over; what was done before its end is seen then."""
+    """Return whether an mbarrier's phase with this parity has ended. Stores before its end are then visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
     return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)
@@ -355,7 +359,7 @@ def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
 
 @dsl_user_op
 def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
-    """Arrive on an mbarrier of this CTA, without a branch: with one, ptxas would not overlap the wgmma around it."""
+    """Arrive at an mbarrier of this CTA if ``condition``, without a branch, which ptxas does not overlap with wgmma."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     _asm(None, operands, text, "r,r", loc, ip)
@@ -363,9 +367,12 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=None) -> None:
-    """The same on the mbarrier of the cluster's CTA of that rank. Threads that wait for it know then what this thread
-    has stored, which costs a fence; or, unless it ``tells``, that it has read, as after CUTLASS's arrivals at barriers
-    of other CTAs (by the letter of the memory model, in its own CTA alone)."""
+    """Arrive at the mbarrier of the cluster's CTA of that rank, if ``condition``.
+
+    If ``tells``, this thread's earlier stores are visible to threads that wait for the mbarrier, which costs a fence.
+    Otherwise they only know that this thread's loads have ended, as after CUTLASS's arrivals at barriers of other CTAs.
+    (By the letter of the memory model, that holds only in the thread's own CTA.)
+    """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
     order = ".release.cluster" if tells else ""
     text = (
@@ -377,8 +384,11 @@ def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=N
 
 @dsl_user_op
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
-    """Arrive on an mbarrier of this CTA, which is to count ``size`` bytes more; and start a bulk copy of so many bytes
-    of this CTA's shared memory to the same place in the cluster's CTA of that rank, whose mbarrier counts them."""
+    """Exchange ``size`` bytes of shared memory with the cluster's CTA of that rank.
+
+    Arrive at this CTA's mbarrier, which expects the bytes that the other CTA sends. Start a bulk copy from ``own`` to
+    the same place in the other CTA, whose mbarrier counts the bytes.
+    """
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))
     text = (
@@ -392,16 +402,18 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
 
 @dsl_user_op
 def address_at(pointer, rank, *, loc=None, ip=None) -> Uint32:
-    """The address of the same place of shared memory in the cluster's CTA of that rank."""
+    """Return the address of the same place in the shared memory of the cluster's CTA of that rank."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return _pure(Uint32, text, Uint32, pointer.toint(loc=loc, ip=ip), rank, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -> None:
-    """Store four words at an aligned ``address`` of another CTA of the cluster (``address_at``), ``offset`` bytes on;
-    the mbarrier there, whose address is ``barrier``, counts the bytes. (With the DSL's ``store_async_dsmem`` the
-    addresses of many such stores are found first, and held in registers.)"""
+    """Store four words in another CTA of the cluster, ``offset`` bytes after an aligned ``address`` (``address_at``).
+
+    The mbarrier in that CTA with the address ``barrier`` counts the bytes. (With the DSL's ``store_async_dsmem``, the
+    addresses of many stores are computed first and held in registers.)
+    """
     operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
     text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"
     _asm(None, operands, text, "r,r,r,r,r,r", loc, ip)
@@ -409,14 +421,14 @@ def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -
 
 @dsl_user_op
 def store_release(pointer, value, *, loc=None, ip=None) -> None:
-    """Store a word in global memory, visible to the GPU after all that this thread knows of."""
+    """Store a word in global memory with release semantics, at GPU scope."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(value, loc, ip)]
     _asm(None, operands, "st.release.gpu.global.u32 [$0], $1;", "l,r", loc, ip)
 
 
 @dsl_user_op
 def add_release_if(pointer, value, condition, *, loc=None, ip=None) -> None:
-    """Add to a word of global memory, if ``condition``, visible to the GPU after all that this thread knows of."""
+    """Add to a word of global memory with release semantics, at GPU scope, if ``condition``."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
     operands += [_u32(value, loc, ip), _u32(Uint32(condition), loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; @p red.release.gpu.global.add.u32 [$0], $1;}"
@@ -425,15 +437,17 @@ def add_release_if(pointer, value, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
-    """Load a word of global memory; what was known to the thread that stored it, this one knows then."""
+    """Load a word of global memory with acquire semantics, at GPU scope."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
     return Uint32(_asm(T.i32(), operands, "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", loc, ip))
 
 
 @dsl_user_op
 def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = False, *, loc=None, ip=None) -> list:
-    """One, two or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``.
-    ``past_l1`` is for what no thread of the SM reads again."""
+    """Load one, two or four words of global memory, ``offset`` bytes after ``pointer``; zeros if not ``condition``.
+
+    ``past_l1`` is for data that no thread of the SM reads again.
+    """
     names = [f"${i}" for i in range(words)]
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
@@ -442,7 +456,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
         f"{{.reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} "
         f"@p ld.global{'.L1::no_allocate' if past_l1 else ''}{vector}.b32 {targets}, [${words}+{offset}];}}"
     )
-    # An output that is written before the last input is read must not share its register.
+    # Outputs are written before the last input is read, so they must not share a register.
     constraints = ",".join(["=&r"] * words + ["l", "r"])
     result = llvm.StructType.get_literal([T.i32()] * words) if words > 1 else T.i32()
     values = _asm(result, operands, text, constraints, loc, ip)
@@ -453,8 +467,10 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 
 @dsl_user_op
 def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
-    """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``: without a branch, which
-    other stores would not pass."""
+    """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
+
+    There is no branch, which other stores would not be moved across.
+    """
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]
     text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}};}}"
@@ -463,7 +479,7 @@ def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=N
 
 @dsl_user_op
 def load_shared_if(pointer, condition, *, loc=None, ip=None) -> Uint32:
-    """A word of shared memory; zero, unless ``condition``."""
+    """Load a word of shared memory; zero if not ``condition``."""
     operands = [_u32(pointer.toint(loc=loc, ip=ip), loc, ip), _u32(Uint32(condition), loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1];}"
     return Uint32(_asm(T.i32(), operands, text, "=&r,r,r", loc, ip))
@@ -471,7 +487,7 @@ def load_shared_if(pointer, condition, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
-    """Store a word in shared memory, if ``condition``."""
+    """Store a word in shared memory if ``condition``."""
     operands = [_u32(value, loc, ip) for value in (pointer.toint(loc=loc, ip=ip), word, Uint32(condition))]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.b32 [$0], $1;}"
     _asm(None, operands, text, "r,r,r", loc, ip)
@@ -479,7 +495,7 @@ def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load_narrow_if(pointer, condition, bytes_: int, offset: int = 0, *, loc=None, ip=None) -> Uint32:
-    """One or two bytes of global memory, ``offset`` bytes after ``pointer``; zero, unless ``condition``."""
+    """Load one or two bytes of global memory, ``offset`` bytes after ``pointer``; zero if not ``condition``."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     load = f"ld.global.u{8 * bytes_} $0, [$1+{offset}]"
     text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p {load};}}"

@@ -1,1 +1,1 @@
-"""FP4 operands on the device: layouts, copies, decoding, MMAs."""
+"""FP4 operands on the device: layouts, copies, codes, MMAs."""

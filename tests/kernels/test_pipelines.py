@@ -1,0 +1,170 @@
+"""The pipeline tables in the docstrings of kernel packages, compared with the mbarriers that the PTX initialises.
+
+A table has the columns of ``HEADER``. ``full`` and ``empty`` (arrival counts) and ``stages`` are Python expressions
+over attributes of the package's ``Config``; ``-`` stands for a missing barrier.
+"""
+
+import importlib
+import pkgutil
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+from support import kernel_grid
+from support.kernel_grid import KernelCase
+
+from ptx_emulator.adapter import compile_ptx
+from torch_cute_ops import kernels
+from torch_cute_ops.runtime.arch import ARCHS
+
+HEADER = "| pipeline | buffer | producer | consumer | full | empty | stages |"
+NO_TABLE = {
+    "fp4_experts",
+    "fp4_gated_experts",
+    "fp4_tcgen05",
+    "fp4_tcgen05_experts",
+    "fp8_fp4_recoded",
+    "fp8_fp4_wgmma",
+    "fp8_mxfp4_wgmma",
+    "fp8_nvfp4_wgmma",
+    "fp8_wgmma",
+    "row_quant",
+}
+"""Packages whose kernels use mbarriers, but have no table yet."""
+MAX_CASES = 3
+"""Cases of a package that are compiled: enough for every table today."""
+
+
+class Row(NamedTuple):
+    """A row of a table: one pipeline."""
+
+    name: str
+    full: str
+    empty: str
+    stages: str
+
+    def counts(self, config: Any) -> Counter[int]:
+        """Return the number of mbarriers, keyed by arrival count, that this pipeline has with ``config``."""
+        barriers: Counter[int] = Counter()
+        stages = evaluated(self.stages, config)
+        for count in (self.full, self.empty):
+            if count != "-" and stages:
+                barriers[evaluated(count, config)] += stages
+        return barriers
+
+
+def evaluated(expression: str, config: Any) -> int:
+    """Evaluate an expression over attributes of a config."""
+    names = compile(expression, "table", "eval").co_names
+    return int(eval(expression, {"__builtins__": {}}, {name: getattr(config, name, None) for name in names}))
+
+
+def rows_of(docstring: str) -> list[Row]:
+    """Return the rows of the table in a docstring; none if it has no table."""
+    lines = [line.strip() for line in docstring.splitlines()]
+    if HEADER not in lines:
+        return []
+    rows = []
+    for line in lines[lines.index(HEADER) + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, _, _, _, full, empty, stages = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append(Row(name, full, empty, stages))
+    return rows
+
+
+@cache
+def tables() -> dict[str, list[Row]]:
+    """Return the rows of each kernel package's table."""
+    packages = [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.ispkg]
+    docs = {name: importlib.import_module(f"{kernels.__name__}.{name}").__doc__ for name in packages}
+    return {name: rows for name, doc in docs.items() if (rows := rows_of(doc or ""))}
+
+
+@cache
+def cases_by_package() -> dict[str, list[KernelCase]]:
+    """Return the GEMM cases of the kernel grid, keyed by the package of their kernel."""
+    lists = (
+        kernel_grid.wgmma_cases,
+        kernel_grid.mma_cases,
+        kernel_grid.experts_cases,
+        kernel_grid.gated_experts_cases,
+        kernel_grid.tcgen05_cases,
+        kernel_grid.tcgen05_experts_cases,
+        kernel_grid.fp8_gemm_cases,
+        kernel_grid.fp8_fp4_gemm_cases,
+    )
+    found = defaultdict(list)
+    for cases in lists:
+        for case in cases(every=False):
+            found[type(case.kernel).__module__.split(".")[2]].append(case)
+    return found
+
+
+def chosen_cases(package: str) -> list[KernelCase]:
+    """Choose a few cases that together have as many different counts in each row of the package's table as possible."""
+
+    def values(case: KernelCase) -> set[tuple[Any, ...]]:
+        config = case.kernel.config
+        return {(row.name, *sorted(row.counts(config).items())) for row in tables()[package]}
+
+    left = {case: values(case) for case in cases_by_package()[package]}
+    chosen: list[KernelCase] = []
+    seen: set[tuple[Any, ...]] = set()
+    while len(chosen) < MAX_CASES:
+        best = max(left, key=lambda case: len(left[case] - seen))
+        if chosen and not left[best] - seen:
+            break
+        chosen.append(best)
+        seen |= left[best]
+    return chosen
+
+
+def initialised(ptx: str) -> Counter[int]:
+    """Return the number of mbarriers that PTX initialises, keyed by arrival count."""
+    constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", ptx))
+    counts = re.findall(r"mbarrier\.init\S*\s+\[[^\]]+\], ([%\w]+);", ptx)
+    return Counter(int(constants.get(count, count)) for count in counts)
+
+
+def ptx_of(case: KernelCase) -> str:
+    """Return the PTX of a case's kernels."""
+    return compile_ptx(case.kernel, ARCHS[case.arch]).ptx
+
+
+@pytest.mark.parametrize("package", sorted(tables()))
+def test_tables_agree_with_the_ptx(package: str) -> None:
+    """Every mbarrier that the PTX initialises is in the table, with its arrival count, and no others are."""
+    for case in chosen_cases(package):
+        table = sum((row.counts(case.kernel.config) for row in tables()[package]), Counter())
+        assert initialised(ptx_of(case)) == table, case.id
+
+
+def test_a_wrong_table_is_noticed() -> None:
+    """A changed count, a changed number of stages and a missing row each differ from the PTX."""
+    rows = tables()["fp4_wgmma"]
+    case = chosen_cases("fp4_wgmma")[0]
+    found = initialised(ptx_of(case))
+    assert found
+    first, *rest = rows
+    wrong = (
+        [first._replace(full="2"), *rest],
+        [first._replace(empty="consumer_warps + 1"), *rest],
+        [first._replace(stages="stages - 1"), *rest],
+        rest,
+    )
+    for table in wrong:
+        assert sum((row.counts(case.kernel.config) for row in table), Counter()) != found
+
+
+@pytest.mark.parametrize("package", sorted(set(cases_by_package()) - set(tables()) - NO_TABLE))
+def test_kernels_without_mbarriers_need_no_table(package: str) -> None:
+    """A package without a table initialises no mbarriers."""
+    assert not initialised(ptx_of(cases_by_package()[package][0]))
+
+
+def test_listed_packages_have_no_table() -> None:
+    """``NO_TABLE`` contains no package that has a table."""
+    assert not NO_TABLE & set(tables())
