@@ -1,5 +1,7 @@
-"""FP4 GEMMs whose kernel gates or quantises its activations, executed by the PTX emulator: what is particular to that.
-``test_fp4_gemm_emulated`` has the sums behind a gate alone."""
+"""FP4 GEMMs whose kernel gates or quantises its activations, in the PTX emulator.
+
+``test_fp4_gemm_emulated`` tests the sums of gated activations.
+"""
 
 import re
 from dataclasses import replace
@@ -41,7 +43,7 @@ READ_AHEAD = [one for one in STATIC if one.values[0].case.prologue_gate]
 
 @pytest.mark.parametrize("one", READ_AHEAD)
 def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
-    """The warps beside the producer, which gate activations, and the consumers, which gate the first."""
+    """Decoders, which gate activations, and consumers, which gate the first ones, wait for the previous kernel."""
     one = is_static(one)
     kernel = one.case.kernel
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[one.case.arch]).ptx)))
@@ -53,19 +55,21 @@ def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
 
 
 def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torch.Tensor, ...]:
-    """What the kernel of ``silu_mul`` makes of rows; and the results of the GEMM of that, and of the one that gates;
-    ``overlap``: of launches."""
+    """Return rows gated by the kernel of ``silu_mul``, the GEMM of these, and the GEMM that gates.
+
+    ``overlap`` says whether launches overlap.
+    """
     (m, n, k), case = one.sizes, one.case
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
-    arch, behind = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
+    arch, after = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
     gate = row_quant.RowQuantKernel(
         row_quant.plan(row_quant.RowQuantSpec.for_gated_rows(rows.dtype, k), arch, pdl=True)
     )
-    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, behind, None, None, 0.0, None, None, None, 132))
+    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, after, None, None, 0.0, None, None, None, 132))
     results = []
     for a, config in (
-        (behind, replace(case, prologue_gate=False).kernel.config),
+        (after, replace(case, prologue_gate=False).kernel.config),
         (rows, replace(case.kernel.config, pdl=overlap)),
     ):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
@@ -75,13 +79,12 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
         given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
         run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
         results.append(out)
-    return behind, *results
+    return after, *results
 
 
 @pytest.mark.parametrize("one", GATED)
-def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
-    """Results are to the bit those of its kernel, and of this one without the gate; every second time in launches that
-    do not overlap."""
+def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
+    """Results have the bits of ``silu_mul`` and a GEMM without the gate. Launches overlap in every second case."""
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(n)
     rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
@@ -94,8 +97,10 @@ def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("tile_m", [1, 8])
 def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -> None:
-    """Of one row, where products pass the largest number of the dtype, or nearly; and where silu is NaN: as silu_mul
-    has it, in the last block of k, behind which chunks have nothing."""
+    """Gated products that exceed, or nearly exceed, the dtype's largest number, and NaN, are as in ``silu_mul``.
+
+    They are in the last block of k of one row.
+    """
     one = Wgmma(
         WgmmaCase(dtype, NVFP4, "128x4", None, tile_m, Epilogue(FP32), 1, prologue_gate=True),
         (1, 136, 288),
@@ -108,46 +113,47 @@ def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -
     rows = torch.randn(1, 2 * k).to(dtype)
     special = {"overflow": (most, 2.0), "largest": (most / 4, 4.0), "gate of -inf": (-torch.inf, 1.0)}
     rows[0, k - 2], rows[0, -2] = (torch.tensor(each) for each in special.get(value, (torch.nan, 1.0)))
-    behind, expected, got = gated(one, rows)
+    after, expected, got = gated(one, rows)
     want = {"overflow": torch.inf, "largest": most}.get(value, torch.nan)
-    torch.testing.assert_close(behind[0, k - 2].item(), want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(after[0, k - 2].item(), want, rtol=0, atol=0, equal_nan=True)
     assert expected.isfinite().any() == (value == "largest")
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# A CTA has more chunks than stages. See ``test_fp4_gemm_emulated`` for its waits.
+# A CTA has more k tiles than stages. See ``test_fp4_gemm_emulated`` for its waits.
 ROW = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate=True), (1, 136, 7168), 0, False, None
 )
 ROWS = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prologue_gate=True), (8, 136, 3072), 0, False, None
 )
-# What orders activations, taken away
+# Edits that remove a wait for activations
 by_edit = pytest.mark.parametrize(
     "edit",
     [
-        pytest.param(changed(WAIT, -4, PASSED), id="stage free for activations"),
-        pytest.param(changed(r"bar\.sync\s+1", 0), id="first activations in order"),
-        pytest.param(changed(r"bar\.warp\.sync", 0), id="activations in order"),
-        pytest.param(changed(WAIT, -2, PASSED), id="activations there"),
+        pytest.param(changed(WAIT, -4, PASSED), id="stage of activations empty"),
+        pytest.param(changed(r"bar\.sync\s+1", 0), id="first activations rearranged"),
+        pytest.param(changed(r"bar\.warp\.sync", 0), id="activations rearranged"),
+        pytest.param(changed(WAIT, -2, PASSED), id="activations complete"),
     ],
 )
 
 
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 @by_edit
-def test_what_orders_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+def test_each_wait_for_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
+    """Without it, in some order of threads, the emulator finds a race or the results are wrong."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
-def test_what_orders_gated_activations_is_enough(one: Wgmma) -> None:
+def test_the_waits_for_gated_activations_are_enough(one: Wgmma) -> None:
+    """The unedited kernels have no race, and their results are right."""
     check_in_orders(multiply_by_warpgroups, one, 2)
 
 
-# Rows that are quantised, and may be gated before
+# Rows that are quantised, some of them gated first
 
 
 def quantised(
@@ -163,6 +169,7 @@ def quantised(
     tile_m: int = 1,
     fmt: FP4Format = NVFP4,
 ) -> Wgmma:
+    """Return a launch of a GEMM that quantises its activations; arguments are fields of ``WgmmaCase``."""
     operands = fmt.operand_dtype(FP16), fmt, layout, None, tile_m, Epilogue(*epilogue), split_k
     case = WgmmaCase(
         *operands, a_dtype=a_dtype, tile_n=tile_n, prologue_gate=prologue_gate, prologue_quant=prologue_quant
@@ -170,7 +177,7 @@ def quantised(
     return Wgmma(case, sizes, 0, False, None)
 
 
-# The last chunk short; several rows; warps that take chunks in turn; more chunks than stages; clusters
+# A partial last k tile; several rows; warps that divide k tiles; more k tiles than stages; clusters
 QUANTISED = [
     quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 544)),
     quantised(FP16, "linear", 2, "plain", epilogue=(FP32, "column", FP32), sizes=(2, 200, 768)),
@@ -181,7 +188,7 @@ QUANTISED = [
     quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tile_m=8),
     quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), prologue_gate=True, sizes=(9, 136, 768), tile_m=8),
 ]
-# A block is four pieces
+# A block is four k groups.
 MXFP4_ROWS = [
     quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tile_m=8, fmt=MXFP4),
     quantised(BF16, "128x4", 1, "plain", prologue_gate=True, sizes=(5, 264, 544), tile_m=8, fmt=MXFP4),
@@ -191,12 +198,15 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def global_scale_of(one: Wgmma, value: float) -> torch.Tensor | None:
+    """Return the global scale ``value`` if the case has one."""
     return torch.tensor([value]) if one.case.prologue_quant == "scaled" else None
 
 
 def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows whose blocks are e2m1 numbers times a power of two, 6 among them: quantisation changes nothing. Gates are
-    such whose silu is themselves, or nothing, to the bit. And the numbers that are multiplied."""
+    """Return rows that quantisation does not change, and the numbers that are multiplied.
+
+    The blocks are e2m1 numbers, 6 among them, times a power of two. The silu of each gate is exactly the gate, or zero.
+    """
     (m, _, k), case = one.sizes, one.case
     numbers = E2M1[torch.randint(8, (m, k // 16, 16))]
     largest = torch.randint(16, (m, k // 16, 1))
@@ -216,8 +226,10 @@ def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tens
 def multiply_e2m1(
     one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what the epilogue makes of the sums, which are exact. ``late``:
-    arguments that a kernel before it writes, which has not ended."""
+    """Return the kernel's output and the expected output. Sums are exact.
+
+    ``late`` names arguments that a previous kernel writes, which has not ended yet.
+    """
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(k)
     global_scale = global_scale_of(one, 4.0)
@@ -235,15 +247,17 @@ def multiply_e2m1(
 
 @by_quantised
 def test_sums_of_quantised_rows(one: Wgmma) -> None:
-    """Bit for bit where sums are exact, in two orders of threads."""
+    """If sums are exact, results have the expected bits, in two orders of threads."""
     for seed in (None, 0):
         got, want = multiply_e2m1(one._replace(seed=seed))
         assert torch.equal(got, want)
 
 
 def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The codes and scales that the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant`` makes of rows; the results of
-    the GEMM of these, and of the one that quantises."""
+    """Return rows quantised by the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant``, and results of two GEMMs.
+
+    The results are those of the GEMM of the codes and scales, and of the GEMM that quantises.
+    """
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]
     spec = row_quant.RowQuantSpec.for_fp4_rows(
@@ -257,9 +271,9 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     run_kernel(row_quant.RowQuantKernel(row_quant.plan(spec, arch, pdl=True)), arch, *given)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
-    behind = replace(case, prologue_gate=False, prologue_quant=None, a_dtype=None, a_layout=case.layout)
+    after = replace(case, prologue_gate=False, prologue_quant=None, a_dtype=None, a_layout=case.layout)
     results = []
-    for operand, its_scale, which in ((codes, a_scale, behind), (rows, global_scale, case)):
+    for operand, its_scale, which in ((codes, a_scale, after), (rows, global_scale, case)):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
         shared = fp4_wgmma.Arguments(operand, its_scale, b.t(), scale, alpha, bias, out, None, None, 0, 0)
         run_kernel(which.kernel, arch, *shared, seed=one.seed, strict=True)
@@ -269,7 +283,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
-    """Bit for bit, of blocks of any size, in two orders of threads."""
+    """For blocks of any magnitude, results have the bits of two kernels, in two orders of threads."""
     (m, _, k), case = one.sizes, one.case
     for seed in (0, 1):
         size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
@@ -282,8 +296,11 @@ def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
 
 
 def special_rows(m: int, k: int) -> torch.Tensor:
-    """In each row what is special in some block: NaN, and infinity, each in a block of its own; nothing but zeros of
-    either sign; an amax too small for a scale; one that saturates it; blocks of all sizes around the least scale."""
+    """Return rows with special blocks.
+
+    Row 0 has a NaN, row 1 an infinity, row 2 only zeros of both signs, row 3 an amax too small for a scale, row 4 an
+    amax that saturates the scale, and row 5 amax values around the smallest scale.
+    """
     value = torch.randn(m, k)
     value[0, k - 2], value[1, 17] = torch.nan, -torch.inf
     value[2] = torch.tensor([0.0, -0.0]).repeat(k // 2)
@@ -295,14 +312,14 @@ def special_rows(m: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4, 6)])
 def test_special_values_are_quantised(one: Wgmma) -> None:
-    """As the specification says, and bit for bit as the two kernels have them."""
-    # No CTA of a cluster is without a chunk.
+    """Special values are quantised as specified, and results have the bits of the two kernels."""
+    # Every CTA of a cluster has a k tile.
     one = one._replace(sizes=(6, 136, 768 if one.case.layout == "linear" else 288), seed=0)
     (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)
     torch.manual_seed(n)
     value = special_rows(m, k)
     if case.prologue_gate:
-        # Of 32 the gate makes the same 32; NaN is a gate too, and not one of up alone.
+        # The silu of 32 is 32. NaN is in the gate, too, not only in up.
         gate = torch.full((m, k), 32.0).masked_fill(value.isnan(), torch.nan)
         rows = torch.cat((gate, value.nan_to_num(1.0, neginf=-torch.inf) / 32), 1).to(case.a_dtype)
         value = gate * rows[:, k:].float()
@@ -339,8 +356,10 @@ QUANTISED_AHEAD = [
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED_AHEAD])
 def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
-    """The warps beside the producer, and the consumers, which quantise the first chunks, wait before they read either.
-    With both waits, nothing that is not static is read before them."""
+    """Decoders, and consumers, which quantise the first k tiles, wait before they read rows or the global scale.
+
+    With both waits, only static arguments are read before them.
+    """
     one = is_static(one)._replace(seed=0)
     got, want = multiply_e2m1(one, late=INPUTS)
     assert torch.equal(got, want)
@@ -353,7 +372,7 @@ def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
                 assert torch.equal(got, want)
 
 
-# As ``ROW``
+# Launches with more k tiles than stages, as ``ROW``
 QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
 GATED_ROW = quantised(FP16, "128x4", 2, "plain", prologue_gate=True, sizes=(1, 136, 7168))
 QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile_m=8)
@@ -361,12 +380,13 @@ QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 @by_edit
-def test_what_orders_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+def test_each_wait_for_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
+    """Without it, in some order of threads, the emulator finds a race or the results are wrong."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_e2m1, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
-def test_what_orders_quantised_activations_is_enough(one: Wgmma) -> None:
+def test_the_waits_for_quantised_activations_are_enough(one: Wgmma) -> None:
+    """The unedited kernels have no race, and their results are right."""
     check_in_orders(multiply_e2m1, one, 2)

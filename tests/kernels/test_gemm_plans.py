@@ -1,4 +1,4 @@
-"""What the GEMM kernels refuse to be built for, with the reason."""
+"""Reasons for which the GEMM kernels' configurations are refused."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def reason_of_operands(config, **changes):
 
 @pytest.mark.parametrize("config", [WGMMA, EXPERTS])
 def test_dtypes_of_activations(config):
-    """float16 becomes bfloat16 beside MXFP4, and nothing else becomes something else."""
+    """float16 becomes bfloat16 for an MXFP4 weight. All other 16-bit activations keep their dtype."""
     codes, tiled = torch.uint8, SCALE_LAYOUTS["128x4"]
     assert reason_of_operands(config, a_dtype=codes, a_layout=tiled) is None
     assert reason_of_operands(config, a_dtype=FP16, dtype=BF16, fmt=MXFP4) is None
@@ -86,7 +86,7 @@ def test_dtypes_of_activations(config):
 
 
 def test_width_of_an_expert():
-    """Half a tile of MXFP4's scales, or a whole one of NVFP4's."""
+    """An expert's width is a multiple of half a scale tile of MXFP4, or of a scale tile of NVFP4."""
     assert reason(EXPERTS, width=192) is None
     assert reason(EXPERTS, width=96) == "an expert's width is 96; it has to be a multiple of 64"
 

@@ -1,4 +1,4 @@
-"""Host functions launch nothing where an output shares memory with another tensor of the call."""
+"""Host functions launch nothing if an output shares memory with another tensor of the call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ WIDTH, CTAS = 4, 7
 
 
 class Probe:
-    """Writes ``out`` and ``sums``, reads ``x`` and ``weight``; ``sums`` may be ``x``, or lie beside it."""
+    """Kernel that writes ``out`` and ``sums``, and reads ``x`` and ``weight``.
+
+    ``sums`` may be ``x``, or other columns of the same matrix.
+    """
 
     config = "probe"
 
@@ -53,7 +56,7 @@ class Probe:
 
 
 class WrongPair(Probe):
-    """Allows a pair that the helper was not told of."""
+    """Kernel whose pair in ``may_alias`` is not among the tensors."""
 
     config = "wrong pair"
 
@@ -64,7 +67,7 @@ class WrongPair(Probe):
 
 
 def cells(tensor: Placed) -> list[int]:
-    """The address of every byte of every element, as often as an element has it."""
+    """Return the addresses of all bytes of all elements, with repetitions."""
     addresses = np.array(tensor.address)
     for extent, stride in zip(tensor.shape, tensor.stride, strict=True):
         addresses = np.add.outer(addresses, np.arange(extent) * stride * tensor.itemsize)
@@ -72,12 +75,12 @@ def cells(tensor: Placed) -> list[int]:
 
 
 def span(tensor: Placed) -> set[int]:
-    """The addresses between the first element and the last."""
+    """Return the addresses from the first element to the last."""
     return set(range(min(cells(tensor)), max(cells(tensor)) + 1)) if 0 not in tensor.shape else set()
 
 
 def may_launch(x: Placed, sums: Placed, weight: Placed, out: Placed) -> bool:
-    """The rule, byte by byte."""
+    """Return whether a call may launch, by the rule applied to each byte."""
     if any(span(out) & span(other) for other in (x, sums, weight)) or span(sums) & span(weight):
         return False
     if len(set(cells(sums))) < len(cells(sums)):
@@ -89,7 +92,7 @@ def may_launch(x: Placed, sums: Placed, weight: Placed, out: Placed) -> bool:
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Placed, Placed, Placed, Placed]:
-    """Tensors near each other: rows as far apart as they are long, further, or too near."""
+    """Draw tensors near each other, whose rows are contiguous, apart, or overlapping."""
     rows = draw(st.integers(0, 3))
     strides = st.sampled_from([0, 2, 3, WIDTH, WIDTH + 1, 2 * WIDTH, 3 * WIDTH])
     x_stride = draw(strides)
@@ -119,12 +122,13 @@ FAR = (Placed(8192, 4, (2,), (1,)), Placed(16384, 1, (3, WIDTH), (WIDTH, 1)))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4096, 2, (1, WIDTH), (9, 1)), *FAR))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4098, 2, (1, WIDTH), (0, 1)), *FAR))
 def test_overlaps_by_the_byte(call: tuple[Placed, Placed, Placed, Placed]) -> None:
+    """A launch has CTAs exactly if the rule, applied to each byte, allows it."""
     x, sums, weight, out = call
     assert grids(Probe(), HOPPER, x, sums, None, weight, out) == [(1, CTAS if may_launch(*call) else 0, 1)]
 
 
 def test_addresses_of_64_bits() -> None:
-    """Rows that are 2^40 elements apart reach over what lies 2^41 bytes behind the first."""
+    """Rows that are 2^40 elements apart overlap a tensor 2^41 bytes after the first row."""
     begin = 0x7F00_0000_0000
     x = Placed(begin, 2, (3, WIDTH), (2**40, 1))
     sums = Placed(begin + 2**43, 2, (3, WIDTH), (WIDTH, 1))
@@ -135,7 +139,7 @@ def test_addresses_of_64_bits() -> None:
 
 
 def test_no_ctas_are_an_error() -> None:
-    """As CUDA has it: nothing runs."""
+    """A grid of no CTAs is an error, as in CUDA, and nothing runs."""
     x = torch.zeros(3, WIDTH, dtype=torch.float16)
     out = poisoned(3, WIDTH, dtype=torch.uint8)
     overlapping = torch.zeros(3, 6, dtype=torch.float16).as_strided((3, WIDTH), (2, 1))
@@ -145,6 +149,7 @@ def test_no_ctas_are_an_error() -> None:
 
 
 def test_a_pair_that_is_not_there() -> None:
+    """A pair in ``may_alias`` that is not among the tensors is an error."""
     with pytest.raises(Exception, match="may_alias"):
         grids(WrongPair(), HOPPER, *[Placed(0, 1, (), ())] * 2, None, *[Placed(0, 1, (), ())] * 2)
 
@@ -153,9 +158,15 @@ def test_a_pair_that_is_not_there() -> None:
 
 
 class Call(NamedTuple):
-    """A kernel, extents and strides of its tensors, its numbers, what it writes, and what may alias what.
+    """A kernel and a call of it.
 
-    ``unused`` names an argument that this call passes for nothing.
+    Attributes:
+        kernel: the kernel.
+        dims: extents and strides of its tensors, by name.
+        numbers: its numbers, by name.
+        written: names of the tensors that it writes.
+        may_alias: names of two tensors that may be one view, or None.
+        unused: name of an argument that this call does not use, or None.
     """
 
     kernel: Any
@@ -166,11 +177,12 @@ class Call(NamedTuple):
     unused: str | None = None
 
     def arguments(self) -> dict[str, Placed | float | None]:
-        """Tensors far apart, and the numbers."""
+        """Return tensors far apart, and the numbers."""
         given: dict[str, Placed | float | None] = call_apart(self.kernel, self.dims, self.numbers)._asdict()
         return given
 
     def may_launch(self, given: dict[str, Placed | float | None]) -> bool:
+        """Return whether every launch of the call has CTAs."""
         launched = grids(self.kernel, HOPPER, *given.values())
         assert launched
         return all(0 not in grid for grid in launched)
@@ -214,7 +226,7 @@ ROUTED = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "off
 
 def route_call(tokens: int) -> Call:
     kernel = MoeCase("moe_route", (BF16, 8, 2, True, True, 1, 1, True, False)).kernel
-    numbers = {"scaling_factor": 1.0, "unit": 4, "sms": 2}
+    numbers = {"scaling_factor": 1.0, "row_multiple": 4, "sms": 2}
     words = kernel.config.workspace_words(tokens, 4 * tokens, 2)
     dims = {"tokens": tokens, "row_stride": 8, "rows": 4 * tokens, "workspace_words": max(words, 1)}
     if words:
@@ -228,8 +240,8 @@ def route_ids_call(tokens: int) -> Call:
     dims = {"tokens": tokens, "topk": 8, "rows": 4 * tokens, "workspace_words": max(words, 1)}
     written = ROUTED[2:]
     if words:
-        return Call(kernel, dims, {"unit": 4, "sms": 2}, (*written, "workspace"))
-    return Call(kernel, dims, {"unit": 4, "sms": 2}, written, unused="workspace")
+        return Call(kernel, dims, {"row_multiple": 4, "sms": 2}, (*written, "workspace"))
+    return Call(kernel, dims, {"row_multiple": 4, "sms": 2}, written, unused="workspace")
 
 
 def route_dense_call() -> Call:
@@ -259,7 +271,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_outputs_overlap_nothing(name: str) -> None:
-    """Each written tensor with each other one: an end that touches, or reaches a byte too far."""
+    """A written tensor may touch another tensor, but not overlap it by a byte."""
     call = CALLS[name]()
     given = call.arguments()
     assert call.may_launch(given)
@@ -283,7 +295,7 @@ def test_outputs_overlap_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name in ("add", "finalize-residual", "finalize-many")])
 def test_what_may_be_one_view(name: str) -> None:
-    """The same rows with the same stride; and where both may be strided, other columns of one matrix."""
+    """Tensors may be the same rows with the same stride; if both may be strided, also columns of one matrix."""
     call = CALLS[name]()
     given = call.arguments()
     output, other = call.may_alias
@@ -293,11 +305,12 @@ def test_what_may_be_one_view(name: str) -> None:
     assert not call.may_launch(given | {other: same._replace(stride=(at.stride[0] + 8, 1))})
     if name == "add":
         for columns, apart in ((128, True), (120, False), (-128, True), (384, True), (376, False)):
-            beside = same._replace(address=at.address + 2 * columns)
-            assert call.may_launch(given | {other: beside}) == apart, columns
+            moved = same._replace(address=at.address + 2 * columns)
+            assert call.may_launch(given | {other: moved}) == apart, columns
 
 
 def test_a_residual_that_overlaps_itself() -> None:
+    """Rows of a written residual must not overlap each other."""
     call = CALLS["add"]()
     given = call.arguments()
     for stride, fits in ((128, True), (120, False), (0, False)):

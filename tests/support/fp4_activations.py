@@ -10,8 +10,10 @@ from support.kernel_grid import ExpertsCase, WgmmaCase
 
 
 def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Some whose sums are exact, with their scales; those that are rounded have one bit more than bfloat16, half of
-    them with ties."""
+    """Return random activations whose sums are exact, and their scales or None.
+
+    Activations that the kernel rounds have one bit more than bfloat16, and half of them are ties.
+    """
     if case.a_layout is not None:
         codes, scale = random_matrix(m, k, case.format, case.a_layout, CPU, POWERS[case.format.scale_format])
         return codes, scale.view(case.format.scale_dtype)

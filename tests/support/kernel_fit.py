@@ -1,4 +1,4 @@
-"""Whether a compiled kernel fits a multiprocessor: nothing spills, and every warp has its registers."""
+"""Check that a compiled kernel fits a multiprocessor: nothing spills, and every warp gets its registers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_cute_ops.testing.resources import Resources
 
 ALLOWED_SPILLS: dict[str, str] = {
     "moe_route-float16-510-16-True-True-17-4-True-False-sm_120a": "a group is whole lanes, so with 17 "
-    "groups a lane has 30 experts; no model that is known has groups whose number is no power of two",
+    "groups a lane has 30 experts; in known models the number of groups is a power of two",
     "experts-bfloat16-mxfp4-128x4-bfloat16-24of128by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 104 "
     "bytes of 96 registers a thread; with CUDA 12's none",
     "experts-float16-nvfp4-linear-linear-32of64by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 148 "
@@ -31,27 +31,30 @@ ALLOWED_SPILLS: dict[str, str] = {
     "wgmma-bfloat16-mxfp4-128x4-bfloat16-64by0-bfloat16-alpha_one-bias_bfloat16-sm_90a": "with CUDA 13's ptxas, 36 "
     "bytes of 96 registers a thread, once a tile",
 }
-"""Cases (by id) that may spill, each with the reason."""
+"""Reasons that cases may spill, keyed by case id."""
 
 REGISTERS_PER_SM = 65_536
 
 
 def check_emulated(case: KernelCase, kernel: Any) -> None:
-    """The same of a case's kernel that the emulator runs, and which is compiled already."""
+    """Check a case's kernel that the emulator runs, and that is compiled already."""
     check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
 
 
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
-    """What is launched, and what ptxas says about each of it: first the one that multiplies, or is for many rows."""
+    """Check the kernels that a case launches against the resources that ptxas reports.
+
+    The kernel that multiplies, or that is for many rows, comes first.
+    """
     arch, config = ARCHS[case.arch], kernel.config
-    # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
+    # A separate kernel rearranges activations, unless the CTAs of the GEMM do; and a separate kernel lists tokens.
     apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.rearranges)
-    # Few tokens are routed, and permuted, by one kernel, more by two; of few, rows are read past L1.
+    # Few tokens are routed and permuted by one kernel, which bypasses L1; more tokens by two kernels.
     either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
     count = 3 if either else 2 if apart else 1
     if isinstance(case, Tcgen05ExpertsCase):
-        # One finds the experts that are touched, another adds up the totals of parts.
+        # One kernel finds the touched experts, another adds up partial sums.
         count += config.routed + config.has_partial_sums
     of_few_rows = getattr(config, "of_few_rows", None)
     count += of_few_rows is not None
@@ -65,8 +68,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
         assert resources.smem_bytes == 0
         assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
-        # What consumers take, others have given away: the producers' warpgroups, and those that decode. The kernel that
-        # multiplies comes first.
+        # Consumers take the registers that the producers' and decoders' warpgroups give up. The kernel that multiplies
+        # comes first.
         own, given = kernels[0].registers, config.registers[1:]
         helpers = 32 * config.decoder_warps * config.decoder_teams if isinstance(case, FP8FP4GemmCase) else 0
         producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP
@@ -74,6 +77,6 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
             producers *= config.other_groups
         groups = (threads - producers - helpers, producers, helpers)
         taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
-        assert taken <= threads * own, "a warpgroup waits for registers for ever"
+        assert taken <= threads * own, "a warpgroup would wait for registers forever"
         if helpers:
-            assert max(given) <= own <= config.registers[0], "setmaxnreg is not what it says: an illegal instruction"
+            assert max(given) <= own <= config.registers[0], "setmaxnreg would be an illegal instruction"

@@ -1,4 +1,4 @@
-"""Faults that are put into the PTX of a kernel: one instruction goes, or becomes another."""
+"""Faults in the PTX of a kernel: one instruction is removed or replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ Edit = Callable[[str], str]
 
 
 class Fault(NamedTuple):
-    """One fault: what is changed, and at which of the places that there are."""
+    """One fault.
+
+    Attributes:
+        what: name of the kind of fault.
+        number: index among the places where this fault is possible.
+        edit: edit of the PTX.
+    """
 
     what: str
     number: int
@@ -27,7 +33,7 @@ class Fault(NamedTuple):
 
 
 def _more(group: int, by: int) -> str:
-    """Instructions that make ``q`` of the register in a group of the pattern, to stand in braces."""
+    """Return instructions, for use in braces, that set ``q`` to the register in a group of the pattern plus ``by``."""
     return rf".reg .b32 q; add.u32 q, \{group}, {by};"
 
 
@@ -52,7 +58,7 @@ BARRIERS: dict[str, tuple[str, str]] = {
     "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
     "kernel before not waited for": (r"griddepcontrol\.wait;", ""),
 }
-"""By name: what matches, and what comes in its place."""
+"""(pattern, replacement), keyed by the name of the kind of fault."""
 TCGEN05: dict[str, tuple[str, str]] = {
     **BARRIERS,
     "wait left out": (WAIT, r"\1AGAIN: setp.eq.u32 p, 0, 0;"),
@@ -150,30 +156,36 @@ def _edit(pattern: str, number: int, to: str) -> Edit:
 
 
 def faults_of(ptx: str, kinds: Mapping[str, tuple[str, str]] = TCGEN05) -> Iterator[Fault]:
-    """Every fault of these kinds that there can be in a kernel."""
+    """Yield every fault of these kinds that is possible in a kernel."""
     for what, (pattern, to) in kinds.items():
         for number in range(len(re.findall(pattern, ptx))):
             yield Fault(what, number, _edit(pattern, number, to))
 
 
 class Unfound(NamedTuple):
-    """Why faults of a kind change nothing, or are not found; ``dead``: no machine could show them either."""
+    """Faults of a kind that are not found.
+
+    Attributes:
+        count: number of these faults.
+        reason: reason that they change nothing or are not found.
+        dead: whether no machine could reveal them.
+    """
 
     count: int
     reason: str
     dead: bool = True
 
 
-CONVERGED = Unfound(2, "the emulator has warps converge, and tcgen05.wait::ld is of the whole warp", dead=False)
+CONVERGED = Unfound(2, "the emulator's warps converge, and tcgen05.wait::ld is for the whole warp", dead=False)
 EVERY = 16
-"""Of so many faults one is tried, unless all are."""
+"""Every 16th fault is tried, unless all are."""
 
 Run = Callable[[int | None, Edit | None], tuple[torch.Tensor, torch.Tensor]]
-"""A function of the order of threads and an edit of the PTX: what the kernel computes, and what it should."""
+"""Function of a seed for the order of threads and an edit of the PTX: returns the result and the expected result."""
 
 
 def found(run: Run, fault: Fault) -> bool:
-    """Whether the emulator reports the fault, or the result is another, in some order."""
+    """Return whether, in some order of threads, the emulator reports the fault or the result changes."""
     for seed in (None, 0, 1):
         try:
             got, want = run(seed, fault.edit)
@@ -193,8 +205,16 @@ def check_faults(
     kinds: Mapping[str, tuple[str, str]] = TCGEN05,
     least: int = 36,
 ) -> None:
-    """Try all faults, or some; of each kind no more than are ``known`` may change nothing. ``least``: kinds that there
-    are to be."""
+    """Check that faults are found.
+
+    Args:
+        run: function that runs the kernel.
+        ptx: PTX of the kernel.
+        known: faults that need not be found, keyed by kind.
+        all_tried: whether to try all faults, not only some.
+        kinds: kinds of faults.
+        least: fewest kinds of which the kernel must have faults.
+    """
     assert torch.equal(*run(0, None))
     every = [*faults_of(ptx, kinds)]
     assert len({fault.what for fault in every}) >= least
@@ -203,6 +223,6 @@ def check_faults(
     counts = Counter(fault.what for fault in unfound)
     excused = {what: known[what].count if what in known else 0 for what in counts}
     assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
-    if all_tried:  # a part may be too few for a share
+    if all_tried:  # some faults may be too few for a percentage
         dead = sum(count for what, count in counts.items() if known[what].dead)
         assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

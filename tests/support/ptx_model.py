@@ -1,7 +1,7 @@
 """NumPy models of the instructions in ``kernels/common/core/ptx.py`` that the FP4 conversions use.
 
-With them, device code that is written in these instructions and in operators runs on arrays: see ``on_arrays``. An
-instruction that has no model raises.
+With ``on_arrays``, device code that consists of these instructions and of operators runs on arrays. An instruction
+without a model raises an exception.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -14,7 +14,7 @@ from support import spec
 
 
 def float32(value) -> np.ndarray:
-    """Also the rounding of the DSL's ``Float32`` of a Python number: to nearest even."""
+    """Round to fp32, to nearest even, as the DSL's ``Float32`` rounds a Python number."""
     with np.errstate(over="ignore"):
         return np.asarray(value).astype(np.float32)
 
@@ -37,7 +37,10 @@ def _is_finite_or_infinite(value: np.ndarray) -> np.ndarray:
 
 
 class Ptx:
-    """The instructions. ``rcp_approx``, which the hardware rounds as it likes, is off by ``reciprocal_error`` ulps."""
+    """Models of the instructions.
+
+    The rounding of ``rcp_approx`` is not specified: its model is off by ``reciprocal_error`` ulps.
+    """
 
     def __init__(self, reciprocal_error: int = 0) -> None:
         self.reciprocal_error = reciprocal_error
@@ -60,7 +63,7 @@ class Ptx:
 
     @staticmethod
     def f16x2_toward_zero(low, high) -> np.ndarray:
-        """``cvt.rz``: what is too large for fp16 becomes its largest finite value."""
+        """Model ``cvt.rz``: numbers too large for fp16 become its largest finite value."""
 
         def truncate(value: np.ndarray) -> np.ndarray:
             magnitude = np.abs(_is_finite_or_infinite(value).astype(np.float64))
@@ -115,7 +118,7 @@ class Ptx:
 
     @staticmethod
     def e4m3_of(value) -> np.ndarray:
-        """Of positive numbers and NaN, as amax is."""
+        """Convert non-negative numbers or NaN, such as amax."""
         assert not (float32(value) < 0).any()
         return spec.e4m3(float32(value)).astype(np.uint32)
 
@@ -125,7 +128,7 @@ class Ptx:
 
 
 def on_arrays(monkeypatch: pytest.MonkeyPatch, module: ModuleType, ptx: Ptx) -> None:
-    """Let the functions of ``module`` run on NumPy arrays: the same source, other names in it."""
+    """Make the functions of ``module`` compute on NumPy arrays, by replacing the names that they use."""
     models = {
         "ptx": ptx,
         "Float32": float32,

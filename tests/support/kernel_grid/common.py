@@ -1,4 +1,4 @@
-"""What the cases of kernels share: dtypes, architectures, names."""
+"""Shared by the cases of kernels: dtypes, architectures, ids."""
 
 from __future__ import annotations
 
@@ -19,32 +19,39 @@ PER_COLUMN = tuple(Epilogue(dtype, "column", bias) for dtype, bias in ((BF16, FP
 
 
 class KernelCase:
-    """A kernel's configuration, and the architecture to compile it for. Each has an ``id``, ``arch``, and ``kernel``:
-    as the backend or op builds it."""
+    """A kernel's configuration, and the architecture to compile it for.
+
+    Every case has an ``id``, an ``arch``, and the ``kernel`` that the backend or op builds.
+    """
 
     @property
     def role(self) -> Any:
-        """What the case stands for in a part of its list, whatever the choices are that are made in turn: itself, if
-        nothing else."""
+        """Key of the cases that this case represents if only some are compiled.
+
+        Cases with equal keys differ only in parameters that take turns. By default, a case represents only itself.
+        """
         return self
 
 
 def short(*dtypes: torch.dtype) -> list[str]:
+    """Return the names of dtypes without the module."""
     return [str(dtype).removeprefix("torch.") for dtype in dtypes]
 
 
 def epilogue_id(epilogue: Epilogue) -> str:
+    """Return the part of an id that names an epilogue."""
     alpha = [] if epilogue.alpha is None else [f"alpha_{epilogue.alpha}"]
     bias = [] if epilogue.bias_dtype is None else [f"bias_{short(epilogue.bias_dtype)[0]}"]
     return "-".join((*short(epilogue.out_dtype), *alpha, *bias))
 
 
 def fp4_gemm_id(kind: str, case: Any, *rest: str) -> str:
+    """Return the id of a case of an FP4 GEMM."""
     return "-".join((kind, *short(case.dtype), case.format.name, case.layout, *rest, case.arch))
 
 
 def together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
-    """Each of ``some`` with every one of ``others``, or with every third."""
+    """Yield pairs of ``some`` and ``others``: all pairs if ``every``, else a third of them."""
     for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others)):
         if every or (i + j) % 3 == 0:
             yield one, other
