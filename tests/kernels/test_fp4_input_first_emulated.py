@@ -256,7 +256,7 @@ def test_sums_of_quantised_rows(one: Wgmma) -> None:
 def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return rows quantised by the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant``, and results of two GEMMs.
 
-    The results are those of the GEMM of the codes and scales, and of the GEMM that quantises.
+    The first GEMM multiplies the codes and scales, the second one quantises the rows itself.
     """
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]

@@ -18,7 +18,7 @@ class Fault(NamedTuple):
     """One fault.
 
     Attributes:
-        what: name of the kind of fault.
+        what: kind of fault, a key of ``TCGEN05`` or ``BLOCK_SCALED_MMA``.
         number: index among the places where this fault is possible.
         edit: edit of the PTX.
     """
@@ -213,7 +213,7 @@ def check_faults(
         known: faults that need not be found, keyed by kind.
         all_tried: whether to try all faults, not only some.
         kinds: kinds of faults.
-        least: fewest kinds of which the kernel must have faults.
+        least: fewest kinds of faults that must be possible in the kernel.
     """
     assert torch.equal(*run(0, None))
     every = [*faults_of(ptx, kinds)]

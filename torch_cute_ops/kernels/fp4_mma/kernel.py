@@ -146,12 +146,13 @@ class FP4MmaKernel:
             if count > 0:
                 self._rearrange(0, base, work)
         for i in range(count):
-            # This thread's copies of this k tile and of the next one, which it rearranges, must have arrived.
+            # This thread's copies of this k tile and of the next one, which it rearranges, must be complete.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:
                     self._rearrange((i + 1) % c.stages, base, work)
-            # All copies of this k tile have arrived, and all warps have read the previous k tile, whose stage is next.
+            # All copies of this k tile are complete, and all warps are done with the previous k tile, whose stage is
+            # next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
@@ -187,7 +188,7 @@ class FP4MmaKernel:
             cute.arch.cluster_wait()
 
     # Copies. A stage holds codes, scales and activations. Vectors of 16 bytes are permuted within a row, so that lanes
-    # that read at once have no bank conflicts.
+    # that read at once avoid bank conflicts.
 
     def _codes_at(self, stage, base) -> cute.Pointer:
         return base + cute.assume(Int32(stage) * self.config.stage_bytes, divby=128)
@@ -235,7 +236,7 @@ class FP4MmaKernel:
 
     @cute.jit
     def _rearrange(self, stage, base, work):
-        """Rearrange the activations that this thread has copied, in place, into the order of the decoded codes."""
+        """Rearrange the activations that this thread copied, in place, into the order of the decoded codes."""
         c = self.config
         row_vectors = K_TILE * c.dtype.itemsize // 16
         for i in range_constexpr(c.activation_bytes // 16 // THREADS):
@@ -319,7 +320,7 @@ class FP4MmaKernel:
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.k_tile_blocks // 2) + work.quad * count
-        # The scales of a stage have the layout of a matrix of that size.
+        # Scales of a stage are laid out as in a matrix of that size.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(block)
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16

@@ -61,7 +61,7 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
     for step in range_constexpr(K_TILE // STEP):
         left = work.blocks - k_tile * c.k_tile_blocks - step * count
         mine = [_word(codes, work.row + 8 * (i % 2), step * 2 + i // 2, work.quad) for i in range(4)]
-        # The scales of a stage have the layout of a matrix of that size.
+        # Scales of a stage are laid out as in a matrix of that size.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(step * count)
         scale = _scales(c, scales, place, left)
         for tile in range_constexpr(c.tile_m // TILE):

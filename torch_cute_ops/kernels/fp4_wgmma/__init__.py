@@ -4,15 +4,15 @@ Over experts: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])
 
 The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`` per warpgroup). The activations are on
 the N side, in shared memory. Nothing is repacked in advance. The activations are rearranged first: by
-``kernels.activation_tiles``, or, if a tile has few of them, by the CTAs of the GEMM.
+``kernels.activation_tiles``, or, if ``tile_m`` is small, by the CTAs of the GEMM.
 
 Roles
 -----
-A CTA has a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by ``tile_n`` rows
-of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k: 128 bytes of codes per row, a cache line. With few
-tokens, a tile may have fewer rows of ``b``, so that the number of tiles suits the number of SMs. With ``mma.sync``,
-each warp multiplies 16 rows of ``b`` by itself. If that leaves schedulers with unequal numbers of warps, the k tiles of
-each of the last 16 rows are divided among two or four warps, on different schedulers, which take turns.
+A CTA consists of a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by
+``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k: 128 bytes of codes per row, a cache
+line. With few tokens, a tile may be fewer rows of ``b``, so that the number of tiles suits the number of SMs. With
+``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If that leaves schedulers with unequal numbers of warps,
+the k tiles of each of the last 16 rows are divided among two or four warps, on different schedulers, which take turns.
 
 If ``tile_m`` is at most 32, decoder warps next to the producer read the activations, decode them if they are in FP4,
 and rearrange them into their stages: one launch, and no workspace. These are three warps; for 16 tokens, three pairs of
@@ -32,33 +32,33 @@ Data path
 ---------
 1. The producer fills both pipelines. The codes of a k tile are one TMA box with the 128-byte swizzle. A stage of
    activations is a k tile, or one or two of its four slices. The producer starts to copy the weight before the
-   activations are rearranged (programmatic dependent launch): ``activation_tiles`` has waited for all kernels before
+   activations are rearranged (programmatic dependent launch): ``activation_tiles`` waited for all kernels before
    it, so the weight is complete. Without that kernel, the producer waits for the previous kernel, unless the weight is
    static. ``Config.ahead`` limits the number of k tiles that are copied early: one, if decoding is the limit. After its
    last copy, the producer may prefetch a matrix into L2, such as the weight of the next GEMM.
-2. A lane has two rows of ``b``. It loads its quarter of a k tile, 64 elements of each row, at once with their scales.
-   It decodes eight codes of both rows (two k16 steps), starts their MMAs, decodes the next eight meanwhile, and then
-   waits for the previous MMAs. A warp releases a stage of activations when the MMAs that read it have ended, and a
-   stage of codes when it has decoded a part of every load. A tile of one row has MMAs of its own (``mma.RowMma``):
-   columns are blocks, and scales multiply block sums instead of codes. If the row is in FP4, and the tile has whole
-   warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup (``mma.CodeMma``).
-3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile: each has a contiguous, equal range of
+2. A lane multiplies two rows of ``b``. It loads its quarter of a k tile, 64 elements of each row, at once with their
+   scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, decodes the next eight meanwhile, and
+   then waits for the previous MMAs. A warp releases a stage of activations when the MMAs that read it are complete, and
+   a stage of codes when it has decoded a part of every load. A tile of one row needs special MMAs (``mma.RowMma``):
+   columns are blocks, and scales multiply block sums instead of codes. If the row is in FP4, and the tile consists of
+   whole warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup (``mma.CodeMma``).
+3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile: each takes a contiguous, equal range of
    iterations, the k tiles of all n tiles. If a range ends inside an n tile, its partial sums go to memory, and the CTA
-   that has the tile's last k tile adds them up in the order of k. A CTA starts with the partial sums that others need,
-   so they hardly ever wait, and it waits only for CTAs of lower numbers, which have been started before it. Every CTA
-   must have an iteration, because others wait for its partial sums. With a cluster of ``split_k`` CTAs, each has an
+   with the tile's last k tile adds them up in the order of k. A CTA starts with the partial sums that others need,
+   so they hardly ever wait, and it waits only for CTAs of lower numbers, which were started before it. Every CTA
+   needs an iteration, because others wait for its partial sums. With a cluster of ``split_k`` CTAs, each takes an
    equal range of the k tiles of one n tile. They reduce partial sums through shared memory: a CTA reduces every
-   ``split_k``-th row, which the others send (``st.async``) or, if there is no room for that, which it reads between two
+   ``split_k``-th row, which the others send (``st.async``) or, if memory does not suffice, which it reads between two
    barriers of the cluster. A row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or
    ``split_k``), not on M or on other rows.
-4. Over experts, which have equal ranges of k, a thread has two sets of accumulators. Where an expert's range or the
+4. Over experts, with equal ranges of k, a thread holds two sets of accumulators. Where an expert's range or the
    work tile ends, the accumulators are multiplied by the tokens' factors for the expert, in fp32, and added to the
    total, in the order of the experts. The factors are copied with the last activations of a k tile. Factors of zero add
    nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
-5. The epilogue finishes the sums. They are transposed in registers, so that a store has 16 contiguous bytes.
+5. The epilogue finishes the sums. They are transposed in registers, so that a store writes 16 contiguous bytes.
 
-Modules: ``kernel`` launches and assigns the roles; ``load`` has the CTA's work and fills the pipelines; ``mma`` has the
-consumers and their MMAs; ``epilogue`` turns accumulators into results.
+Modules: ``kernel`` launches and assigns the roles; ``load`` defines the CTA's work and fills the pipelines; ``mma``
+contains the consumers and their MMAs; ``epilogue`` turns accumulators into results.
 
 Bytes moved: ``b`` and its scales once per m tile (m tiles that run together read it from L2); ``a`` once per n tile,
 from L2; 8 bytes per partial sum in memory.

@@ -29,11 +29,11 @@ from torch_cute_ops.runtime.arch import Arch
 K_SLICES: Final = 4
 """Slices of a k tile: 64 elements of k, 128 bytes of activations per token."""
 TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Most consumer warpgroups, keyed by ``tile_m``: as many as leave registers for the accumulators."""
+"""Most consumer warpgroups, keyed by ``tile_m``. The accumulators need the other registers."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""``tile_n``, keyed by ``tile_m``, if there is a choice: whole warps' columns for mma.sync, whole warpgroups' columns
-for wgmma."""
+"""``tile_n``, keyed by ``tile_m``, if several are possible: whole warps' columns for mma.sync, whole warpgroups'
+columns for wgmma."""
 WARP_N: Final = 16
 """Columns of the result that a warp computes: M of an ``mma.sync``, or a warp's part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
@@ -67,14 +67,14 @@ apart in the consumers, which rearrange the first k tiles, and in the decoders."
 AHEAD_TILE_M: Final = {True: 16, False: 64}
 """Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
 activations. On an H200, a layer of an 8B model in W4A4 then takes 3.6, 1.3, 4.4 and 4 µs less at 16, 32, 64 and 128
-rows; with 16-bit activations up to 2 µs less. One row would take 1.5 µs more. 16 rows of a 32B or a 70B model, of which
-another kernel rearranges some matrices' activations, take 3 µs more, because memory is the limit there."""
+rows; with 16-bit activations up to 2 µs less. One row would take 1.5 µs more. With 16 rows, a 32B or a 70B
+model takes 3 µs more for matrices whose activations another kernel rearranges: memory is the limit there."""
 MAX_CLUSTER_M: Final = 128
 """Largest ``tile_m`` whose accumulators fit in the memory of the codes, for a cluster to reduce."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
 """CTAs of a cluster."""
 EXPERT_TILES_M: Final = (16, 32, 64, 128)
-"""``tile_m`` over experts, where a thread has two sets of accumulators."""
+"""``tile_m`` over experts. A thread then holds two sets of accumulators."""
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
@@ -94,15 +94,15 @@ def rearranges(tile_m: int, split_k: int) -> bool:
 
 
 def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
-    """Return whether FP8 MMAs of warpgroups multiply a tile's codes: of one row of FP4 activations, if the tile has
-    whole warpgroups' columns."""
+    """Return whether FP8 MMAs of warpgroups multiply a tile's codes: of one row of FP4 activations, if the tile
+    consists of whole warpgroups' columns."""
     return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 
 
 def sends(tile_m: int, split_k: int) -> bool:
     """Return whether the CTAs of a cluster send their partial sums instead of reading the other CTAs'.
 
-    Received partial sums need memory, and with few tokens there is enough, though a stage less may fit. On an H100, a
+    Received partial sums need memory, which suffices with few tokens, though a stage less may fit. On an H100, a
     layer of an 8B model is 1 to 2 µs faster with 16 rows, and 5 µs with 32 rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
@@ -122,7 +122,7 @@ class Arguments(
     """The run-time arguments, in order.
 
     M rows of activations, N rows of the weight, a multiple of 8, K elements of k, a multiple of 32. Over E experts,
-    each expert has K / E elements of k.
+    K / E elements of k belong to each expert.
 
     Attributes:
         a, a_scale, b, b_scale: operands and scales, as ``FP4Operands`` describes them.
@@ -143,8 +143,8 @@ class Config:
     Attributes:
         operands: formats of the activations and of the weight.
         epilogue: operations on the finished accumulators. Over experts only its dtype; factors are separate.
-        expert_k: elements of k of an expert, for which each token has a factor; None without experts.
-        tile_m: rows of activations of a tile. One row has MMAs of its own (``mma.RowMma``, ``mma.CodeMma``).
+        expert_k: elements of k of an expert, with one factor per token; None without experts.
+        tile_m: rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
         tile_n: rows of the weight of a tile.
         split_k: CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
         stages: stages of the weight's pipeline.
@@ -175,7 +175,7 @@ class Config:
 
     @property
     def split_n_warps(self) -> int:
-        """Last warps along N whose k tiles are divided among warps of several schedulers, so that all schedulers have
+        """Last warps along N whose k tiles are divided among warps of several schedulers, so that schedulers have
         equal work."""
         return self.n_warps % SCHEDULERS
 
@@ -268,10 +268,10 @@ class Config:
 
     @property
     def ahead(self) -> int | None:
-        """With ``pdl``, k tiles of the weight that are copied before the previous kernel has ended, or None if the
+        """With ``pdl``, k tiles of the weight that are copied before the previous kernel ends, or None if the
         producer does not wait for that kernel at all.
 
-        If memory is the limit, as many as the pipeline holds. If decoding is the limit, one: more would not be used
+        If memory is the limit, all that the pipeline holds. If decoding is the limit, one: more would not be used
         any sooner, and would delay the previous kernel's loads and stores.
         """
         if self.rearranges and not self.static_weight:
@@ -332,8 +332,8 @@ class Config:
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA clears when it starts.
 
-        These are the zeros before the stages of activations. By codes, they are all stages of activations, of which
-        only codes and factors are then written.
+        These are the zeros before the stages of activations. By codes, they are all stages of activations: only
+        codes and factors are written later.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 

@@ -32,9 +32,9 @@ class WorkTileEpilogue:
 
     @cute.jit
     def finish(self, acc, n_tile, first, count, factor, tid, consumer, work, smem):
-        """Store a work tile's results, or leave its partial sums to the CTA that has the n tile's last k tile.
+        """Store a work tile's results, or leave its partial sums to the CTA with the n tile's last k tile.
 
-        ``factor`` is the result of ``EpilogueOps.factor``. The work tile has ``count`` k tiles, from ``first`` on.
+        ``factor`` is the result of ``EpilogueOps.factor``. The work tile is ``count`` k tiles, from ``first`` on.
         """
         c = self.config
         if const_expr(c.reduces):
@@ -64,7 +64,7 @@ class WorkTileEpilogue:
                 for r in range(2):
                     at = 4 * j + 2 * r + e
                     total[at] = ptx.fma_if(counts, factor, ptx.mul_rn(acc[at], scale), total[at])
-        # All lanes must have read the factors before the first lane releases the stage.
+        # All lanes read the factors before the first lane releases the stage.
         fence_async()
         cute.arch.sync_warp()
 
@@ -90,7 +90,7 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _leave(self, acc, consumer, work):
-        """Write this CTA's partial sums to the workspace, for the CTA that has the n tile's last k tile."""
+        """Write this CTA's partial sums to the workspace, for the CTA with the n tile's last k tile."""
         to = self._partial_sums_of(work.cta, consumer, work)
         for j in range_constexpr(self.config.tile_m // ATOM_M):
             store_words([ptx.bits_of(acc[4 * j + i]) for i in range(4)], to[None, j])
@@ -104,7 +104,7 @@ class WorkTileEpilogue:
         """Add other CTAs' partial sums of this n tile, in the order of k; this CTA's come last."""
         c = self.config
         count = c.tile_m // ATOM_M
-        # The CTA that has the n tile's first k tile: the ranges of iterations are rounded down.
+        # The CTA with the n tile's first k tile: the ranges of iterations are rounded down.
         start = Int64(n_tile) * work.k_tiles
         first = Int32(((start + 1) * work.num_ctas - 1) // work.iterations)
         for cta in range(first, work.cta):
@@ -133,7 +133,7 @@ class WorkTileEpilogue:
         columns = thread_columns(c.partial_sums, finishers, tid, n_tile * c.tile_n)
         terms = self.epilogue.terms(work.alpha, work.bias, *columns, work.n)
         finish = self.epilogue.finisher(factor, terms, self.acc_scale)
-        # All warps must have read the codes, which the partial sums replace.
+        # All warps read the codes before partial sums replace them.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         column = consumer.column
         if const_expr(c.warp_split_k > 1):
@@ -170,7 +170,7 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Finish the accumulators and store them. Over experts, they have been scaled already."""
+        """Finish the accumulators and store them. Over experts, they are scaled already."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]
@@ -180,7 +180,7 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # Two rows of a column; other lanes have the other seven columns.
+                # Two rows of a column; other lanes hold the other seven columns.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

@@ -171,7 +171,7 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
                 if const_expr(c.static_weight):
-                    # The previous kernel and all before it have ended, so the next may start.
+                    # The previous kernel and all before it are complete, so the next may start.
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.first_k_tiles > 0):
                 self.loads.rearrange_first(tid, work, smem)
@@ -191,7 +191,7 @@ class FP4WgmmaKernel:
         if c.split_k == 0:
             begin, end = Int32(index * iterations // num_ctas), Int32((index + 1) * iterations // num_ctas)
         else:
-            # A cluster has an n tile; its CTAs have equal ranges of the k tiles.
+            # A cluster computes an n tile; its CTAs take equal ranges of the k tiles.
             rank, start = cta % c.split_k, index * k_tiles
             index = index * c.split_k + rank
             begin, end = start + rank * k_tiles // c.split_k, start + (rank + 1) * k_tiles // c.split_k

@@ -1,6 +1,6 @@
 """Work of a CTA, its shared memory, and the loads that fill its pipelines.
 
-The producer warp copies the weight, and the activations if another kernel has rearranged them. Otherwise the decoder
+The producer warp copies the weight, and the activations if another kernel rearranges them. Otherwise the decoder
 warps rearrange the activations, and the consumers the first k tiles.
 """
 
@@ -96,9 +96,9 @@ class Smem:
     Attributes:
         codes, scales: stages of the weight. Partial sums replace the codes in the end.
         activations, factors: stages of the activations.
-        received: partial sums that the cluster's CTAs have sent.
+        received: partial sums that the cluster's CTAs send.
         weight_pipeline, a_pipeline: pipelines of the weight and of the activations.
-        received_full: mbarrier: all partial sums have been received.
+        received_full: mbarrier that counts the bytes of received partial sums.
     """
 
     codes: cute.Pointer
@@ -147,7 +147,7 @@ class Loads:
         """Copy all k tiles that the CTA multiplies, in order, as the producer warp.
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
-        previous kernel has ended. If that is the op's own kernel, which rearranges the activations, this is safe: it
+        previous kernel ends. If that is the op's own kernel, which rearranges the activations, this is safe: it
         lets this kernel start only after its own wait for all earlier kernels. A static weight needs no wait
         (``kernels.common.core.launch``), and this warp reads nothing else.
         """
@@ -314,7 +314,7 @@ class RowActivations(Activations):
         return [*codes, byte]
 
     def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:
-        """Convert a k group that ``read`` has loaded, and store it in the stage that begins at ``base``.
+        """Convert a k group that ``read`` loaded, and store it in the stage that begins at ``base``.
 
         All lanes of a warp call this method, with consecutive k groups.
         """

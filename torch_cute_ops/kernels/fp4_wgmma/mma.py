@@ -3,9 +3,9 @@
 ``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations; ``RowMma`` and ``CodeMma`` multiply one row.
 
 **One row.** With one row, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the columns are blocks
-of k. Column ``2 · q + h`` has only the elements of the blocks that lane ``q`` of a quad has codes of: of its four
-blocks of a k tile the first or the second (``h`` = 0 or 1), and afterwards, in accumulators of their own, the third or
-the fourth. An accumulator is thus a block's sum of products of codes, without their scale. The lane that has it has
+of k. Column ``2 · q + h`` contains only elements of the blocks whose codes lane ``q`` of a quad holds: of its four
+blocks of a k tile the first or the second (``h`` = 0 or 1), and afterwards, in separate accumulators, the third or
+the fourth. An accumulator is thus a block's sum of products of codes, without their scale. The same lane
 also loaded the scale, and adds the product to its total with one fma for each 16 products, where decoding needs a
 multiplication for two codes.
 
@@ -13,12 +13,12 @@ multiplication for two codes.
 block of FP4 keeps its scale. Both are float32 factors, which the scales of the weight are multiplied by.
 
 **One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies both sides by FP8 MMAs without their
-scales, and eight codes of the weight take six instructions. In each half of a k tile, lane ``q`` has two blocks of each
-of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` have only these blocks' elements. Of a word of codes,
-an MMA's lane takes the even codes as its first four elements of k, and the odd codes as its last four. A block's sum
-has at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. It is multiplied by
-both scales and added as in ``RowMma``, in the same order. The results have the same bits, except for columns whose k
-tiles several warps divide there.
+scales, and eight codes of the weight take six instructions. In each half of a k tile, lane ``q`` holds two blocks of
+each of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` contain only these blocks' elements. Of a word
+of codes, an MMA's lane takes the even codes as its first four elements of k, and the odd codes as its last four. A
+block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. It is
+multiplied by both scales and added as in ``RowMma``, in the same order. The results are the same bits, except for
+columns whose k tiles several warps divide there.
 """
 
 from collections.abc import Callable
@@ -237,7 +237,7 @@ class Mma:
         """Wait for the MMAs, so that the accumulators are complete."""
 
     def end(self, stages: Stages, consumer: Consumer, smem) -> None:
-        """Wait for the MMAs of a work tile, and release the stages that they have read."""
+        """Wait for the MMAs of a work tile, and release the stages that they read."""
 
     def reduce(self, acc) -> None:
         """Reduce a work tile's accumulators, if several hold parts of a sum."""
@@ -279,8 +279,8 @@ class WarpMma(TileMma):
             at = activations_at(c, a_stage, smem)
             warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
             if word == self.weight.words // 2:
-                # All lanes must have read their codes. This MMA takes a word of the last load, but does not order the
-                # loads: ptxas moves it, and so the first use of a load, past the arrival.
+                # All lanes must finish their loads of codes. This MMA takes a word of the last load, but does not order
+                # the loads: ptxas moves it, and so the first use of a load, past the arrival.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
@@ -317,7 +317,7 @@ class WarpgroupMma(TileMma):
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
-            # The previous word's MMAs have ended, and its registers are free.
+            # The previous word's MMAs are complete, and its registers are free.
             warpgroup.wait_group(1)
             if word % words == 0:
                 leads = consumer.leads if word else ptx.select(i > 0, consumer.leads, Uint32(0))
@@ -338,7 +338,7 @@ class WarpgroupMma(TileMma):
 class RowMma(Mma):
     """MMAs of a warp with its columns and one row of activations.
 
-    A lane has four accumulators: of columns ``column`` and ``column + 8`` of the result, and of two blocks each.
+    A lane holds four accumulators: of columns ``column`` and ``column + 8`` of the result, and of two blocks each.
 
     Attributes:
         exponent: accumulators of products of codes are true sums times 2 to the minus ``exponent``.
@@ -348,7 +348,7 @@ class RowMma(Mma):
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # The factors of bfloat16 include the codes' power of two. FP4 has codes on both sides.
+        # The factors of bfloat16 include the codes' power of two. With FP4, both sides are codes.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent
@@ -397,7 +397,7 @@ class RowMma(Mma):
         return [ptx.float_of(word) for word in words]
 
     def reduce(self, acc) -> None:
-        """Add up the blocks, so that every lane of a quad has the sums of both columns in ``acc[0]`` and ``acc[2]``."""
+        """Add up the blocks. Every lane of a quad then holds the sums of both columns in ``acc[0]`` and ``acc[2]``."""
         for i in (0, 2):
             total = ptx.add_rn(acc[i], acc[i + 1])
             for step in (1, 2):

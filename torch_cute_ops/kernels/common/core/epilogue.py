@@ -20,7 +20,7 @@ TileEpilogue = Callable[..., Finish]
 
 
 class ColumnTerms(NamedTuple):
-    """Terms that a lane has loaded for neighbouring columns.
+    """Loaded terms of neighbouring columns.
 
     Attributes:
         alpha: factors, fp32, or None if alpha does not depend on the column.
@@ -57,7 +57,7 @@ class EpilogueOps:
         return alpha, TensorArg(DSL_DTYPES[self.epilogue.bias_dtype].__name__, *vector, align=16)
 
     def factor(self, alpha, expert=None) -> Float32 | None:
-        """Return the factor of all sums of a tile, or None if there is none or each column has its own."""
+        """Return the factor of all sums of a tile, or None without alpha or with an alpha per column."""
         if self.epilogue.alpha not in ("one", "expert"):
             return None
         return alpha[0 if self.epilogue.alpha == "one" else expert]

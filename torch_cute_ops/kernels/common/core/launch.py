@@ -5,14 +5,14 @@ fast path of a call does not look at addresses in Python. A refused call launche
 error before anything runs, the compiled function raises, and the op's thorough checks then name the tensors that
 overlap.
 
-Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has released its dependents
-or ended. Each kernel of this package releases its dependents only after its own wait. The wait returns when the
-previous kernel has ended and its stores are visible. Therefore, at most one other kernel is running before a kernel has
-waited, and the kernel may read data that was complete before that other kernel was launched. It writes nothing before
+Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel released its dependents or
+ended. Each kernel of this package releases its dependents only after its own wait. The wait returns when the
+previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs before a kernel's wait
+returns, and the kernel may read data that was complete before that other kernel was launched. It writes nothing before
 the wait because the previous kernel may still read the memory.
 
 The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel,
-which does not touch that memory and has itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
+which does not touch that memory and itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
 
 ``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
 previous launch writes is not static. For the same reason, the second kernel of an op may read the op's inputs before
@@ -76,7 +76,7 @@ class _Memory(NamedTuple):
     Attributes:
         tensor: the tensor.
         begin, end: addresses of the tensor's first byte and of the byte after its last.
-        is_occupied: whether the tensor has elements.
+        is_occupied: whether the tensor is not empty.
     """
 
     tensor: cute.Tensor

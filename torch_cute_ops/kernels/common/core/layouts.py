@@ -101,9 +101,9 @@ class Epilogue:
         if self.bias_dtype not in (None, torch.float32, self.out_dtype):
             return f"bias has dtype {self.bias_dtype}; it has to be float32 or that of the result, {self.out_dtype}"
         if self.alpha == "expert_half":
-            return "alpha is 'expert_half', but there is no gate"
+            return "alpha is 'expert_half', but the GEMM is not gated"
         if self.is_by_expert and not is_grouped:
             return f"alpha is {self.alpha!r}, but the GEMM is not grouped"
         if self.alpha == "column" and is_grouped:
-            return "alpha is 'column'; in a grouped GEMM each expert has its own columns: 'expert_column'"
+            return "alpha is 'column'; in a grouped GEMM columns belong to experts: 'expert_column'"
         return None

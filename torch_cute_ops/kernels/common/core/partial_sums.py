@@ -7,7 +7,7 @@ Each CTA stores its partial sums in its own shared memory (``store_partial_sums`
   ones need memory next to the memory that is still in use.
 
 Partial sums are added in the order of the CTAs, and within a CTA in the order of the warps that divide its k tiles.
-They are accumulators of MMAs with the weight on the M side. For each 8 tokens, a lane has four: of columns ``column``
+They are accumulators of MMAs with the weight on the M side. For each 8 tokens, a lane holds four: of columns ``column``
 and ``column + 8`` of the result, and of two tokens each.
 
 If activations are on the M side, a thread sends its accumulators unchanged to the thread of the same index in another
@@ -31,7 +31,7 @@ COLUMNS = 4  # columns of the result that a thread reduces at once
 def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad) -> None:
     """Store a lane's accumulators in this CTA's shared memory, from ``base`` on.
 
-    If ``tile_m`` is 1, all lanes of a quad have the same two accumulators, ``acc[0]`` and ``acc[2]``.
+    If ``tile_m`` is 1, all lanes of a quad hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
     """
     layout = cute.make_layout((tile.tile_m, tile.pitch), stride=(tile.pitch, 1))
     to = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
@@ -107,7 +107,7 @@ def reduce_partial_sums(
     """Add up the partial sums of the ``split_k`` CTAs of the cluster, finish them and store them in ``out``.
 
     Each CTA reduces every ``split_k``-th row. Its threads divide the columns as ``thread_columns`` says. The caller
-    ensures that all CTAs have stored their partial sums, and that these remain until all CTAs have read them. Without a
+    ensures that all partial sums are stored before the call and remain until all CTAs return. Without a
     cluster, ``split_k`` is 1.
     """
     width = tile.tile_n // COLUMNS
@@ -181,5 +181,5 @@ def add_accumulators(acc: cute.Tensor, received, tid) -> None:
 
 
 def _accumulators(received: cute.Pointer, i: int, tid) -> cute.Pointer:
-    """Return the address of the ``i``-th four accumulators of a thread; those of neighbouring threads are adjacent."""
+    """Return the address of the ``i``-th four accumulators of a thread. Neighbouring threads' vectors are adjacent."""
     return received + cute.assume((i * WARPGROUP + tid) * VECTOR_BYTES, divby=VECTOR_BYTES)

@@ -16,13 +16,13 @@ VECTOR_BYTES: Final = 16
 class Pipeline:
     """A shared-memory pipeline: a ring of stages that producers fill and consumers empty.
 
-    Each stage has a ``full`` and an ``empty`` mbarrier. Producers and consumers track a stage index and a phase parity,
-    and advance both with ``next``. Consumers start with parity 0. Producers start with parity 1, so that a wait for an
-    unused stage returns at once. The class is frozen: the DSL would carry a mutable object through every loop.
+    A ``full`` and an ``empty`` mbarrier belong to each stage. Producers and consumers track a stage index and a phase
+    parity, and advance both with ``next``. Consumers start with parity 0. Producers start with parity 1, so that a wait
+    for an unused stage returns at once. The class is frozen: the DSL would carry a mutable object through every loop.
 
     Attributes:
-        full: mbarriers, one per stage: producers have filled the stage.
-        empty: mbarriers, one per stage: consumers have read the stage.
+        full: mbarriers, one per stage, at which producers arrive.
+        empty: mbarriers, one per stage, at which consumers arrive.
         stages: number of stages.
     """
 
@@ -67,7 +67,7 @@ class Pipeline:
         ptx.arrive_if(self.empty + stage, condition)
 
     def release(self, stage, leads, exists=True) -> None:
-        """Release a stage, as a warp that has read it; arguments as in the function ``release``."""
+        """Release a stage, as a warp after its last load; arguments as in the function ``release``."""
         release(self.empty + stage, leads, exists)
 
 
@@ -80,12 +80,12 @@ def next_stage(stage, parity, stages: int) -> tuple:
 
 
 def release(empty: cute.Pointer, leads, exists=True) -> None:
-    """Arrive at an empty barrier, as a warp that has read the stage.
+    """Arrive at an empty barrier, as a warp after its last load from the stage.
 
     Args:
         empty: the stage's empty barrier.
         leads: 1 in the lane that arrives for its warp, 0 in other lanes.
-        exists: whether the warp has a stage to release.
+        exists: condition for the arrival.
     """
     # ptxas moves MMAs that use the loaded values past the arrival, so MMAs do not order the loads.
     fence_async()

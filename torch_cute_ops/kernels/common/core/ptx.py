@@ -1,4 +1,4 @@
-"""PTX instructions for which the DSL has no function, or none without side effects.
+"""PTX instructions for which the DSL lacks a function, or one without side effects.
 
 Arithmetic instructions are pure: the compiler may merge, move and drop them.
 """
@@ -65,7 +65,7 @@ def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
-    """Return ``a if condition else b``. Both are computed, and have the same type."""
+    """Return ``a if condition else b``. Both are computed, and are of the same type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
     return type(a)(arith.select(*operands, loc=loc, ip=ip))
 
@@ -175,7 +175,7 @@ def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """Add two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even.
 
-    Rounding an fp32 sum gives the same result, because fp32 has more than twice as many bits, plus two.
+    Rounding an fp32 sum gives the same result, because fp32's significand is long enough.
     """
     return _pure(Uint32, f"add.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
@@ -218,7 +218,7 @@ def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, l
     """Return ``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times scales; ``c`` in fp32.
 
     Scales are bytes of a word, the first one lowest: four of e4m3 for a row of 64 (``nvfp4``), or two of e8m0. Lanes
-    4 i and 4 i + 1 have the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of column i of ``b``.
+    4 i and 4 i + 1 hold the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of column i of ``b``.
     """
     kind = ("mxf4nvf4", "4X", "ue4m3") if nvfp4 else ("mxf4", "2X", "ue8m0")
     result = llvm.StructType.get_literal([T.f32()] * 4)
@@ -351,7 +351,7 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Return whether an mbarrier's phase with this parity has ended. Stores before its end are then visible."""
+    """Return whether an mbarrier's phase with this parity is over. Stores before its end are then visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
     return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)
@@ -370,8 +370,8 @@ def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=N
     """Arrive at the mbarrier of the cluster's CTA of that rank, if ``condition``.
 
     If ``tells``, this thread's earlier stores are visible to threads that wait for the mbarrier, which costs a fence.
-    Otherwise they only know that this thread's loads have ended, as after CUTLASS's arrivals at barriers of other CTAs.
-    (By the letter of the memory model, that holds only in the thread's own CTA.)
+    Otherwise they only know that this thread's loads are complete, as after CUTLASS's arrivals at barriers of other
+    CTAs. (By the letter of the memory model, that holds only in the thread's own CTA.)
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
     order = ".release.cluster" if tells else ""
@@ -469,7 +469,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
     """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
 
-    There is no branch, which other stores would not be moved across.
+    The store is predicated: other stores would not be moved across a branch.
     """
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]

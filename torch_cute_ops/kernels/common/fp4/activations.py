@@ -16,11 +16,11 @@ atoms of neighbouring tokens. (GEMMs over experts store, for each group of eight
 
 For mma.sync, a token's 512 (or 256) bytes of a k tile are contiguous, and the next token follows. Its k group ``p`` is
 64 bytes, at place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. Eight
-lanes that read two neighbouring tokens thus have no bank conflicts. If tokens are copied one by one, k group ``p`` is
+lanes that read two neighbouring tokens thus avoid bank conflicts. If tokens are copied one by one, k group ``p`` is
 at place ``p``, and the next token follows after an odd number of k groups.
 
 With ``prologue_gate``, a given row is gate and up. A lane reads both, and rearranges ``silu(gate) · up``, rounded to
-their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that have a block's k
+their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that hold a block's k
 groups find its scale together, so all lanes of a warp call ``store``, each with a k group.
 """
 
@@ -109,7 +109,7 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Return the number of elements before a token's row, which has ``k`` elements, or gate and up."""
+        """Return the number of elements before a token's row, of ``k`` elements or of gate and up."""
         return Int64(token) * (a.shape[1] if self.config.prologue_gate else k)
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
@@ -122,7 +122,7 @@ class Activations:
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
     def gated(self, loaded: list) -> list:
-        """Return eight packed 16-bit elements, gated if there is a gate, as ``kernels.row_quant`` computes it.
+        """Return eight packed 16-bit elements, gated with ``prologue_gate``, as ``kernels.row_quant`` computes it.
 
         ``loaded`` is a result of ``words``.
         """
@@ -136,7 +136,7 @@ class Activations:
         return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
 
     def quantised(self, words: list) -> list:
-        """Quantise eight elements that ``read`` has loaded: return their codes and the scale byte of their block."""
+        """Quantise eight elements that ``read`` loaded: return their codes and the scale byte of their block."""
         c, global_scale = self.config, None
         if c.prologue_quant == "scaled":
             *words, global_scale = words
@@ -148,7 +148,7 @@ class Activations:
         return [codes, byte]
 
     def store(self, quarters: list, groups, k_group, token, base: cute.Pointer) -> None:
-        """Convert a k group that ``read`` has loaded, and store it in the k tile that begins at ``base``.
+        """Convert a k group that ``read`` loaded, and store it in the k tile that begins at ``base``.
 
         Args:
             quarters: result of ``read``.
@@ -192,8 +192,8 @@ class Activations:
     def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
         """Start the copies (``cp.async``) of eight tokens of a k tile to ``base`` in shared memory, for wgmma.
 
-        The k tile has 256 elements. Four lanes of the warp copy token ``lane // 4`` if it ``exists``, from ``row``,
-        where ``store_row`` has stored it.
+        A k tile of 256 elements is required. Four lanes of the warp copy token ``lane // 4`` if it ``exists``, from
+        ``row``, where ``store_row`` stored it.
         """
         line, quarter = lane // QUAD, lane % QUAD
         vectors = ATOM_ROW_BYTES // 16

@@ -1,9 +1,9 @@
 """FP4 codes on the device: decoded to operands of MMAs, and encoded from fp32.
 
 **Decoding** 8 codes for 16-bit MMAs, with their scale, takes 14 to 21 instructions. The bits of a code are moved to
-those of a 16-bit number, which is the code's value times a power of two. Multiplying by the block's scale, also a
+bits of a 16-bit number, which is the code's value times a power of two. Multiplying by the block's scale, also a
 16-bit number, removes that power except for ``DECODED_SCALE``, by which the accumulators are divided in the end. All of
-it is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
+it is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
 
 - float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
   scale times 2^6 gives the number times 2^-8, at least 2^-18. Subnormals of float16 reach down to 2^-24.
@@ -13,14 +13,14 @@ it is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
 A shift and a mask can move certain codes of a word at once. These codes form the pairs; activations are paired alike.
 ``e4m3_words`` decodes to FP8, without scales.
 
-**Encoding** rounds to nearest even, saturates, and keeps the sign of zero. ``sm_100`` and later have
-``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` has no instruction for e2m1, so the rounding is built from the e2m1
+**Encoding** rounds to nearest even, saturates, and keeps the sign of zero. ``sm_100`` and later offer
+``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` lacks an instruction for e2m1, so the rounding is built from the e2m1
 boundaries, 0.25 0.75 1.25 1.75 2.5 3.5 5. A tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75
 and 3.5. The significand distinguishes the two kinds: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up". Hence:
 
 1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp exactly if its significand is above 1/0.7 ≈ 1.43, and the
    product with ``1 - 2^-24`` moves every value down by one ulp. After both, values with a low significand are one ulp
-   lower and values with a high significand are unchanged. "Above (or at) its boundary" has become "at or above" for all
+   lower and values with a high significand are unchanged. "Above (or at) its boundary" becomes "at or above" for all
    seven boundaries, and cutting off low bits no longer changes a result.
 2. The same product scales by 2^-14, so that 1.0 falls on the smallest normal fp16, and subnormals of fp16 give e2m1's
    even spacing below 1. Two values are truncated into one register: from here on, an instruction serves two elements.
@@ -100,7 +100,7 @@ def pair_activations(words: list, dtype) -> list:
 def scale_factors(scales, dtype, fmt: FP4Format) -> list:
     """Return the factors for ``decode``, each in both halves of a word.
 
-    ``scales`` has scale bytes in the low half of a word: two of NVFP4, or one of MXFP4.
+    ``scales`` contains scale bytes in the low half of a word: two of NVFP4, or one of MXFP4.
     """
     if fmt == MXFP4:
         # The byte is bfloat16's exponent field, except for 2^-127, which is subnormal, and NaN.
@@ -178,8 +178,8 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
     # 0 · amax turns infinity, which would saturate, into NaN and changes nothing else.
     byte = ptx.e4m3_of(ptx.fma_rn(amax, Float32(0.0), ptx.mul_rn(scaled, Float32(1 / 6))))
     scale = ptx.float_of_e4m3(byte)
-    # Division without div.rn's branch (Markstein 1990): one Newton step rounds 1 / scale correctly, because a scale has
-    # four significant bits; one residual step rounds g / scale correctly, for g between 2^-100 and 2^100.
+    # Division without div.rn's branch (Markstein 1990): one Newton step rounds 1 / scale correctly, because a scale
+    # needs only four significant bits; one residual step rounds g / scale correctly, for g between 2^-100 and 2^100.
     inverse = ptx.rcp_approx(scale)
     inverse = ptx.fma_rn(inverse, ptx.fma_rn(-scale, inverse, Float32(1.0)), inverse)
     if global_scale is None:
@@ -221,7 +221,7 @@ def fp4_block(
         amax: largest magnitude of the block.
         global_scale: the matrix's global scale, or None.
         fmt: format of the block.
-        has_e2m1_cvt: whether the GPU has an instruction that encodes e2m1.
+        has_e2m1_cvt: whether the GPU can encode e2m1 by an instruction.
         after: factor that values and ``amax`` are still to be multiplied by, or None.
         part: number of given values, a multiple of 8, or None for the whole block.
     """

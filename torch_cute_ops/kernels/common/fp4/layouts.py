@@ -140,10 +140,10 @@ class WeightTile:
 class FP4Operands:
     """Formats of the activations and the weight of a wgmma GEMM with an FP4 weight.
 
-    The tensors have M rows of activations, N rows of the weight and K elements of k. ``a`` is (M, K), or (M, K/2)
-    codes. ``b`` is (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3, or
-    uint8 for ue8m0: (M, K/B) and (N, K/B) or, tiled, (rows, blocks) padded to whole tiles. 16-bit activations have no
-    scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
+    M is the number of rows of activations, N of rows of the weight, and K of elements of k. ``a`` is (M, K), or (M,
+    K/2) codes. ``b`` is (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3,
+    or uint8 for ue8m0: (M, K/B) and (N, K/B) or, tiled, (rows, blocks) padded to whole tiles. 16-bit activations need
+    no scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
     the global scale, (1,) float32, or None.
 
     Attributes:

@@ -115,7 +115,7 @@ class KTileMma:
     """MMAs of a warp, or of a warpgroup, with rows of an FP4 weight and ``tile_m`` tokens, one k tile at a time.
 
     Both operands are in stages in shared memory: the weight as ``WeightStages`` describes, the tokens in the layouts of
-    ``kernels.common.fp4.activations``. Each warp has 16 rows of the weight.
+    ``kernels.common.fp4.activations``. Each warp multiplies 16 rows of the weight.
 
     Attributes:
         pitch: bytes from a token of a stage to the next: a token's bytes, unless ``__init__`` is given another pitch.
@@ -153,7 +153,7 @@ class KTileMma:
     ) -> None:
         """Multiply a k tile, or one of ``parts`` ranges of each lane's words of it, and add to the accumulators.
 
-        The MMAs of a warpgroup may still run when this function returns. The previous k tile's MMAs have ended, and
+        The MMAs of a warpgroup may still run when this function returns. The previous k tile's MMAs are complete, and
         ``free_before`` was called if it is not None.
 
         Args:
@@ -183,7 +183,7 @@ class KTileMma:
                 warp_mma(pairs, word, self.tile_m, at, self.pitch, lane, acc, self.dtype)
                 continue
             start(pairs, word, stage, adds if i == 0 else True, acc)
-            # The previous word's MMAs have ended, and its registers are free.
+            # The previous word's MMAs are complete, and its registers are free.
             warpgroup.wait_group(1)
             if i == 0 and free_before is not None:
                 free_before()

@@ -51,7 +51,7 @@ class WeightStages:
     """K tiles of a weight in ``stages`` stages.
 
     Attributes:
-        words: words of codes that a lane has in a row of a k tile; each is two k16 steps. (Other attributes are
+        words: words of codes that a lane reads in a row of a k tile; each is two k16 steps. (Other attributes are
             properties of ``WeightTile``.)
     """
 
@@ -157,7 +157,7 @@ class WeightStages:
                 own = cutlass.min(blocks - k_tile * self.blocks, Int32(self.blocks))
                 size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE_BYTES
             else:
-                # An expert's blocks are whole scale tiles, unless there is only one expert.
+                # An expert's blocks are whole scale tiles, except those of a single expert.
                 columns = cute.ceil_div(blocks, TILE_BLOCKS)
                 before = expert * columns
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE_BYTES
@@ -210,7 +210,7 @@ class WeightStages:
         return words
 
     def existing(self, left, quad) -> Uint32:
-        """Return the mask of a lane's scales in a k tile of which ``left`` blocks exist, for ``factors``."""
+        """Return the mask of a lane's scales in a k tile with ``left`` existing blocks, for ``factors``."""
         count = self.blocks // QUAD
         exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
         return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
@@ -238,7 +238,7 @@ class WeightStages:
         """Return the bytes of a lane's scales of a row, the first one lowest; arguments as in ``factors``."""
         count = self.blocks // QUAD
         block = quad * count
-        # The scales of a stage have the layout of a matrix of that size.
+        # Scales of a stage are laid out as in a matrix of that size.
         column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
         row_offset = self.layout.row_offset(row, self.scale_columns)
         place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
