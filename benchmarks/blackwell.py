@@ -1,6 +1,6 @@
-"""`python -m benchmarks blackwell`: what FP4 GEMMs by tcgen05 would do on a B200, by a model. Nothing is measured.
+"""`python -m benchmarks blackwell`: modelled times of FP4 GEMMs by tcgen05 on a B200. Nothing is measured.
 
-No such GPU was at hand. Shared memory, tensor memory and registers are what the compiled kernels take; clocks and times
+No B200 was available. Shared memory, tensor memory and registers are read from the compiled kernels; clocks and times
 follow from data sheets: see `cost.py`, and the backends `fp4_tcgen05` and `fp4_tcgen05_experts`.
 """
 
@@ -30,7 +30,7 @@ BACKEND, EXPERTS_BACKEND = FP4Tcgen05(), FP4Tcgen05Experts()
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 CHOICES = [name for name, arch in ARCHS.items() if arch.has_tcgen05]
 FC2 = (7168, 65536)
-"""N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, all experts side by side."""
+"""N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, all experts concatenated along K."""
 FC2_EXPERTS = 256
 SHAPES = {
     (16384, 16384): (1, 16, 64, 256, 2048),
@@ -38,12 +38,13 @@ SHAPES = {
     (4096, 14336): (1, 16, 64, 256, 2048),
     FC2: (32, 64, 128, 256, 512),
 }
-"""N and K, and numbers of rows."""
+"""Numbers of rows by (N, K)."""
 PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.0, (FC2, 512): 101.0}
-"""µs that TensorRT-LLM's authors give for FC2 on a B200, NVFP4, in pull requests 12686 and 13833; at 512, at least."""
+"""Times in µs that TensorRT-LLM's authors publish for FC2 in NVFP4 on a B200 (pull requests 12686, 13833); the time at
+512 rows is a lower bound."""
 
 MODES = (None, DENSE, ROUTED)
-"""A plain GEMM; and with a factor for each token and expert: of all experts, of those that tokens are routed to."""
+"""A plain GEMM, and GEMMs over experts with a factor for each token and expert: all experts, or routed experts only."""
 
 ABOUT = """\
 A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs and {pflops:.1f} PFLOP/s in FP4, by data sheets, and {tbps:.1f} TB/s,
@@ -63,14 +64,14 @@ HEADER = (
 
 
 class Line(NamedTuple):
-    """What the model says of one GEMM.
+    """Modelled figures of one GEMM.
 
     Attributes:
-        mode: of ``MODES``.
-        tactic, config: how it is computed.
-        registers: of a thread; 0: not compiled.
+        mode: Entry of ``MODES``.
+        tactic, config: Chosen tactic and kernel configuration.
+        registers: Registers of a thread; 0 if the kernel was not compiled.
         mma_clocks, byte_clocks: of an SM and a chunk of K.
-        us, floor_us: the time of the chosen tactic, and what no kernel can beat.
+        us, floor_us: Time of the chosen tactic, and lower bound for any kernel, in µs.
     """
 
     n: int
@@ -87,7 +88,7 @@ class Line(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the weight and of activations of a tile."""
+        """Return the rows of the weight and of the activations in a tile."""
         config = self.config
         return (config.tile_n, config.tile_m) if self.mode is None else (config.tile_n, MMA_M)
 
@@ -101,7 +102,10 @@ def line(
     registers: dict[Any, int] | None,
     mode: str | None = None,
 ) -> Line:
-    """The tactic that the cost model takes, and what follows from it. `registers`: found so far; `None`: unasked."""
+    """Return the figures of the tactic that the cost model chooses.
+
+    `registers` caches register counts by configuration; None: do not compile.
+    """
     operand = Operand(fmt, SCALE_LAYOUTS["128x4"])
     plain = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16, "one", None))
     backend: Backend = BACKEND
@@ -120,7 +124,7 @@ def line(
     flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
-    # All experts are as much as one with the k of all.
+    # All experts cost as much as one GEMM over the concatenated K.
     least = problem if mode == ROUTED else plain
     floor = max(least.bytes_moved(m) / cost.bytes_per_second(target), least.flops(m) / peak)
     return Line(
@@ -133,7 +137,7 @@ def line(
 
 
 def cells(one: Line) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
     columns = config.tmem_columns
     return [

@@ -1,4 +1,4 @@
-"""What the benchmark file of an op defines: cases, bytes by formula, tensors, variants and marks."""
+"""Definitions for the benchmark file of an op: cases, bytes by formula, tensors, variants and marks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 Row = dict[str, Any]
-"""One measured case as it stands in the JSON file (built by `runner.run_case`)."""
+"""One measured case of the JSON file (built by `runner.run_case`)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem size. `inductor` says how the torch composition is compiled there: "" (not at all), "static"
-    (`dynamic=False`, one compile for this shape) or "dynamic" (one compile for each row length, with a symbolic M).
-    `choices` are what else the cases of one op differ in, such as arguments by their names."""
+    """One problem size.
+
+    Attributes:
+        sizes: Sizes by name.
+        inductor: How the torch composition is compiled: "" (not at all), "static" (`dynamic=False`, one compile for
+            this shape) or "dynamic" (one compile for each row length, with a symbolic M).
+        choices: Other arguments in which cases of one op differ, by name.
+    """
 
     sizes: Mapping[str, int]
     inductor: str = ""
@@ -32,26 +37,33 @@ class Case:
 
     @property
     def chosen(self) -> str:
-        """The choices, for a title."""
+        """Return the choices as text for a title."""
         return " ".join(self.choices.values())
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the work. `call(i)` runs it on buffer set i and returns the outputs (kept alive by the caller, so
-    that sets never share memory); `bytes` is what this way must move at least (its own formula, bytes a call)."""
+    """One implementation of the work.
+
+    Attributes:
+        call: `call(i)` runs it on buffer set i and returns the outputs. The caller keeps them alive, so that sets never
+            share memory.
+        bytes: Least number of bytes that a call of this implementation moves, by its own formula.
+    """
 
     call: Callable[[int], Any]
     bytes: int
     note: str = ""
     checked: bool = True
-    """Whether the outputs of `call` are those of the op, and are compared with `Benchmark.expected`."""
+    """True if `call` computes the op, so that its outputs are compared with `Benchmark.expected`."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A target and what was measured. `value` None: this run did not measure it. `notes`: the notes, by the name of
-    their file, where they are others than those of the benchmark."""
+    """A target and the measured value.
+
+    `value` is None if this run did not measure it. `notes` names the file of notes if it differs from the benchmark's.
+    """
 
     name: str
     goal: str
@@ -62,12 +74,12 @@ class Mark:
 
 
 def at_least(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """A mark that holds where value >= goal."""
+    """Return a mark that is reached if value >= goal."""
     return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit, notes)
 
 
 def at_most(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """A mark that holds where value <= goal."""
+    """Return a mark that is reached if value <= goal."""
     return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit, notes)
 
 
@@ -76,82 +88,84 @@ class Benchmark(ABC):
 
     op: str
     family: ClassVar[str]
-    """The kernel family whose notes, `docs/notes/<family>.md`, say what limits the op."""
+    """Kernel family; its notes, `docs/notes/<family>.md`, explain the limits of the op."""
     settings: ClassVar[Mapping[str, str]]
-    """What all cases have in common (dtype, format, layout), for the report."""
+    """Properties common to all cases (dtype, format, layout), for the report."""
     peers: ClassVar[Sequence[str]] = ("quack", "inductor")
-    """The peers that exist for this op, in the order of the table's columns."""
+    """Peers of this op, in the order of the table's columns."""
     of_copy: ClassVar[float | None] = None
-    """The target for the fraction of the copy's bandwidth at large sizes, for the picture."""
+    """Target for the fraction of the copy bandwidth at large sizes, for the picture."""
     tolerance: float = 0.0
     """Largest fraction of output elements that may differ from `expected` (docs/numerics.md)."""
     checked_elements: int = 2**27
     """Cases up to this many elements (first two sizes multiplied) are checked against `expected` before timing."""
     about: str = ""
-    """What the report says of the variants, after the method."""
+    """Text on the variants in the report, after the method."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the report says below the table, a line each."""
+        """Return the lines of the report below the table."""
         return ()
 
     @property
     def ways(self) -> Sequence[str]:
-        """Our other ways to do the work, such as an op's backends: `peer` serves them too, and they run without
-        peers."""
+        """Return our other implementations, such as backends by name. `peer` makes them, also in runs without peers."""
         return ()
 
     @abstractmethod
     def cases(self, sizes: str) -> list[Case]:
-        """The cases of "marks", "quick" or "full", in the order they run; each set holds the one before."""
+        """Return the cases of "marks", "quick" or "full" in the order they run. Each set contains the previous one."""
 
     @abstractmethod
     def bytes_moved(self, case: Case) -> int:
-        """Bytes the op must move: each input read once, each output written once (padding is not counted)."""
+        """Return the bytes that the op must move: each input read once, each output written once, without padding."""
 
     def flops(self, case: Case) -> int:
-        """Multiplications and additions of the op; 0 where memory alone takes the time."""
+        """Return the multiplications and additions of the op; 0 if memory alone limits it."""
         return 0
 
     @abstractmethod
     def smallest(self, case: Case) -> Case:
-        """The smallest case that runs the same compiled kernels as `case`."""
+        """Return the smallest case that runs the same compiled kernels as `case`."""
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:  # noqa: B027  most peers need nothing
-        """What the peers can do once for all cases, such as compiling in parallel. It may fail."""
+        """Prepare the peers once for all cases, for example by compiling in parallel. It may fail."""
 
     @abstractmethod
     def make_set(self, case: Case, device: torch.device) -> Tensors:
-        """One buffer set: fresh random inputs, and poisoned outputs."""
+        """Return one buffer set: fresh random inputs and poisoned outputs."""
 
     @abstractmethod
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
-        """Our op, with preallocated outputs."""
+        """Return the variant of our op with preallocated outputs."""
 
     @abstractmethod
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """The peer's variant, or the reason why there is none. Imports the peer only here."""
+        """Return the peer's variant, or the reason why it is missing. Only this method imports the peer."""
 
     @abstractmethod
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """What `ours` must leave in its outputs, by plain torch operations on the same device."""
+        """Return the expected outputs of `ours`, computed by plain torch operations on the same device."""
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The largest fraction, over the outputs, of elements that differ."""
+        """Return the fraction of elements that differ, in the worst output."""
         return mismatch(got, expected)
 
     @abstractmethod
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """The targets, judged on measured rows."""
+        """Return the targets, judged on measured rows."""
 
     @abstractmethod
     def panel(self, case: Case) -> str:
-        """The plot panel that a case belongs to."""
+        """Return the plot panel of a case."""
 
 
 def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest fraction, over the outputs, of elements that differ: e2m1 codes for packed `uint8`, bytes for FP8;
-    a bfloat16 differs where it is off by more than one ulp, a float32 (a scale) by more than a row sum's rounding."""
+    """Return the fraction of elements that differ, in the worst output.
+
+    Elements are e2m1 codes for packed `uint8`, and bytes for FP8. A bfloat16 differs if it is off by more than one ulp,
+    a float32 (a scale) if it is off by more than the rounding of a row sum.
+    """
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -15,7 +15,7 @@ from . import host, layer, ops, report
 from .case import Row
 
 TOLERANCE = 0.02
-"""By how much a case may be slower without being marked."""
+"""Relative slowdown of a case that is not marked."""
 NOTHING_TO_COMPARE = 2
 
 ABOUT = """\
@@ -25,11 +25,11 @@ torch's own calls on the host, whose code did not change: what the machine chang
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured of one case."""
+    """Measured times of one case."""
 
     ours: float
     others: Mapping[str, float]
-    """By name: the variants whose code is not ours."""
+    """Times of variants whose code is not ours, by name."""
     is_right: bool = True
 
 
@@ -47,19 +47,19 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """The median ratio of what is in both and not ours."""
+        """Return the median ratio of the variants that are not ours, over those in both results."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Why the case needs a look; empty if it does not."""
+        """Return the reason why the case needs a look, or an empty string."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""
 
 
 def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
-    """The cases of a result file by name."""
+    """Return the cases of a result file by name."""
     if "times" in result:  # host.json
         times = {name: time["us"] for name, time in result["times"].items()}
         others = {name: us for name, us in times.items() if name in host.NOT_OURS}
@@ -70,7 +70,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """A case for each precision or way but those that are not ours, such as bf16."""
+    """Return a case for each precision or way that is ours (bf16, for example, is not)."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"
@@ -87,19 +87,19 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:
-    """A row's times; `ways` are variants that are ours too."""
+    """Return the times of a row. `ways` are further variants that are ours."""
     variants = row["variants"]
     others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
     return Times(variants["ours"]["us"], others, row["correct"] is not False)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The result files of a folder, by name."""
+    """Return the result files of a folder by name."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def compared(name: str, old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> tuple[str, int]:
-    """The report of one op, and how many of its cases need a look."""
+    """Return the report of one op, and the number of its cases that need a look."""
     before, after = cases_of(old), cases_of(new)
     lines = [Line(case, before[case], after[case]) for case in before if case in after]
     body = [

@@ -1,6 +1,6 @@
-"""The same work in plain torch operations, as one would write it for `torch.compile`. Semantics: docs/numerics.md.
+"""Compositions of plain torch operations, as a user would write them for `torch.compile`. See docs/numerics.md.
 
-These are the baselines that run eagerly or compiled by Inductor, and the check that a measured kernel is right.
+They are the baselines that run eagerly or compiled by Inductor, and the reference of measured kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def to_128x4(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The (rows, columns) scales, row-major, that `to_128x4` laid out."""
+    """Return the row-major (rows, columns) scales from the layout of `to_128x4`."""
     tiles = scale.view(torch.uint8).view(scale.shape[0] // 128, scale.shape[1] // 4, 32, 4, 4)
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(scale.shape)
     return padded[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
@@ -66,34 +66,34 @@ def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 
 def rmsnorm_fp32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The normalised rows in fp32."""
+    """Return the normalised rows in fp32."""
     v = x.to(torch.float32)
     return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight.to(torch.float32)
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The normalised rows in the input dtype."""
+    """Return the normalised rows in the input dtype."""
     return rmsnorm_fp32(x, weight, eps).to(x.dtype)
 
 
 def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rmsnorm` of the residual after `x` is added to it in place."""
+    """Add `x` to the residual in place and return its `rmsnorm`."""
     return rmsnorm(residual.add_(x), weight, eps)
 
 
 def fp4_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4, 128x4 scales."""
+    """Quantise to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(x.to(torch.float32))
     return y, to_128x4(scale)
 
 
 def fp4_dequantize(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """NVFP4 with 128x4 scales → bfloat16."""
+    """Decode NVFP4 with 128x4 scales to bfloat16."""
     return nvfp4_dequantize(y, from_128x4(scale, y.shape[0], y.shape[1] // 8), torch.bfloat16)
 
 
 def rmsnorm_fp4quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm, then NVFP4, 128x4 scales."""
+    """Apply RMSNorm, then quantise to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(rmsnorm_fp32(x, weight, eps))
     return y, to_128x4(scale)
 
@@ -101,7 +101,7 @@ def rmsnorm_fp4quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple
 def rmsnorm_fp4quant_with_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """RMSNorm, then NVFP4, 128x4 scales, and the normalised rows in the input dtype."""
+    """Return NVFP4 codes and 128x4 scales of RMSNorm, and the normalised rows in the input dtype."""
     norm = rmsnorm_fp32(x, weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), norm.to(x.dtype)
@@ -110,21 +110,21 @@ def rmsnorm_fp4quant_with_norm(
 def add_rmsnorm_fp4quant(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rmsnorm_fp4quant` of the residual after `x` is added to it in place."""
+    """Add `x` to the residual in place and return its `rmsnorm_fp4quant`."""
     return rmsnorm_fp4quant(residual.add_(x), weight, eps)
 
 
 def add_rmsnorm_fp4quant_with_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`rmsnorm_fp4quant_with_norm` of the residual after `x` is added to it in place."""
+    """Add `x` to the residual in place and return its `rmsnorm_fp4quant_with_norm`."""
     return rmsnorm_fp4quant_with_norm(residual.add_(x), weight, eps)
 
 
 def add_rmsnorm_fp4quant_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `add_rmsnorm_fp4quant`, and the scales in the linear layout too."""
+    """Return `add_rmsnorm_fp4quant`, with scales also in the linear layout."""
     y, scale = nvfp4_quantize(rmsnorm_fp32(residual.add_(x), weight, eps))
     return y, to_128x4(scale), scale
 
@@ -132,25 +132,25 @@ def add_rmsnorm_fp4quant_both_layouts(
 def add_rmsnorm_fp4quant_with_norm_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `add_rmsnorm_fp4quant_with_norm`, and the scales in the linear layout too."""
+    """Return `add_rmsnorm_fp4quant_with_norm`, with scales also in the linear layout."""
     norm = rmsnorm_fp32(residual.add_(x), weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), scale, norm.to(x.dtype)
 
 
 def silu_mul_fp32(x: torch.Tensor) -> torch.Tensor:
-    """`silu` of each row's first half times its second half, in fp32."""
+    """Return `silu` of each row's first half times its second half, in fp32."""
     gate, up = x.to(torch.float32).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu_mul_fp32` in the input dtype."""
+    """Return `silu_mul_fp32` in the input dtype."""
     return silu_mul_fp32(x).to(x.dtype)
 
 
 def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul_fp32`, then NVFP4, 128x4 scales."""
+    """Quantise `silu_mul_fp32` to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(silu_mul_fp32(x))
     return y, to_128x4(scale)
 
@@ -158,8 +158,11 @@ def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def e4m3_quantize(
     y: torch.Tensor, scale: torch.Tensor | None, granularity: str, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, K) fp32 → e4m3 (M, K) and fp32 scales: `scale` itself if given (granularity "tensor"), else amax / 448 of
-    each row or each 128 elements of it, then (M, 1) or (M, K/128), or (K/128, M) in the column layout."""
+    """Quantise (M, K) fp32 to e4m3 with fp32 scales.
+
+    The scale is `scale` if given (granularity "tensor"), else amax / 448 of each row, (M, 1), or of each 128 elements,
+    (M, K/128), or (K/128, M) in the column layout.
+    """
     if scale is not None:
         return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
     blocks = y.unflatten(-1, (-1, 128 if granularity == "block128" else y.shape[-1]))
@@ -174,7 +177,7 @@ def e4m3_quantize(
 def fp8_quantize(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8."""
+    """Quantise to FP8."""
     return e4m3_quantize(x.to(torch.float32), scale, granularity, scale_layout)
 
 
@@ -186,21 +189,21 @@ def rmsnorm_fp8quant(
     granularity: str = "token",
     scale_layout: str = "row",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm, then FP8."""
+    """Apply RMSNorm, then quantise to FP8."""
     return e4m3_quantize(rmsnorm_fp32(x, weight, eps), scale, granularity, scale_layout)
 
 
 def add_rmsnorm_fp8quant(
     x: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rmsnorm_fp8quant` of the residual after `x` is added to it in place."""
+    """Add `x` to the residual in place and return its `rmsnorm_fp8quant`."""
     return rmsnorm_fp8quant(residual.add_(x), *rest, **named)
 
 
 def silu_mul_fp8quant(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul_fp32`, then FP8."""
+    """Quantise `silu_mul_fp32` to FP8."""
     return e4m3_quantize(silu_mul_fp32(x), scale, granularity, scale_layout)
 
 
@@ -210,7 +213,7 @@ def silu_mul_fp8quant(
 def choose_experts(
     logits: torch.Tensor, topk: int, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (M, topk) float32 and experts (M, topk) int64 of each token; equal experts in any order."""
+    """Return weights (M, topk) float32 and experts (M, topk) int64 of each token; ties in any order."""
     scores = logits.to(torch.float32).sigmoid()
     groups = scores.unflatten(1, (num_groups, -1))
     best = groups.topk(2, dim=2).values.sum(2).topk(topk_groups, dim=1).indices
@@ -222,7 +225,7 @@ def choose_experts(
 def moe_route_dense(
     logits: torch.Tensor, topk: int, scoring: str, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> torch.Tensor:
-    """The weights of `choose_experts` as a matrix (M, E); `scoring` is "sigmoid"."""
+    """Return the weights of `choose_experts` as a matrix (M, E). `scoring` is "sigmoid"."""
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter(1, ids, weights)
 
@@ -230,7 +233,7 @@ def moe_route_dense(
 def moe_route_ids(
     ids: torch.Tensor, experts: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of pairs, pairs of rows, offsets and counts, of experts in 0..E-1: sorted by expert."""
+    """Sort pairs of a token and an expert by expert: rows of pairs, pairs of rows, offsets and counts."""
     tokens, topk = ids.shape
     expert, order = ids.flatten().sort(stable=True)
     expert = expert.long()
@@ -255,7 +258,7 @@ def moe_route(
     scaling_factor: float,
     alignment: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Weights, experts, and what `moe_route_ids` gives; `scoring` is "sigmoid"."""
+    """Return weights, experts, and the results of `moe_route_ids`. `scoring` is "sigmoid"."""
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     ids = ids.to(torch.int32)
     return weights, ids, *moe_route_ids(ids, logits.shape[1], alignment)

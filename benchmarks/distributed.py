@@ -1,5 +1,5 @@
-"""`python -m benchmarks distributed`: bytes on the wire and time of a layer on eight H200s, by a model. Nothing is
-measured: so many GPUs were not at hand.
+"""`python -m benchmarks distributed`: modelled bytes on the wire and time of a layer on eight H200s. Nothing is
+measured, because eight GPUs were not available.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from . import report
 
 RANKS: Final = 8
 NVLINK: Final = 450e9
-"""Bytes a second that an H200 sends, and as many that it receives, by NVIDIA's data sheet: 900 GB/s in both directions
-together, through switches that connect every pair at full rate."""
+"""Bytes a second that an H200 sends, and receives, by NVIDIA's data sheet: 900 GB/s in both directions together,
+through switches that connect every pair at full rate."""
 
 OPERANDS: Final = {
     "bf16": (Operand(torch.bfloat16), None),
     "fp8": (Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128)),
     "nvfp4": (Operand(NVFP4, SCALE_LAYOUTS["128x4"]),) * 2,
 }
-"""Activations and weight of each format; bf16 has no GEMM here."""
+"""Activations and weight of each format; bf16 uses no GEMM of ours."""
 
 SUMS: Final = {"float32": 4, "bf16": 2}
-"""Bytes of an element of sums that are scattered."""
+"""Bytes of an element of the partial sums in the reduce-scatter."""
 CASES: Final = (("bf16", "bf16"), *((fmt, sums) for fmt in ("fp8", "nvfp4") for sums in SUMS))
-"""Formats, and dtypes of sums."""
+"""Formats, and dtypes of the partial sums."""
 
 ABOUT = """\
 A MODEL, NOT A MEASUREMENT: {ranks} H200s, NVLink at {nvlink:.0f} GB/s into each and as much out of it, by data sheet;
@@ -53,7 +53,7 @@ chosen evenly, and results that come back in bf16. MB that a GPU receives; µs o
 
 
 class Sizes(NamedTuple):
-    """Of a dense decoder layer."""
+    """Widths of a dense decoder layer."""
 
     hidden: int
     intermediate: int
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     head: int
 
     def gemms(self, ranks: int) -> tuple[tuple[int, int], ...]:
-        """N and K of what one rank multiplies: q, k and v; o; gate and up; down."""
+        """Return N and K of one rank's GEMMs: q, k and v; o; gate and up; down."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head // ranks
         return (
             (qkv, self.hidden),
@@ -74,19 +74,19 @@ class Sizes(NamedTuple):
 
 LLAMA_70B: Final = Sizes(8192, 28672, 64, 8, 128)
 TOKENS: Final = (64, 512, 4096, 16384)
-"""Of all ranks together."""
+"""Tokens of all ranks together."""
 HIDDEN, EXPERTS_COUNT, TOPK = 7168, 256, 8
-"""DeepSeek-V3's."""
+"""Sizes of DeepSeek-V3."""
 OWN_TOKENS: Final = (16, 64, 128, 512, 4096)
-"""Of each rank."""
+"""Tokens of each rank."""
 
 
 class Layer(NamedTuple):
-    """What the model says of a decoder layer, of one GPU.
+    """Modelled figures of a decoder layer on one GPU.
 
     Attributes:
-        gathered, scattered: bytes that it receives.
-        wire_us, gemm_us: time of the collectives, and of the GEMMs.
+        gathered, scattered: Bytes that the GPU receives in each collective.
+        wire_us, gemm_us: Times of the collectives and of the GEMMs, in µs.
     """
 
     gathered: float
@@ -96,12 +96,12 @@ class Layer(NamedTuple):
 
 
 def row_bytes(fmt: str, width: int) -> int:
-    """Bytes of a row of activations, with its scales."""
+    """Return the bytes of a row of activations with its scales."""
     return OPERANDS[fmt][0].row_bytes(width)
 
 
 def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
-    """The least that a backend's cost model gives; of bf16, the longer of bytes and operations."""
+    """Return the smallest estimate of any backend; for bf16, the longer time of bytes and operations."""
     activations, weight = OPERANDS[fmt]
     if weight is None:
         moved = 2 * (n * k + m * (n + k))
@@ -116,7 +116,7 @@ def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
 
 
 def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLAMA_70B, ranks: int = RANKS) -> Layer:
-    """A layer of a dense decoder for so many tokens of all ranks."""
+    """Return the figures of a dense decoder layer for `tokens` tokens of all ranks."""
     others = (ranks - 1) / ranks
     gathered = 2 * tokens * row_bytes(fmt, sizes.hidden) * others
     scattered = 2 * tokens * sizes.hidden * SUMS[sums] * others
@@ -125,7 +125,7 @@ def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLA
 
 
 def experts(fmt: str, own_tokens: int, ranks: int = RANKS) -> tuple[float, float, float]:
-    """Bytes of rows that a GPU receives for its experts, of results that come back, and µs for both."""
+    """Return the bytes of rows that a GPU receives for its experts, of results that it receives, and µs for both."""
     pairs = own_tokens * TOPK * (ranks - 1) / ranks
     sent, back = pairs * row_bytes(fmt, HIDDEN), pairs * 2 * HIDDEN
     return sent, back, (sent + back) / NVLINK * 1e6

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran, as a reader needs it to compare two runs. No host names, no paths."""
+"""Hardware and software of a run, for comparing two runs. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "humming-ke
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -24,7 +24,7 @@ def package_version(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None where nvidia-smi cannot say."""
+    """Return the NVIDIA driver's version, or None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -34,7 +34,7 @@ def driver_version() -> str | None:
 
 
 def gpu_properties(device: torch.device) -> dict[str, Any]:
-    """Name, capability, SM count, memory and L2 size (bytes) of a CUDA device."""
+    """Return name, capability, SM count, memory and L2 size (bytes) of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,
@@ -47,7 +47,7 @@ def gpu_properties(device: torch.device) -> dict[str, Any]:
 
 
 def collect(device: torch.device) -> dict[str, Any]:
-    """Everything, as it goes into the JSON file."""
+    """Return the environment for the JSON file."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **(gpu_properties(device) if device.type == "cuda" else {"gpu": None}),
@@ -60,7 +60,7 @@ def collect(device: torch.device) -> dict[str, Any]:
 
 
 def headline(environment: dict[str, Any]) -> str:
-    """One line for people: GPU, driver, torch, CUDA and the packages that matter."""
+    """Return one line with GPU, driver, torch, CUDA and the relevant packages."""
     parts = [str(environment["gpu"] or "no GPU")]
     if environment.get("driver"):
         parts.append(f"driver {environment['driver']}")

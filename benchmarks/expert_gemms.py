@@ -1,5 +1,4 @@
-"""What the benchmarks of the second GEMM of an expert layer share: sizes, routings, bytes and operations of what is
-routed."""
+"""Base of the benchmarks of an expert layer's second GEMM: sizes, routings, bytes and operations of routed pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from .gemms import DTYPE
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 N, K, EXPERTS = 7168, 65536, 256
-"""DeepSeek-V3's experts, with an eighth of each expert's 2,048 elements: 256 on one of eight GPUs."""
+"""DeepSeek-V3's experts on one of eight GPUs: 256 of each expert's 2,048 elements."""
 TOP = 8
 """Experts of a token."""
 DENSE_ROWS = ROWS[:5]
@@ -27,9 +26,9 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "quick": {"top-8": ROWS, "Zipf": ROWS, "dense": DENSE_ROWS},
     "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
 }
-"""M of each routing, for each set of sizes."""
+"""M by routing, for each set of sizes."""
 MARLIN_US = dict(zip(ROWS, (7.0, 35, 54, 86, 115, 130, 170, 290), strict=True))
-"""Times of Marlin's expert kernel at these sizes, top-8: from an earlier measurement, not from a run of this
+"""Times of Marlin's expert kernel at these sizes with top-8 routing, from an earlier measurement outside this
 benchmark."""
 MARLIN_FIGURES = ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
 MARLIN_NOTE = f"Marlin's expert kernel, from notes and not from this run, top-8, µs: {MARLIN_FIGURES}"
@@ -43,15 +42,20 @@ multiplied by alpha outside of the timing."""
 
 
 def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tensor:
-    """(M, E): a token's experts are those with its largest keys, drawn without replacement with probabilities in
-    proportion to 1 / `ranks` (E,). They are log-probabilities with Gumbel noise added."""
+    """Return keys (M, E): a token's experts are the ones with its largest keys.
+
+    Keys are log-probabilities with Gumbel noise, so that experts are drawn without replacement with probabilities
+    proportional to 1 / `ranks` (E,).
+    """
     return -ranks.log() - torch.empty(m, len(ranks)).exponential_(generator=generator).log()
 
 
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
-    """`alpha` (M, E), float32 on the CPU, the same in each call; `name` is a key of `SIZES[…]`. Factors are powers of
-    two, so that bfloat16 activations can be multiplied by them exactly."""
+    """Return `alpha` (M, E), float32 on the CPU, equal in each call. `name` is a key of `SIZES[…]`.
+
+    Factors are powers of two, so that products with bfloat16 activations are exact.
+    """
     generator = torch.Generator().manual_seed(m)
     factors = 2.0 ** -torch.randint(1, 5, (m, experts), generator=generator)
     if name == "dense":
@@ -62,7 +66,7 @@ def routing(name: str, m: int, experts: int) -> torch.Tensor:
 
 
 class ExpertGemmBenchmark(FP4GemmBenchmark):
-    """`out = Σ_e alpha[:, e] · a_e @ w_e.T`: subclasses say what `a` is."""
+    """Benchmark of `out = Σ_e alpha[:, e] · a_e @ w_e.T`. Subclasses define `a`."""
 
     peers = ("humming", "cublas_bf16")
     family = "fp4_experts"
@@ -82,7 +86,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     # --- cases ---
 
     def case(self, m: int, n: int = N, k: int = K, experts: int = EXPERTS, name: str = "top-8") -> Case:
-        """A case of this op."""
+        """Return a case of this op."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -94,19 +98,19 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     # --- formulas: `GemmProblem` does not know the routing, and estimates ---
 
     def bytes_moved(self, case: Case) -> int:
-        """The weight of the experts that some token has, the activations of the pairs, both with their scales, and
-        `alpha` read, and the result written; bytes."""
+        """Return the bytes of the touched experts' weights and the pairs' activations with their scales, `alpha`, and
+        the result."""
         problem, m, alpha = self.problem(case), case["M"], self.alpha_of(case)
         used, pairs = int(alpha.any(0).sum()), int(alpha.count_nonzero())
         read = problem.n * problem.b.row_bytes(used * problem.expert_k) + pairs * problem.a.row_bytes(problem.expert_k)
         return read + alpha.nbytes + m * problem.n * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
-        """Multiplications and additions of the routed pairs."""
+        """Return the multiplications and additions of the routed pairs."""
         return 2 * int(self.alpha_of(case).count_nonzero()) * case["N"] * self.problem(case).expert_k
 
     def alpha_of(self, case: Case) -> torch.Tensor:
-        """`alpha`, on the CPU."""
+        """Return `alpha` on the CPU."""
         return routing(case.choices["routing"], case["M"], case["E"])
 
     # --- tensors ---
@@ -119,7 +123,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return weight | {name: tensors[name] for name in ("a", "a_scale", "alpha") if name in tensors}
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
-        """A buffer set as peers take it: a dense GEMM."""
+        """Return a buffer set for peers, which compute a dense GEMM."""
         width = case["K"] // case["E"]
         a = self.decoded_a(tensors, DTYPE) * tensors["alpha"].to(DTYPE).repeat_interleave(width, 1)
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)

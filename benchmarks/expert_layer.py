@@ -1,19 +1,19 @@
-"""`python -m benchmarks expert_layer`: routed expert layers, from logits to the sums, by tokens and routing.
+"""`python -m benchmarks expert_layer`: routed expert layers, from logits to results, by tokens and routing.
 
 few       `nn.ExpertLayer.forward_few`: `moe_route_dense`, `fp4_quantize`, `moe_fc1_fp4`, `moe_fc2_fp4`
-few-bf16  the same with activations in 16 bits: `moe_fc1_fp4_weight_only`, `moe_fc2_fp4_weight_only`
+few-bf16  `few` with activations in 16 bits: `moe_fc1_fp4_weight_only`, `moe_fc2_fp4_weight_only`
 many      `nn.ExpertLayer.forward_many`, with activations in FP8: `moe_route`, `moe_permute_fp8quant`,
           `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4`, `moe_finalize`
-many-fp8  the same with weights in FP8, by `grouped_mm_fp8`: a peer
+many-fp8  `many` with weights in FP8, by `grouped_mm_fp8`: a peer
 bf16      the decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order: a peer
 
-Calls of a captured graph go through several sets of tokens, which take other experts each, and through two sets of
-weights, in turn: so L2 holds next to none of the weights that a call reads. The router's GEMM and shared experts, which
-any of these ways has beside it, are left out.
+Calls of a captured graph cycle through several sets of tokens with different experts, and through two sets of weights,
+so L2 holds almost none of the weights that a call reads. The router's GEMM and shared experts are left out because they
+are equal in all of these ways.
 
 Routing: a token's experts are drawn without replacement, all equally likely ("uniform"), or the r-th likeliest with a
-probability in proportion to 1/r ("zipf"), or one is taken by all tokens, and the others are drawn ("hot"). Which expert
-is the r-th, or the hot one, is another in each call.
+probability in proportion to 1/r ("zipf"), or one is taken by all tokens, and the others are drawn ("hot"). The
+r-th and the hot expert differ from call to call.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .runner import ASSUMED_TFLOPS, describe
 
 NOTES = "fp4_gated_experts"
 BUDGET_MS = 80.0
-"""GPU time that the replays of one row aim at: some 60 rows take less than two minutes with their preparations."""
+"""GPU time in ms for the replays of one row: about 60 rows take less than two minutes with their preparations."""
 WEIGHT_SETS = 2
-"""Each is many times as large as L2."""
+"""Sets of weights; each is many times as large as L2."""
 COSINE_ROWS = (8, 64)
-"""Tokens with which results are compared with those of the decoded weights."""
+"""Numbers of tokens at which results are compared with a layer of decoded weights."""
 MARLIN_NOTE = (
     "Marlin's expert kernel, from notes and not from this run: the second GEMM alone of the sizes of DeepSeek-V3 above "
     f"(256 experts of 256, 7,168 columns, NVFP4, top-8, without adding up a token's experts), µs: {MARLIN_FIGURES}."
@@ -70,7 +70,7 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, FEW_ROWS, LARGE)
 
 
 def blank(model: Model, routing: str, m: int) -> dict[str, Any]:
-    """A row of the result file before anything is measured: `experts` in use and `bytes` of their weights are means
+    """Return a row of the result file before the measurement. `experts` in use and `bytes` of their weights are means
     over the calls."""
     return {
         "rows": m,
@@ -93,8 +93,8 @@ def run(
     settings: Settings,
     copy_tbps: float,
 ) -> None:
-    """Fill a row: times of the layer in each way, µs; the floor of each: bytes of the weights of the experts in use at
-    the rate of a copy; why a way has no time."""
+    """Fill a row: time of each way in µs, its floor (weights of the experts in use at the copy rate), and reasons for
+    missing times."""
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
     absent, size = row["absent"], {name: WAYS[name].expert_bytes(model) for name in names}
     flops = 6 * m * model.topk * model.intermediate * model.hidden
@@ -131,21 +131,22 @@ def _call(ways: Sequence[Way], inputs: Sequence[Inputs], i: int) -> Tensor:
 
 
 def faster(row: Mapping[str, Any]) -> float | None:
-    """The time of the faster one of `few` and `many`, of those that were measured."""
+    """Return the time of the faster of `few` and `many`, if measured."""
     return min((each["us"] for name, each in row["variants"].items() if name in ("few", "many")), default=None)
 
 
 def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: float) -> float:
-    """How long `m` tokens whose experts have weights of `moved` bytes may take, by times with uniform routing.
+    """Return the time that `m` tokens with `moved` bytes of expert weights may take, from times with uniform routing.
 
-    Two readings of the measurements, of which the longer counts: the time that interpolates linearly over bytes between
-    the two numbers of tokens, of up to `m`, whose experts have that many; and that of `m` tokens, scaled by bytes. The
-    second is for many tokens, which take nearly all experts: then time grows and bytes do not.
+    The longer of two estimates counts. The first interpolates linearly over bytes between two measured numbers of
+    tokens
+    up to `m`. The second scales the time of `m` tokens by bytes; it serves many tokens, which touch nearly all experts,
+    so that time grows and bytes do not.
 
     Args:
-        uniform: bytes of the weights of the experts in use, and time, by tokens; `m` is among these.
-        m: tokens.
-        moved: bytes.
+        uniform: Bytes of the experts' weights and time, by tokens; contains `m`.
+        m: Number of tokens.
+        moved: Bytes of the experts' weights.
     """
     points = [uniform[tokens] for tokens in sorted(uniform) if tokens <= m]
     between = next(((low, high) for low, high in pairwise(points) if low[0] <= moved < high[0]), None)
@@ -157,8 +158,8 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
 
 
 def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None, str]:
-    """Tokens of an expert, on average, from which `many` is faster than `few`, interpolated in logarithms; and the line
-    that says so."""
+    """Return the mean number of tokens an expert from which `many` is faster than `few`, interpolated in logarithms,
+    and a line of text."""
     points = [
         (row["rows_of_expert"], math.log(row["variants"][few]["us"] / row["variants"]["many"]["us"]))
         for row in sorted(rows, key=lambda row: row["rows"])
@@ -177,7 +178,7 @@ def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None,
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """What was measured, against the targets of `targets.py`."""
+    """Return the measured values against the targets of `targets.py`."""
     by_case = {(row["model"], row["routing"], row["rows"]): row for row in rows}
     found = []
     for m, most in targets.EXPERT_LAYER_US.items():
@@ -219,12 +220,12 @@ def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def least_cosine(rows: Sequence[Mapping[str, Any]], model: str, way: str) -> float | None:
-    """Over the tokens that were compared."""
+    """Return the smallest cosine over the compared tokens."""
     return min((row["cosine"][way] for row in rows if row["model"] == model and way in row["cosine"]), default=None)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """A table for each model and routing, and below those of a model where `few` and `many` cross."""
+    """Return a table for each model and routing, followed by the crossing of `few` and `many`."""
     parts = [
         f"# Routed expert layers\n\n{environment.headline(result['environment'])}",
         "µs a layer, medians: routing and both GEMMs; floor: bytes of the weights of the experts in use at "
@@ -262,7 +263,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The picture: a panel for each routing of a model."""
+    """Draw the picture: a panel for each routing of a model."""
     layers.plot(report.grouped(rows, lambda row: f"{row['model']}, {row['routing']}"), list(WAYS), "tokens", path)
 
 
@@ -276,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
-    """Measure what was asked for; print and write `expert_layer.json`, `.md` and `.png`. 1 if something failed."""
+    """Measure, print and write `expert_layer.json`, `.md` and `.png`. Return 1 if something failed."""
     options.output.mkdir(parents=True, exist_ok=True)
     peaks, settings = ceilings(backend, device), Settings(budget_ms=BUDGET_MS)
     result: dict[str, Any] = {
@@ -295,7 +296,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
                 row, where = blank(MODELS[model], routing, m), f"{model}, {routing}, M = {m}"
                 try:
                     run(prepared, row, names, backend, l2_bytes, settings, peaks.copy_tbps)
-                except Exception as error:  # such as one that only the end of the replays shows
+                except Exception as error:  # an error may show only at the end of the replays
                     row["absent"] |= {name: describe(error) for name in names if name not in row["absent"]}
                 result["rows"].append({"model": model, **row})
                 failed = "".join(f"\n    {name}: {why}" for name, why in row["absent"].items())

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks expert_layer` measures: models, random weights and tokens, ways to compute a layer."""
+"""Models, random weights and tokens, and ways to compute a layer, for `python -m benchmarks expert_layer`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .expert_gemms import keys
 
 DTYPE = torch.bfloat16
 FEW_ROWS = 1024
-"""Most tokens that are measured by routed pairs alone, or with skewed routing."""
+"""Largest number of tokens measured by routed pairs only, or with skewed routing."""
 HIDDEN_AMAX = 64.0
-"""The largest gated activation that global scales of NVFP4 are for."""
+"""Largest gated activation that the NVFP4 global scales cover."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Model:
 
     Attributes:
         experts, hidden, intermediate, topk: E, H, I, and experts of a token.
-        scheme: of the weights, as `torch_cute_ops.nn` calls it.
-        scoring: arguments of `moe_route` and `moe_route_dense`.
-        swiglu: the gate's parameters.
-        has_bias: whether the experts' layers have biases.
-        has_fp8: whether it is measured with weights in FP8 too.
+        scheme: Scheme of the weights in `torch_cute_ops.nn`.
+        scoring: Arguments of `moe_route` and `moe_route_dense`.
+        swiglu: Parameters of the gate.
+        has_bias: True if the experts' layers have biases.
+        has_fp8: True if the model is also measured with FP8 weights.
     """
 
     experts: int
@@ -56,7 +56,7 @@ MODELS = {
     GPT_OSS: Model(128, 2880, 2880, 4, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 7.0), has_bias=True),
     QWEN3: Model(128, 2048, 768, 8, "nvfp4"),
 }
-"""Of DeepSeek-V3's experts an eighth of the columns, as on one of eight GPUs."""
+"""Models by name. DeepSeek-V3's experts have an eighth of their columns, as on one of eight GPUs."""
 ROUTINGS = ("uniform", "zipf", "hot")
 
 
@@ -65,7 +65,7 @@ ROUTINGS = ("uniform", "zipf", "hot")
 
 @torch.no_grad()
 def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -> QuantExperts:
-    """Experts with random codes, and biases of some tenths."""
+    """Return experts with random codes, and biases of a few tenths."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, width = model.experts, model.hidden, model.intermediate
     bias = torch.empty(0, dtype=DTYPE) if model.has_bias else None
@@ -84,7 +84,7 @@ def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -
 
 @cache
 def expert_bytes(model: Model, scheme: str) -> int:
-    """Of one expert's weights with their scales."""
+    """Return the bytes of one expert's weights with their scales."""
     cls: Any = FORMATS[scheme]
     sizes = (2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)
     layouts = (cls(k, n, device="meta").layout() for n, k in sizes)
@@ -100,12 +100,12 @@ def expert_bytes(model: Model, scheme: str) -> int:
 
 
 class Inputs(NamedTuple):
-    """Of one call.
+    """Inputs of one call.
 
     Attributes:
-        x: tokens (M, H), bfloat16.
-        logits: the router's, (M, E), float32.
-        used: how many experts the tokens have.
+        x: (M, H) bfloat16, tokens.
+        logits: (M, E) float32, output of the router.
+        used: Number of experts that the tokens are routed to.
     """
 
     x: Tensor
@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
 
 
 def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) -> Inputs:
-    """Random tokens, the same in each call with the same arguments; the experts are drawn on the CPU."""
+    """Return random tokens, equal for equal arguments. Experts are drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(model.experts, generator=generator)
     logits = keys(order + 1.0 if routing == "zipf" else torch.ones(model.experts), m, generator)
@@ -129,37 +129,37 @@ def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) ->
 
 
 class Way:
-    """A way to compute the layer of some experts; what does not depend on the tokens is made beforehand."""
+    """A way to compute the layer of some experts. Work that does not depend on the tokens is done beforehand."""
 
     is_few = False
-    """Whether it computes routed pairs alone."""
+    """True if it computes routed pairs only."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         self.model, self.experts = model, experts
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """The layer's result (M, H) for tokens (M, H) with logits (M, E)."""
+        """Return the layer's result (M, H) for tokens (M, H) with logits (M, E)."""
         raise NotImplementedError
 
     @classmethod
     def scheme(cls, model: Model) -> str:
-        """Of the experts that it takes."""
+        """Return the scheme of the experts that it takes."""
         return model.scheme
 
     @classmethod
     def expert_bytes(cls, model: Model) -> int:
-        """Of the weights that it reads of one expert."""
+        """Return the bytes of the weights that it reads for one expert."""
         return expert_bytes(model, cls.scheme(model))
 
 
 class Few(Way):
-    """Routed pairs alone, with activations in the format of the weights."""
+    """Routed pairs only, with activations in the format of the weights."""
 
     is_few = True
     activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        # The weights are those of the others, but for the second layers side by side.
+        # It shares the weights of the other ways; only the second layers are concatenated.
         own = QuantExperts(
             *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
         )
@@ -170,7 +170,7 @@ class Few(Way):
             amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=own.down_proj.weight.device)
             names = ("input_global_scale", "hidden_global_scale")
             scales = {name: ops.nvfp4_global_scale(each) for name, each in zip(names, amax, strict=True)}
-        # Whatever is few: this way is measured beside the other, also where that is faster.
+        # This way is measured also for numbers of tokens at which the other is faster.
         own.route_few_(self.activations, tokens_of_expert=FEW_ROWS, **scales)
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Few(Way):
 
 
 class FewBf16(Few):
-    """The same with activations in bf16."""
+    """`Few` with activations in bf16."""
 
     activations: FewActivations = "16bit"
 
@@ -195,7 +195,7 @@ class Many(Way):
 
 
 class ManyFP8(Many):
-    """The same with weights in FP8."""
+    """`Many` with weights in FP8."""
 
     @classmethod
     def scheme(cls, model: Model) -> str:
@@ -203,8 +203,8 @@ class ManyFP8(Many):
 
 
 class Bf16(Way):
-    """The decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order, which our ops make and add up:
-    what PyTorch has beside."""
+    """PyTorch's way: decoded bf16 weights by `torch._grouped_mm`. Our ops order the rows by expert and add the
+    results."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)
@@ -220,7 +220,7 @@ class Bf16(Way):
         return ops.moe_finalize(h, expanded, weights)
 
     def _multiplied(self, rows: Tensor, weight: Tensor, ends: Tensor, layer: int, owners: Tensor | None) -> Tensor:
-        """Each expert's rows times its weight, plus its bias; `owners`: the experts of the rows."""
+        """Return each expert's rows times its weight plus its bias. `owners` are the experts of the rows."""
         product, bias = torch._grouped_mm(rows, weight, offs=ends), self.biases[layer]
         return product if bias is None or owners is None else product + bias[owners]
 
@@ -233,19 +233,19 @@ WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "ma
 
 
 def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
-    """The layer of the package; the router, whose GEMM is not measured, has no numbers."""
+    """Return the layer of the package. Its router is empty because the router's GEMM is not measured."""
     router = torch.empty(model.experts, model.hidden, dtype=DTYPE, device=experts.down_proj.weight.device)
     return ExpertLayer(router, experts, model.topk, **model.scoring)
 
 
 def stacked_biases(model: Model, experts: QuantExperts) -> list[Tensor | None]:
-    """Those of both layers, (E, 2I) and (E, H), bf16."""
+    """Return the biases of both layers, (E, 2I) and (E, H) bf16."""
     stacks = (experts.gate_up_proj, experts.down_proj)
     return [None if each.bias is None else each.bias.unflatten(0, (model.experts, -1)) for each in stacks]
 
 
 def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
-    """SwiGLU of the halves of rows."""
+    """Return SwiGLU of the halves of rows."""
     gate, up = both.chunk(2, -1)
     if swiglu.limit is not None:
         gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
@@ -253,8 +253,8 @@ def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Those of the ways asked for that are measured with so many tokens: beyond `FEW_ROWS` those without routed pairs,
-    to compare with each other."""
+    """Return the requested ways that are measured with `m` tokens: beyond `FEW_ROWS` only the ways without routed
+    pairs."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names
@@ -262,7 +262,7 @@ def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[st
 
 
 class Decoded:
-    """The layer with the numbers that weights stand for, in bf16, multiplied in fp32 expert by expert."""
+    """The layer with decoded weights in bf16, multiplied in fp32 expert by expert."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         self.model = model
@@ -270,7 +270,7 @@ class Decoded:
         self.biases = [None if each is None else each.float() for each in stacked_biases(model, experts)]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """(M, H), float32."""
+        """Return the result, (M, H) float32."""
         best = logits.topk(self.model.topk)
         weights = best.values.softmax(-1)
         if self.model.scoring.get("scoring") == "sigmoid":
@@ -288,7 +288,7 @@ class Decoded:
 
 
 class Prepared:
-    """What the rows of a model have in common, made when it is first used."""
+    """Weights and layers of a model that its rows share, created on first use."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -296,7 +296,7 @@ class Prepared:
         self._ways: dict[tuple[str, int], Way] = {}
 
     def way(self, name: str, which: int) -> Way:
-        """A way to compute the layer of a set of weights; ways of one format share the weights."""
+        """Return a way to compute the layer of a set of weights. Ways of one format share the weights."""
         if (name, which) not in self._ways:
             scheme = WAYS[name].scheme(self.model)
             if (scheme, which) not in self._experts:

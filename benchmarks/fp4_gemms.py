@@ -1,4 +1,4 @@
-"""What the benchmarks of GEMMs with an NVFP4 weight share: sizes, targets, buffer sets and peers."""
+"""Base of the benchmarks of GEMMs with an NVFP4 weight: sizes, targets, buffer sets and peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SQUARE = (4096, 8192, 16384)
 LLAMA_8B = ((6144, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((8192, 28672), (28672, 8192), (10240, 8192))
 SHAPES = (*((size, size) for size in SQUARE), *LLAMA_8B, *LLAMA_70B)
-"""(N, K) of the weights: square ones, and those of a Llama 8B, whose other is 4,096 × 4,096, and a 70B."""
+"""(N, K) of the weights: square weights, and the weights of Llama 8B and 70B (8B also uses 4,096 × 4,096)."""
 LARGEST = (16384, 16384)
 
 MARK_SIZES = frozenset(
@@ -41,7 +41,7 @@ SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
 of two for each weight too."""
 
 ALPHA = 2.0**-6
-"""A power of two, so that a bfloat16 weight can be multiplied by it exactly."""
+"""Power of two, so that its product with a bfloat16 weight is exact."""
 SCALE_BYTES = (0x30, 0x41)
 """Range of the random scales' e4m3 bytes: 0.5 to 2."""
 
@@ -52,31 +52,31 @@ FP4_ACTIVATIONS_NOTE = "The peers have no FP4 activations on this GPU: theirs ar
 
 
 def best_fp4_peer(row: Row) -> float | None:
-    """Time of the fastest FP4 peer of a row whose result is right, µs."""
+    """Return the time in µs of the fastest FP4 peer with a right result."""
     variants = [row["variants"][name] for name in FP4_PEERS if name in row["variants"]]
     return min((variant["us"] for variant in variants if variant["correct"] is not False), default=None)
 
 
 def cublas_bf16(row: Row) -> float | None:
-    """Time of cuBLAS with bfloat16 operands in a row, µs."""
+    """Return the time in µs of cuBLAS with bfloat16 operands."""
     return row["variants"]["cublas_bf16"]["us"] if "cublas_bf16" in row["variants"] else None
 
 
 def slowest_case(rows: Sequence[Row], other: Callable[[Row], float | None]) -> float | None:
-    """How many times as fast as `other` ours is, in the row where that is least; rows without `other` do not count."""
+    """Return the smallest ratio of `other`'s time to ours over the rows that contain `other`."""
     pairs = [(other(row), row["variants"]["ours"]["us"]) for row in rows]
     return min((us / ours for us, ours in pairs if us is not None), default=None)
 
 
 class FP4GemmBenchmark(GemmBenchmark):
-    """`out = alpha · a @ b`: subclasses say what `a` is."""
+    """Benchmark of `out = alpha · a @ b`. Subclasses define `a`."""
 
     peers = tuple(fp4_peers.PEERS)
     family = "fp4_wgmma"
     tolerance = 1e-3
     about = ABOUT
     peer_note = ""
-    """How the work of the FP4 peers differs."""
+    """Difference between the work of the FP4 peers and ours."""
     settings: ClassVar = {"weight": "NVFP4", "scale layout": "128x4", "alpha": "given", "result": "bfloat16"}
 
     def properties(self, case: Case) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class FP4GemmBenchmark(GemmBenchmark):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The op's backends, without the reference."""
+        """Return the op's backends without the reference."""
         names = torch_cute_ops.backends(self.op, **self.properties(self.cases("marks")[0]), device="cpu")
         return tuple(name for name in names if name != "reference")
 
     # --- cases ---
 
     def case(self, m: int, n: int, k: int) -> Case:
-        """A case of this op."""
+        """Return a case of this op."""
         return Case({"M": m, "N": n, "K": k})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -114,15 +114,15 @@ class FP4GemmBenchmark(GemmBenchmark):
         return {"b": tensors["b"].t(), **{name: tensors[name] for name in names if name in tensors}}
 
     def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:
-        """`alpha`, one element."""
+        """Return `alpha`, one element."""
         return torch.full((1,), ALPHA, device=device)
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
-        """`a`, and its scales if it has any."""
+        """Return `a`, with its scales if it is quantised."""
         return {"a": torch.randn(m, k, dtype=DTYPE, device=device)}
 
     def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers (M, K) of `a`, exact in bfloat16."""
+        """Return the decoded values (M, K) of `a`, exact in bfloat16."""
         return tensors["a"].to(dtype)
 
     # --- peers ---
@@ -147,12 +147,12 @@ class FP4GemmBenchmark(GemmBenchmark):
         return Variant(call, self.peer_bytes(name, case), self.peer_note)
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
-        """A buffer set as peers take it."""
+        """Return a buffer set in the form that peers take."""
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)
         return Operands(self.decoded_a(tensors, DTYPE), tensors["b"], scale, tensors["alpha"], tensors["out"])
 
     def peer_bytes(self, name: str, case: Case) -> int:
-        """What a peer must move: bfloat16 activations and result, and its weight, of all experts."""
+        """Return the bytes that a peer must move: bfloat16 activations and result, and the weight of all experts."""
         problem, sixteen_bit = self.problem(case), Operand(DTYPE)
         weight = problem.b if name in FP4_PEERS else sixteen_bit
         return replace(problem, a=sixteen_bit, b=weight, grouping=Grouping()).bytes_moved(case["M"])
@@ -168,8 +168,11 @@ class FP4GemmBenchmark(GemmBenchmark):
         return ((total * tensors["alpha"].double()).to(DTYPE),)
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The fraction of results that are off by more than one ulp and 2^-8 of their root mean square, which allows
-        for partial sums that were rounded to bfloat16, as cuBLAS may."""
+        """Return the fraction of results that are off by more than one ulp and by more than 2^-8 of their root mean
+        square.
+
+        The second bound allows partial sums that were rounded to bfloat16, as in cuBLAS.
+        """
         [result], [correct] = got, expected
         if result.shape != correct.shape or result.dtype != correct.dtype:
             raise ValueError(f"the result is {result.dtype} {tuple(result.shape)}, expected {tuple(correct.shape)}")
@@ -196,7 +199,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """What "auto" costs: its time over that of the fastest of our backends."""
+        """Return marks for the time of "auto" over the time of our fastest backend."""
         ways, over = self.ways, []
         for row in rows:
             times = [row["variants"][name]["us"] for name in ways if name in row["variants"]]
@@ -211,7 +214,7 @@ class FP4GemmBenchmark(GemmBenchmark):
 
 
 class FP4Activations(FP4GemmBenchmark):
-    """A GEMM with `a` in NVFP4."""
+    """Benchmark of a GEMM with `a` in NVFP4."""
 
     peer_note = "bfloat16 activations"
     notes: Sequence[str] = (FP4_ACTIVATIONS_NOTE,)
@@ -227,12 +230,12 @@ class FP4Activations(FP4GemmBenchmark):
 
 
 def size_of(case: Case) -> Size:
-    """M, N, K."""
+    """Return M, N and K of a case."""
     return case["M"], case["N"], case["K"]
 
 
 def random_nvfp4(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes (rows, columns/2) and scales in the 128x4 layout."""
+    """Return random codes (rows, columns/2) and scales in the 128x4 layout."""
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     scale = torch.randint(*SCALE_BYTES, (rows, columns // 16), dtype=torch.uint8, device=device)
     return codes, to_128x4(scale.view(torch.float8_e4m3fn))

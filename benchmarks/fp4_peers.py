@@ -1,8 +1,8 @@
 """The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function of its operands, one for each buffer set, that packs the weights in the peer's layout (outside of
-any timing) and returns `call(i)`, which writes `out` of set i; or a `str`: the reason why there is none. What a peer
-raises is a reason too (`runner.collect_variants`). Each is imported only when it runs.
+A peer is a function of its operands, one for each buffer set. It packs the weights in the peer's layout, outside of any
+timing, and returns `call(i)`, which writes `out` of set i, or a `str` with the reason why the peer is missing. An
+exception is a reason too (`runner.collect_variants`). Each peer is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Size = tuple[int, int, int]
 
 
 class Operands(NamedTuple):
-    """One buffer set: what `out = alpha · a @ dequantised(codes, scale).T` is made of."""
+    """One buffer set: operands and result of `out = alpha · a @ dequantised(codes, scale).T`."""
 
     a: torch.Tensor
     """(M, K) bfloat16."""
@@ -52,12 +52,12 @@ def _missing(name: str, error: Exception) -> str:
 
 
 HUMMING_NVFP4 = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-"""What humming takes such weights for."""
+"""Checkpoint configuration under which humming reads these weights."""
 
 
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
-    """humming's layer, which reads NVFP4 weights as ModelOpt's checkpoints hold them and repacks them; alpha is the
-    weight's second scale."""
+    """Return humming's layer, which repacks NVFP4 weights from ModelOpt's checkpoint layout. alpha is the weight's
+    second scale."""
     m, n, k = sets[0].size
     weights = [
         {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
@@ -79,16 +79,16 @@ def humming_layers(
     grouping: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> tuple[list[Any], Any] | str:
-    """A layer of humming's for each of these weights, as a checkpoint holds them, repacked; and its tuning for M.
+    """Return a repacked humming layer for each weight, and humming's tuning for M.
 
-    It has a kernel for each N, K and range of M: the one that its heuristic takes for M.
+    humming compiles one kernel for each N, K and range of M; its heuristic selects the one for M.
 
     Args:
-        m, n, k: of the GEMM; with experts, M are the rows of all.
-        weight_config: what humming takes the weights for.
-        weights: by humming's names.
-        grouping: of the experts' rows, as humming's heuristic takes it.
-        more: arguments of the layers.
+        m, n, k: Sizes of the GEMM. With experts, M counts the rows of all experts.
+        weight_config: Checkpoint configuration of the weights.
+        weights: Tensors by humming's names, in checkpoint layout.
+        grouping: Grouping of the experts' rows for humming's heuristic.
+        more: Arguments of the layers.
     """
     try:
         from humming.layer import HummingLayer
@@ -97,19 +97,19 @@ def humming_layers(
         return _missing("humming", error)
     device, layers = weights[0]["weight"].device, []
     for tensors in weights:
-        # Each has its own layer: layers hold counters that overlapping calls must not share.
+        # Each weight needs its own layer: overlapping calls must not share a layer's counters.
         with device:
             layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(weight_config), torch_dtype=DTYPE, **more)
         layer.to(device)
         layer.load_from_tensors(dict(tensors))
         layer.transform()
         layers.append(layer)
-    # Without it, the first call compiles the kernels of every M there is: 33.
+    # Otherwise the first call compiles the kernels for every range of M: 33.
     return layers, get_heuristics_config(layers[0].humming_config, shape_m=m, device=device, **grouping)
 
 
 def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
-    """Compile its kernels for these sizes, in parallel: one takes seconds, in a compiler of its own process."""
+    """Compile humming's kernels for these sizes in parallel. Each takes seconds in a compiler process."""
     from humming.kernel.humming import HummingKernel
     from humming.schema.modelopt import ModeloptNvfp4WeightSchema
     from humming.transform import prepare_layer_config
@@ -131,7 +131,7 @@ def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
 
 
 def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
-    """QuACK's GEMM with a 4-bit weight, repacked into fragments; alpha is a number on the host."""
+    """Return QuACK's GEMM with a 4-bit weight, repacked into fragments. alpha is a number on the host."""
     try:
         from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
     except Exception as error:
@@ -147,14 +147,14 @@ def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
 
 
 def marlin(sets: Sequence[Operands]) -> str:
-    """Why there is no Marlin: torch has none, and what has it is not installed on the machines that this runs on."""
+    """Return the reason why Marlin is missing: torch does not contain it, and vLLM is not installed here."""
     if importlib.util.find_spec("vllm") is None:
         return f"torch {torch.__version__} has no such GEMM, and vLLM, which has Marlin, is not installed"
     return "vLLM is installed, and this benchmark does not know how to call its Marlin"
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """`torch.mm` of bfloat16 matrices: the decoded weight times alpha, which is exact for a power of two."""
+    """Return `torch.mm` of bfloat16 matrices: the decoded weight times alpha, exact because alpha is a power of two."""
     weights = [nvfp4_dequantize(each.codes, each.scale, DTYPE).mul_(each.alpha.to(DTYPE)).t() for each in sets]
     return lambda i: torch.mm(sets[i].a, weights[i], out=sets[i].out)
 

@@ -1,5 +1,5 @@
-"""What the benchmarks of GEMMs of FP8 activations and FP4 weights share: weights, and the peers: our FP8 GEMMs,
-DeepGEMM's, and humming's with MXFP4 weights."""
+"""Base of the benchmarks of FP8 × FP4 GEMMs: weights, and the peers: our FP8 GEMMs, DeepGEMM's, and humming's with
+MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .fp8_gemms import BLOCK, DEEP_GEMM, DTYPE
 
 FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
-"""The name of our GEMM with an FP8 weight of the same shape, twice as large."""
+"""Name of our GEMM with an FP8 weight of the same shape, twice as large in bytes."""
 SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
 """Ranges of random scales: 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]
@@ -35,17 +35,17 @@ HUMMING: dict[str, dict[str, Any]] = {
     "humming_w4a8": {"input_config": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": BLOCK}},
     "humming_w4a16": {},
 }
-"""What its layers are told of the activations."""
+"""humming variants: settings of the activations by name."""
 PEERS = (FP8_WEIGHT, DEEP_GEMM, *HUMMING)
 
 
 def format_of(tensors: Tensors) -> FP4Format:
-    """The format of a buffer set's weight."""
+    """Return the format of a buffer set's weight."""
     return MXFP4 if tensors["b_scale"].dtype == torch.uint8 else NVFP4
 
 
 def random_weight(fmt: FP4Format, *shape: int, device: torch.device) -> Tensors:
-    """A weight (..., N, K): any code, and scales of ordinary size."""
+    """Return a weight (..., N, K) with random codes and scales of ordinary size."""
     codes, scale = fp4_shapes(shape, fmt, LAYOUT)
     low, high = SCALE_BYTES[fmt.scale_format]
     return {
@@ -55,13 +55,13 @@ def random_weight(fmt: FP4Format, *shape: int, device: torch.device) -> Tensors:
 
 
 def decoded_weight(tensors: Tensors) -> torch.Tensor:
-    """The numbers (..., N, K) by which a buffer set's activations are multiplied, in float64."""
+    """Return the decoded weight (..., N, K) of a buffer set in float64."""
     weight, factors = fp8_weight(tensors["b"], tensors["b_scale"], format_of(tensors), LAYOUT)
     return weight.double() * factors.double().repeat_interleave(BLOCK, -1)[..., : weight.shape[-1]]
 
 
 def gemm(a: torch.Tensor, a_scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``a @ weight.T`` of e4m3 rows and decoded numbers, in float64, rounded to the result's dtype."""
+    """Return ``a @ weight.T`` of e4m3 rows and a decoded weight, in float64, rounded to the result's dtype."""
     return ((a.double() * a_scale.t().double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]]) @ weight.t()).to(DTYPE)
 
 
@@ -72,14 +72,14 @@ def humming(
     sets: Sequence[Tensors],
     experts: Mapping[str, Any] | None = None,
 ) -> Variant | str:
-    """One of `HUMMING`, with the weights of these buffer sets.
+    """Return one of the variants in `HUMMING` with the weights of these buffer sets.
 
     Args:
-        name: which one.
-        problem: of our op.
-        rows: M of its formulas.
-        sets: the operands; all rows of activations in one matrix, scales (K/128, M).
-        experts: what a call takes of the experts' rows besides, by buffer sets' names; `None`: there are no experts.
+        name: Key of `HUMMING`.
+        problem: Problem of our op.
+        rows: M in its formulas.
+        sets: Operands; all rows of activations are one matrix, scales are (K/128, M).
+        experts: Names of the buffers that describe the experts' rows; None without experts.
     """
     if format_of(sets[0]) is not MXFP4:
         return "is measured with MXFP4 weights: those with scales for 16 elements are no W4A8 of humming's"
@@ -115,17 +115,17 @@ def humming(
 
 
 def in_bf16(a: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows (M, K) of e4m3 times their scales (M, K/128), rounded to bfloat16."""
+    """Return e4m3 rows (M, K) times their scales (M, K/128), rounded to bfloat16."""
     return (a.float() * scales.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]).to(DTYPE)
 
 
 def with_fp8_weight(variant: Variant | str) -> Variant | str:
-    """A peer that has an FP8 weight of other numbers: its results are not those of the op."""
+    """Mark a peer as unchecked because its FP8 weight differs from the op's weight."""
     return variant if isinstance(variant, str) else replace(variant, note="an FP8 weight", checked=False)
 
 
 def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[float]:
-    """Our time over that with an FP8 weight, of these rows."""
+    """Return our time over the time with an FP8 weight, for the rows that `keep` selects."""
     return [
         row["variants"]["ours"]["us"] / row["variants"][FP8_WEIGHT]["us"]
         for row in rows
@@ -134,17 +134,17 @@ def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[flo
 
 
 def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """The largest of these times over FP8's."""
+    """Return a mark for the largest time over FP8's."""
     return at_most(f"{name}: time over that with FP8 weights", max(ratios, default=None), goal, " ×")
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """The least of these rates over FP8's."""
+    """Return a mark for the smallest rate over FP8's."""
     return at_least(
         f"{name}: rate over that with FP8 weights", min((1 / ratio for ratio in ratios), default=None), goal, " ×"
     )
 
 
 def choices_of(case: Case) -> dict[str, Any]:
-    """The static properties that a case's choices stand for."""
+    """Return the static properties of a case's choices."""
     return {"block_size": FORMATS[case.choices["weight"]].block_size}

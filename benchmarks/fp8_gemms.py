@@ -1,7 +1,7 @@
-"""What the benchmarks of FP8 GEMMs with block scales share: tensors, checks, and the GEMMs of torch and DeepGEMM.
+"""Base of the benchmarks of FP8 GEMMs with block scales: tensors, checks, and the GEMMs of torch and DeepGEMM.
 
-DeepGEMM comes as the distribution `sgl-deep-gemm`. A wheel works with the torch that it was built for alone (0.1.4 with
-torch 2.11); with another one its assertion `dim == 2 or dim == 3` fails.
+The distribution `sgl-deep-gemm` contains DeepGEMM. A wheel works only with the torch that it was built for (0.1.4 with
+torch 2.11); with another torch its assertion `dim == 2 or dim == 3` fails.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .gemms import DTYPE, GemmBenchmark
 FP8 = torch.float8_e4m3fn
 BLOCK = FP8_BLOCK128.block_size
 NOISE = 2.0**-9
-"""The error that is allowed, over the root mean square of the results: a few times what tensor cores, which keep 14
-bits of a sum, may lose of a K block."""
+"""Allowed error over the root mean square of the results: a few times the loss of a k tile on tensor cores, which keep
+14 bits of a sum."""
 
 ABOUT = """\
 torch's GEMMs with one scale for each row of `a` and each column of the result ("rowwise"), which cuBLAS computes, have
@@ -31,11 +31,11 @@ are not compared. "blockwise" has the op's scales, where torch and cuBLAS suppor
 the op; its scales are laid out as it takes them, and it compiles its kernels on their first call."""
 DEEP_GEMM = "deep_gemm"
 Prepared = tuple[Callable[[], None], torch.Tensor]
-"""A peer's GEMM, and where it leaves its result."""
+"""A peer's GEMM, and the tensor that receives its result."""
 
 
 class FP8GemmBenchmark(GemmBenchmark):
-    """A GEMM of e4m3 operands: subclasses have the cases, the operands and the peers."""
+    """Benchmark of a GEMM of e4m3 operands. Subclasses define cases, operands and peers."""
 
     settings: ClassVar = {"operands": "e4m3", "scales": "1 x 128 and 128 x 128, float32", "result": "bfloat16"}
     family = "fp8_wgmma"
@@ -47,7 +47,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- operands ---
 
     def weight(self, case: Case, device: torch.device) -> Tensors:
-        """The weights (E, N, K) and their scales."""
+        """Return the weights (E, N, K) and their scales."""
         n, k, experts = case["N"], case["K"], experts_of(case)
         b = torch.empty(experts, n, k, dtype=FP8, device=device)
         for one in b:
@@ -55,7 +55,7 @@ class FP8GemmBenchmark(GemmBenchmark):
         return {"b": b, "b_scale": scales(experts, -(-n // BLOCK), k // BLOCK, device=device)}
 
     def activations(self, rows: int, case: Case, device: torch.device) -> Tensors:
-        """``rows`` rows (R, K) and their scales."""
+        """Return ``rows`` rows (R, K) and their scales."""
         k = case["K"]
         return {"a": codes(rows, k, device), "a_scale": scales(k // BLOCK, rows, device=device)}
 
@@ -64,7 +64,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     def torch_gemm(
         self, make: Callable[[Tensors], Callable[[], torch.Tensor]], case: Case, sets: Sequence[Tensors], note: str = ""
     ) -> Variant | str:
-        """A GEMM that ``make`` prepares for a buffer set; the reason why it does not run."""
+        """Return a GEMM that ``make`` prepares for a buffer set, or the reason why it does not run."""
         try:
             functions = [make(tensors) for tensors in sets]
             functions[0]()
@@ -75,7 +75,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     def deep_gemm(
         self, make: Callable[[ModuleType, Tensors], Prepared], case: Case, sets: Sequence[Tensors]
     ) -> Variant | str:
-        """DeepGEMM's GEMM, which ``make`` prepares; the reason why it does not run."""
+        """Return DeepGEMM's GEMM, prepared by ``make``, or the reason why it does not run."""
 
         def prepared(tensors: Tensors) -> Callable[[], torch.Tensor]:
             import deep_gemm
@@ -93,7 +93,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- the check ---
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The fraction of elements that are off by more than a rounding and what tensor cores may lose."""
+        """Return the fraction of elements that are off by more than a rounding and the loss of tensor cores."""
         ((a,), (b,)) = got, expected
         if not b.numel():
             return 0.0
@@ -103,7 +103,7 @@ class FP8GemmBenchmark(GemmBenchmark):
 
 
 def rows_last(scale: torch.Tensor) -> torch.Tensor:
-    """Scales (..., K/128, M) as DeepGEMM reads them: (..., M, K/128), each column contiguous and 16-byte aligned."""
+    """Return scales (..., K/128, M) in DeepGEMM's layout: (..., M, K/128), each column contiguous, 16-byte aligned."""
     m = scale.shape[-1]
     return torch.nn.functional.pad(scale, (0, -m % 4))[..., :m].mT
 
@@ -113,30 +113,30 @@ def experts_of(case: Case) -> int:
 
 
 def codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Normally distributed numbers in e4m3."""
+    """Return normally distributed e4m3 values."""
     return torch.randn(rows, columns, dtype=DTYPE, device=device).to(FP8)
 
 
 def scales(*shape: int, device: torch.device) -> torch.Tensor:
-    """Scales as large as those of trained weights and their activations."""
+    """Return scales with the magnitude of trained weights and activations."""
     return torch.rand(shape, device=device) * 1e-2 + 1e-3
 
 
 def decoded_gemm(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """``a @ b.T`` (M, N) of the numbers that codes and scales stand for, in float64, rounded to the result's dtype."""
+    """Return ``a @ b.T`` (M, N) of the decoded operands in float64, rounded to the result's dtype."""
     of_rows = a_scale.t().double().repeat_interleave(BLOCK, 1)
     of_columns = b_scale.double().repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
     return ((a.double() * of_rows) @ (b.double() * of_columns).t()).to(DTYPE)
 
 
 def rate(row: Row, name: str = "ours") -> float | None:
-    """TFLOP/s of a variant."""
+    """Return the TFLOP/s of a variant."""
     variant: dict[str, Any] | None = row["variants"].get(name)
     return None if variant is None else variant["tflops"]
 
 
 def found(rows: Sequence[Row], **labels: Any) -> Row | None:
-    """The row of these sizes and choices."""
+    """Return the row with these sizes and choices, or None."""
     for row in rows:
         if {**row["sizes"], **row["choices"]} == labels:
             return row
@@ -144,7 +144,7 @@ def found(rows: Sequence[Row], **labels: Any) -> Row | None:
 
 
 def peer_mark(name: str, rows: Sequence[Row], peers: Sequence[str]) -> Mark:
-    """Our rate over that of the fastest of these peers, in the row where that is least."""
+    """Return a mark for our smallest rate over the rate of the fastest of these peers."""
     ratios = []
     for row in rows:
         best = max((value for peer in peers if (value := rate(row, peer)) is not None), default=None)

@@ -17,16 +17,16 @@ BLOCK128_ROW = {"granularity": "block128", "scale_layout": "row"}
 BLOCK128_COLUMN = {"granularity": "block128", "scale_layout": "column"}
 TENSOR = {"granularity": "tensor"}
 OTHERS = (BLOCK128_ROW, BLOCK128_COLUMN, TENSOR)
-"""The choices beside `TOKEN`: measured at H = 7,168, in "quick" and "full"."""
+"""Choices other than `TOKEN`, measured at H = 7,168 in "quick" and "full"."""
 OTHERS_LARGE = math.ceil(LARGE / DECODE_WIDTH)
-"""M of their large case."""
+"""M of the large case of `OTHERS`."""
 OTHERS_ROWS = {"marks": (), "quick": (32, OTHERS_LARGE), "full": (*(2**k for k in range(17)), OTHERS_LARGE)}
 GIVEN_SCALE = 0.0625
-"""The scale of a whole tensor: what is quantised reaches 10 or 20, so that nearly nothing saturates."""
+"""Scale of a whole tensor: values reach 10 or 20, so that almost none saturates."""
 
 
 class Fp8Rows(RowBenchmark):
-    """Codes, and float32 scales as the case's choices say."""
+    """Benchmark of an op that writes FP8 codes, with float32 scales by the case's choices."""
 
     settings: ClassVar = {"dtype": "bfloat16", "format": "FP8 (e4m3)", "scales": "float32"}
     choices: ClassVar = TOKEN

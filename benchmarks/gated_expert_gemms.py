@@ -1,5 +1,5 @@
-"""What the benchmarks of the first GEMM of an expert layer share: sizes, bytes and operations of what is routed, and
-the check."""
+"""Base of the benchmarks of an expert layer's first GEMM: sizes, bytes and operations of routed pairs, and the
+check."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .fp4_gemms import FP4GemmBenchmark, random_nvfp4
 from .gemms import DTYPE
 
 INTERMEDIATE, HIDDEN = 256, 7168
-"""DeepSeek-V3's experts, with an eighth of each expert's 2,048 columns: 256 on one of eight GPUs."""
+"""DeepSeek-V3's experts on one of eight GPUs: 256 of each expert's 2,048 columns."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "marks": {"top-8": ROWS},
     "quick": {"top-8": ROWS, "Zipf": ROWS},
     "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
 }
-"""M of each routing, for each set of sizes."""
+"""M by routing, for each set of sizes."""
 ALPHA = 2.0**-9
-"""Makes gates a few units large."""
+"""Factor that makes gates a few units large."""
 
 ABOUT = """\
 A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
@@ -34,13 +34,13 @@ named after a backend are ours with that one. cuBLAS computes a dense bfloat16 G
 
 
 class GatedExpertBenchmark(FP4GemmBenchmark):
-    """`swiglu(alpha[e] · a @ w[e].T)` of the routed pairs, in bfloat16: subclasses say what `a` is."""
+    """Benchmark of `swiglu(alpha[e] · a @ w[e].T)` of the routed pairs, in bfloat16. Subclasses define `a`."""
 
     peers = ("cublas_bf16",)
     family = "fp4_gated_experts"
     about = ABOUT
     goals: ClassVar[Mapping[str, Mapping[int, float]]] = {}
-    """Most time, µs, by routing and tokens."""
+    """Largest time in µs by routing and tokens."""
     settings: ClassVar = {
         "weight": "NVFP4",
         "scale layout": "128x4",
@@ -58,7 +58,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def case(
         self, m: int, width: int = INTERMEDIATE, hidden: int = HIDDEN, experts: int = EXPERTS, name: str = "top-8"
     ) -> Case:
-        """A case of this op."""
+        """Return a case of this op."""
         return Case({"M": m, "I": width, "H": hidden, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -70,23 +70,23 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     # --- formulas: `GemmProblem` does not know the routing, and estimates ---
 
     def bytes_moved(self, case: Case) -> int:
-        """The weight of the experts that some token has, the activations, both with their scales, and the routing
-        read, and the columns of the routed pairs written, with their scales; bytes."""
+        """Return the bytes of the touched experts' weights and the activations with their scales, the routing, and the
+        routed pairs' columns with their scales."""
         problem, m, routed = self.problem(case), case["M"], self.routing_of(case)
         used, pairs = int(routed.any(0).sum()), int(routed.count_nonzero())
         read = used * 2 * case["I"] * problem.b.row_bytes(problem.k) + m * problem.a.row_bytes(problem.k)
         return read + routed.nbytes + 4 * case["E"] + pairs * self.column_bytes(case)
 
     def column_bytes(self, case: Case) -> int:
-        """Of the result of a pair."""
+        """Return the bytes of a pair's result."""
         return case["I"] * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
-        """Multiplications and additions of the routed pairs."""
+        """Return the multiplications and additions of the routed pairs."""
         return 2 * int(self.routing_of(case).count_nonzero()) * 2 * case["I"] * case["H"]
 
     def routing_of(self, case: Case) -> torch.Tensor:
-        """`routing`, on the CPU."""
+        """Return `routing` on the CPU."""
         return routing(case.choices["routing"], case["M"], case["E"])
 
     # --- tensors ---
@@ -113,17 +113,17 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return Variant(lambda i: torch.mm(a[i], weight, out=out), moved, "all experts, no gate", checked=False)
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:
-        """Nothing: cuBLAS has nothing to compile."""
+        """Do nothing, since cuBLAS compiles nothing."""
 
     # --- the check ---
 
     def weight_scales(self, tensors: Tensors) -> torch.Tensor:
-        """Those of the weight's rows, row-major."""
+        """Return the row-major scales of the weight's rows."""
         experts, lines, held = tensors["w"].shape
         return from_128x4(tensors["w_scale"], experts * lines, held // 8)
 
     def gated(self, tensors: Tensors) -> torch.Tensor:
-        """Gated columns (M, E·I) in float32, zeros where they are not routed."""
+        """Return the gated columns (M, E·I) in float32, with zeros for pairs that are not routed."""
         w, a = tensors["w"], self.decoded_a(tensors, torch.float64)
         scales = self.weight_scales(tensors).view(*w.shape[:2], -1)
         value = torch.zeros(len(a), len(w), w.shape[1] // 2, dtype=torch.float32, device=w.device)
@@ -157,7 +157,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
 
 
 class QuantisedGates(GatedExpertBenchmark):
-    """The same with `a` and the result in NVFP4."""
+    """Benchmark with `a` and the result in NVFP4."""
 
     goals = targets.GATED_EXPERTS_US
     tolerance = 1e-3
@@ -178,12 +178,12 @@ class QuantisedGates(GatedExpertBenchmark):
         codes, scale = nvfp4_quantize(self.gated(tensors))
         routed = tensors["routing"] != 0
         y = torch.where(routed.repeat_interleave(case["I"] // 2, 1), codes, tensors["y"])
-        # In the tiled layout: a 1 where a scale is not written.
+        # In the tiled layout; a 1 marks a scale that is not written.
         skipped = (~routed).repeat_interleave(case["I"] // 16, 1).to(torch.uint8)
         left = to_128x4(skipped.view(torch.float8_e4m3fn)).view(torch.uint8) != 0
         new = to_128x4(scale).view(torch.uint8)
         return y, torch.where(left, tensors["scale"].view(torch.uint8), new).view(torch.float8_e4m3fn)
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The largest fraction, over codes and scales, of what differs."""
+        """Return the largest fraction of differing elements, over codes and scales."""
         return super(FP4GemmBenchmark, self).mismatch(got, expected)

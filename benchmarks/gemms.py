@@ -1,5 +1,4 @@
-"""What the benchmarks of all GEMMs share: the problem of a case, whose formulas give bytes and operations, and our op
-into its output."""
+"""Base of the benchmarks of all GEMMs: the problem of a case, its bytes and operations, and the call of our op."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ DTYPE = torch.bfloat16
 
 @cache
 def problem_of(op: str, **properties: Any) -> GemmProblem:
-    """The problem that calls of an op with these static properties are."""
+    """Return the problem of an op's calls with these static properties."""
     spec = OPS[op]
     assert isinstance(spec.path, BackendPath)
     args, kwargs = spec.path.example(**properties, device="meta")
@@ -33,16 +32,16 @@ def problem_of(op: str, **properties: Any) -> GemmProblem:
 
 
 class GemmBenchmark(Benchmark):
-    """A GEMM op with bfloat16 results: subclasses have the cases, the operands and the peers."""
+    """Benchmark of a GEMM op with bfloat16 results. Subclasses define cases, operands and peers."""
 
     checked_elements = 2**28
 
     def properties(self, case: Case) -> dict[str, Any]:
-        """The static properties of the case's calls, as `warmup` takes them."""
+        """Return the static properties of the case's calls, as `warmup` takes them."""
         return {"n": case["N"], "k": case["K"], "m": case["M"]}
 
     def problem(self, case: Case) -> GemmProblem:
-        """What the case's calls compute."""
+        """Return the problem of the case's calls."""
         return problem_of(self.op, **self.properties(case))
 
     def bytes_moved(self, case: Case) -> int:
@@ -52,35 +51,35 @@ class GemmBenchmark(Benchmark):
         return self.problem(case).flops(case["M"])
 
     def smallest(self, case: Case) -> Case:
-        return case  # which kernel runs depends on all sizes
+        return case  # all sizes decide which kernel runs
 
     @abstractmethod
     def operands(self, case: Case, device: torch.device) -> Tensors:
-        """A buffer set without its output."""
+        """Return a buffer set without its output."""
 
     @abstractmethod
     def arguments(self, tensors: Tensors) -> Tensors:
-        """The op's arguments by name, of a buffer set."""
+        """Return the op's arguments by name from a buffer set."""
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
         tensors = self.operands(case, device)
         return tensors | poisoned_outputs(self.op, lambda fake: fake(**self.arguments(tensors)))
 
     def run(self, tensors: Tensors, backend: str = "auto") -> None:
-        """Our op on one buffer set, into its preallocated outputs."""
+        """Run our op on one buffer set, into its preallocated outputs."""
         results = self.results(tensors)
         out = results if len(results) > 1 else results[0]
         getattr(torch_cute_ops, self.op)(**self.arguments(tensors), backend=backend, out=out)
 
     def results(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """The outputs in a buffer set."""
+        """Return the outputs of a buffer set."""
         return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
         return self.with_backend(case, sets, "auto")
 
     def with_backend(self, case: Case, sets: Sequence[Tensors], backend: str) -> Variant:
-        """Our op with the backend of that name."""
+        """Return the variant of our op with the named backend."""
 
         def call(i: int) -> tuple[torch.Tensor, ...]:
             self.run(sets[i], backend)

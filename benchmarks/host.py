@@ -1,8 +1,8 @@
-"""Host cost of one call, µs: what Python, the dispatcher and the launch cost the CPU, at a size where the GPU idles.
+"""Host cost of one call in µs: CPU time of Python, the dispatcher and the launch, at a size at which the GPU idles.
 
 Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of calls is
-timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so that the launch queue
-never fills. Variants take turns, round by round; per round the median over chunks, and of those the minimum over rounds
+timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so the launch queue never
+fills. Variants take turns, round by round; per round the median over chunks, and of those the minimum over rounds
 (the rest is the machine, not the call). Garbage collection is off. Every figure includes the loop and a lambda, which
 "empty lambda" measures.
 """
@@ -41,7 +41,7 @@ GEMMS: dict[str, dict[str, Any]] = {
     "grouped_mm_fp8": {"experts": EXPERTS, "counts": False},
     "moe_fc1_fp4": {"experts": EXPERTS},
 }
-"""GEMMs that are timed, with static properties of their calls."""
+"""Timed GEMMs, with the static properties of their calls."""
 OP = "op, functional"
 FUNCTION = "function"
 FUNCTION_OUT = "function, out="
@@ -54,14 +54,14 @@ RAW = "raw TVM-FFI call"
 QUACK = "QuACK rmsnorm"
 EMPTY, NEW_TENSOR = "empty lambda", "torch.empty"
 NOT_OURS = (EMPTY, NEW_TENSOR, RMS_NORM, MM, RAW, QUACK)
-"""Calls to compare with. The raw call is our kernel, but all of its cost is TVM-FFI's."""
+"""Calls to compare with. The raw call launches our kernel, but its whole cost is TVM-FFI's."""
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
 """Environment variables that name the folders of compiled kernels: ours, our default, the DSL's, the driver's."""
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """µs a call: the minimum over rounds of the median over chunks, and the largest of those medians."""
+    """Time of a call in µs: minimum and maximum over rounds of the median over chunks."""
 
     us: float
     worst_round: float
@@ -100,7 +100,7 @@ def measure_host(
 
 
 def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """The calls to time, and the reason for each that is absent. Ours run once before a peer is imported."""
+    """Return the calls to time, and the reason for each missing one. Ours run once before a peer is imported."""
     op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
     add_op, add_function = torch.ops.cute.add_rmsnorm_fp4quant, torch_cute_ops.add_rmsnorm_fp4quant
     op_out, rms_norm = op.out, torch.nn.functional.rms_norm
@@ -131,7 +131,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
     if with_peers:
         try:
             from quack.rmsnorm import rmsnorm
-        except Exception as error:  # a peer that cannot be imported, for whatever reason, is only absent
+        except Exception as error:  # a peer that cannot be imported is only absent
             absent[QUACK] = f"{type(error).__name__}: {error}"
         else:
             timed[QUACK] = lambda: rmsnorm(x, w, eps=EPS)
@@ -139,7 +139,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
 
 
 def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """The GEMMs, and `torch.mm` of bfloat16 matrices."""
+    """Return the calls of GEMMs, and `torch.mm` of bfloat16 matrices."""
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
     w = torch.randn(COLUMNS, WIDTH, dtype=DTYPE, device=device).t()
     out = torch.empty(ROWS, COLUMNS, dtype=DTYPE, device=device)
@@ -150,7 +150,7 @@ def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """A GEMM op, and its Python function with `out`. Operands are zeros; no expert has rows."""
+    """Return the calls of a GEMM op and of its Python function with `out`. Operands are zeros; experts have no rows."""
     spec = OPS[name]
     _, arguments = spec.path.example(**properties, device=device)
     given = (arguments.get(parameter) for parameter in spec.signature.names)
@@ -164,8 +164,8 @@ def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device
 
 
 def first_calls() -> list[dict[str, float]]:
-    """Seconds of import, CUDA start and first call in a fresh process: with every cache empty, then with the disk cache
-    that the first one left. See `first_call.py`."""
+    """Return the seconds of import, CUDA start and first call in a fresh process, with empty caches and then with a
+    warm disk cache. See `first_call.py`."""
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **{name: os.path.join(folder, name.lower()) for name in CACHES}}
         command, results = [sys.executable, "-m", "benchmarks.first_call"], []
@@ -179,7 +179,7 @@ def first_calls() -> list[dict[str, float]]:
 
 
 def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[Mark]:
-    """The host targets."""
+    """Return the host targets."""
 
     def us(name: str) -> float | None:
         return times[name].us if name in times else None
@@ -194,7 +194,7 @@ def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[
 
 
 def markdown(result: dict[str, Any], judged: list[Mark]) -> str:
-    """The report."""
+    """Return the report."""
     body = [[name, report.number(t["us"]), report.number(t["worst_round"])] for name, t in result["times"].items()]
     seconds = ("import_s", "cuda_start_s", "first_call_s")
     first = [

@@ -1,5 +1,4 @@
-"""The method of the measurements, which is the package's own (``torch_cute_ops.runtime.timing``), and the ceilings that
-results are held against."""
+"""Measuring method (``torch_cute_ops.runtime.timing``), and the ceilings that results are compared with."""
 
 from __future__ import annotations
 
@@ -47,19 +46,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the GPU can do, measured in this run. None: not measured."""
+    """Rates of the GPU, measured in this run. None: not measured."""
 
     copy_tbps: float
-    """Reads and writes of a large copy, TB/s."""
+    """Rate of a large copy, reads and writes, in TB/s."""
     read_tbps: float | None = None
-    """Reads alone, TB/s."""
+    """Rate of reads only, in TB/s."""
     bf16_tflops: float | None = None
-    """A large bfloat16 GEMM by cuBLAS, TFLOP/s."""
+    """Rate of a large bfloat16 GEMM by cuBLAS, in TFLOP/s."""
 
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """A backend that runs calls as they are, without arguments: replays captured before, or eager code."""
+    """Backend that runs calls without arguments and without capturing: earlier captured replays, or eager code."""
 
     backend: Backend
 
@@ -84,7 +83,7 @@ def measure_what_captures(
     backend: Backend,
     lost: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """`measure` without the variants that cannot be captured; `lost` is called for each of these (it may raise)."""
+    """Measure the variants that can be captured. `lost` is called for each other variant, and may raise."""
     replays: dict[str, Any] = {}
     for name, call in variants.items():
         try:
@@ -95,7 +94,7 @@ def measure_what_captures(
 
 
 def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(source, destination) pairs whose copy reads and writes `bytes_moved` bytes in all; random source values."""
+    """Return (source, destination) pairs whose copy reads and writes `bytes_moved` bytes, with random source values."""
     words = max(1, bytes_moved // 8)
     return [
         (
@@ -107,23 +106,23 @@ def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """The copy that sets the ceiling: an elementwise kernel that reads and writes every word.
+    """Copy by an elementwise kernel that reads and writes every word; it sets the ceiling.
 
-    Not `target.copy_(source)`: that is a memcpy, which the driver runs at 4.1 TB/s or at 2.7, as the size happens to be
-    (H200, driver 580: 85,983,232 bytes 42.1 µs, 85,985,280 bytes 63.9 µs; this kernel 42.5 µs for both).
+    `target.copy_(source)` is a memcpy, which the driver runs at 4.1 or 2.7 TB/s depending on the size (H200, driver
+    580: 85,983,232 bytes 42.1 µs, 85,985,280 bytes 63.9 µs; this kernel 42.5 µs for both).
     """
     torch.add(source, 1, out=target)
 
 
 def peak_copy_tbps(backend: Backend, device: torch.device, gib: int = 2, rounds: int = 11) -> float:
-    """The copy bandwidth that large copies approach, TB/s (read + write), from an elementwise copy of `gib` GiB."""
+    """Return the bandwidth of an elementwise copy of `gib` GiB, in TB/s (read + write)."""
     [(source, target)] = copy_sets(gib * 2**31, 1, device)
     timing = measure({"copy": lambda _: copy(source, target)}, 1, 5, rounds, backend)["copy"]
     return 2 * source.nbytes / timing.us * 1e-6
 
 
 def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, rounds: int = 11) -> float:
-    """The bandwidth that large reads approach, TB/s: of a sum and of a matrix times a vector, the faster."""
+    """Return the bandwidth of large reads in TB/s: the faster of a sum and a matrix-vector product."""
     words = torch.ones(mib * 2**18, dtype=torch.float32, device=device)
     matrix = words.view(torch.bfloat16).view(-1, 2**15)
     vector = torch.ones(2**15, dtype=torch.bfloat16, device=device)
@@ -133,7 +132,7 @@ def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, roun
 
 
 def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, rounds: int = 11) -> float:
-    """The rate of cuBLAS with square bfloat16 matrices of random numbers, TFLOP/s."""
+    """Return the rate of cuBLAS with square random bfloat16 matrices, in TFLOP/s."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
     out = torch.empty_like(a)
     timing = measure({"mm": lambda _: torch.mm(a, b.t(), out=out)}, 1, 5, rounds, backend)["mm"]
@@ -141,7 +140,7 @@ def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, r
 
 
 def ceilings(backend: Backend, device: torch.device) -> Ceilings:
-    """All of them. Those that only GEMMs are held against may be missing."""
+    """Measure all ceilings. Those that only GEMMs need may be missing."""
     copy_tbps = peak_copy_tbps(backend, device)
     others: list[float | None] = []
     for peak in (peak_read_tbps, peak_bf16_tflops):

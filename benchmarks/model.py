@@ -1,6 +1,6 @@
 """`python -m benchmarks model`: whole models as they are served, ours and in bf16: decode, prefill, generation, memory.
 
-A bf16 model that no GPU holds is timed with few layers, which gives the line that all of them lie on.
+A bf16 model that exceeds the GPU's memory is timed with few layers, and its time is extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -35,35 +35,34 @@ from .model_report import ATTENTION, COSINES, failures, markdown, marks
 NOTES = layer.NOTES
 LOGIT_LAYERS, LOGIT_TOKENS = 4, 64
 W4A8 = "mxfp4/fp8"
-"""What prefill, and a step of `llama.MANY` sequences or more, are measured with beside the precisions that were asked
-for."""
+"""Precision added to the requested ones for prefill, and for steps of at least `llama.MANY` sequences."""
 
 
 def cosines(got: Tensor, want: Tensor) -> Tensor:
-    """Of the logits of each token, (…, vocabulary), to what they should be."""
+    """Return the cosine of each token's logits, (…, vocabulary), to the expected logits."""
     return F.cosine_similarity(got.double(), want.double(), -1)
 
 
 def extrapolated(times: Mapping[int, float], layers: int) -> float:
-    """The time with `layers` layers, on the line through the times with few."""
+    """Return the time with `layers` layers, extrapolated linearly from times with few layers."""
     (first, start), *_, (last, end) = sorted(times.items())
     return start + (end - start) / (last - first) * (layers - first)
 
 
 @dataclass
 class Bench:
-    """The parts of one model size, each of which adds to `result` what it found.
+    """Measurements of one model size. Each part adds its findings to `result`.
 
     Attributes:
-        name: of the size, in the tables.
-        size: the widths and the number of layers.
-        parts: some of `llama.PARTS`, which are methods here.
-        labels: the precisions of ours, as "scheme/activations".
-        batches, context, tokens: sequences of decode steps, the place of their token, tokens of a prefill.
-        attention: transformers' name for that of decode and prefill.
-        save: called after each finding, so that a run cut short leaves what it found.
-        compile_config: for `generate()`; `None`: transformers' default.
-        is_compiled: whether decode steps and prefill are those of models that `torch.compile` has compiled.
+        name: Name of the size in the tables.
+        size: Widths and number of layers.
+        parts: Entries of `llama.PARTS`, names of methods of this class.
+        labels: Our precisions as "scheme/activations".
+        batches, context, tokens: Sequences of decode steps, position of their token, tokens of a prefill.
+        attention: transformers' name of the attention of decode and prefill.
+        save: Function called after each finding, so that an aborted run keeps its findings.
+        compile_config: Compile configuration of `generate()`; None: transformers' default.
+        is_compiled: True if `torch.compile` compiles the models of decode steps and prefill.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Bench:
     models: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """The parts in their order; one that fails is noted, and the next begins."""
+        """Run the parts in order. A failure is recorded, and the next part runs."""
         failed = self.result["failed"].setdefault(self.name, {})
         for part in (each for each in llama.PARTS if each in self.parts):
             start = time.perf_counter()
@@ -97,27 +96,27 @@ class Bench:
         self.collect()
 
     def as_called(self, model: Any) -> Any:
-        """The model, or that compiled."""
+        """Return the model, compiled if `is_compiled`."""
         return torch.compile(model, dynamic=False) if self.is_compiled else model
 
     def rows_of(self, label: str) -> list[int]:
-        """Numbers of rows to warm a model up for."""
+        """Return the numbers of rows to warm a model up for."""
         rows = {"decode": self.batches_of(label), "prefill": [self.tokens]}
         if label in self.labels:
             rows["generate"] = [1, llama.PROMPT]
         return sorted({each for part in self.parts for each in rows.get(part, ())})
 
     def with_w4a8(self) -> list[str]:
-        """The precisions that were asked for, and `W4A8`."""
+        """Return the requested precisions and `W4A8`."""
         return list(dict.fromkeys([*self.labels, W4A8]))
 
     def batches_of(self, label: str) -> list[int]:
-        """The batches whose decode steps are measured in a precision: large ones in `W4A8`, if it was not asked for."""
+        """Return the batches of decode steps for a precision: only large ones for `W4A8` if it was not requested."""
         return [each for each in self.batches if label in (*self.labels, BF16) or each >= llama.MANY]
 
     @contextmanager
     def noting(self, what: str, failed: dict[str, str]) -> Iterator[None]:
-        """Whatever is raised inside becomes a line in `failed`."""
+        """Record an exception of the block as a line in `failed`."""
         try:
             yield
         except Exception as error:
@@ -127,7 +126,7 @@ class Bench:
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """Whatever kernel is made ready inside was missed by the warm-up."""
+        """Count kernels that are prepared in the block, which the warm-up missed."""
         before = len(compiler._compiled)
         try:
             yield
@@ -136,13 +135,13 @@ class Bench:
             late[key] = late.get(key, 0) + len(compiler._compiled) - before
 
     def collect(self) -> None:
-        """Give back the memory of what is no longer used."""
+        """Free the memory of unused objects."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def made(self, label: str, layers: int | None = None) -> Any:
-        """A model of so many layers, or all, warmed up; built at the first call, when its memory is noted."""
+        """Return a warmed-up model with `layers` layers, or all. The first call builds it and records its memory."""
         key = (label, layers or self.size.layers)
         if key not in self.models:
             config, on_gpu = self.size.config(layers, self.attention), self.device.type == "cuda"
@@ -164,11 +163,11 @@ class Bench:
         return self.models[key]
 
     def bf16_layers(self) -> Sequence[int | None]:
-        """Of the models that stand for the one in bf16."""
+        """Return the numbers of layers of the models that represent the bf16 model."""
         return self.size.bf16_layers or (None,)
 
     def all_made(self, labels: Sequence[str], failed: dict[str, str]) -> dict[Any, Any]:
-        """The models by label and layers (`None`: all), those in bf16 too, without those that could not be built."""
+        """Return the models that could be built, bf16 included, by label and layers (None: all)."""
         found = {}
         wanted = [(label, None) for label in labels] + [(BF16, layers) for layers in self.bf16_layers()]
         for label, layers in wanted:
@@ -177,7 +176,7 @@ class Bench:
         return found
 
     def add(self, part: str, case: str, timings: Mapping[Any, Any], failed: dict[str, str], **more: Any) -> None:
-        """A row of times, by label; those of bf16 with few layers become one."""
+        """Add a row of times by label. Times of bf16 with few layers are extrapolated to one."""
         variants = {label: timing.as_dict() for (label, layers), timing in timings.items() if layers is None}
         few = {layers: timing.us for (_, layers), timing in timings.items() if layers is not None}
         if few and len(few) == len(self.size.bf16_layers):
@@ -192,12 +191,12 @@ class Bench:
     # Parts
 
     def memory(self) -> None:
-        """What ours takes, and how much more while it is built."""
+        """Record the memory of our models, and the additional memory while they are built."""
         for label in self.labels:
             self.made(label)
 
     def decode(self) -> None:
-        """A step in a graph, at the last place of a full cache; all models in turn."""
+        """Measure a captured step at the last position of a full cache, all models in turn."""
         unmade: dict[str, str] = {}
         labels = [label for label in self.with_w4a8() if self.batches_of(label)]
         models = self.all_made(labels, unmade)
@@ -209,7 +208,7 @@ class Bench:
                     continue
                 with self.noting(key[0], failed):
                     layers = model.config.num_hidden_layers
-                    if layers not in contexts:  # models of as many layers share one
+                    if layers not in contexts:  # models with equal numbers of layers share one
                         contexts[layers] = llama.Context(model.config, batch, self.context, self.device)
                     steps[key] = llama.DecodeStep(self.as_called(model), contexts[layers], batch)
             with self.counting("decode"):
@@ -222,7 +221,7 @@ class Bench:
             self.collect()
 
     def prefill(self) -> None:
-        """A prompt into a new cache."""
+        """Measure a prompt into a new cache."""
         failed: dict[str, str] = {}
         labels = self.with_w4a8()
         models, calls = self.all_made(labels, failed), {}
@@ -237,7 +236,7 @@ class Bench:
         self.add("prefill", f"prefill, {self.tokens:,} tokens", timings, failed, tokens=self.tokens)
 
     def generate(self) -> None:
-        """`generate()` from end to end, with the decode step as transformers compiles it."""
+        """Measure `generate()` end to end, with transformers' compiled decode step."""
         failed: dict[str, str] = {}
         prompt = torch.randint(self.size.vocabulary, (1, llama.PROMPT), device=self.device)
         variants: dict[str, dict[str, Any]] = {}
@@ -258,11 +257,11 @@ class Bench:
         self.save()
 
     def generation(self, model: Any, prompt: Tensor) -> dict[str, Any]:
-        """Time of a token, the median of several generations, and how many graphs torch compiled beyond one."""
+        """Return the time of a token (median of several generations) and the number of compiled graphs beyond one."""
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]
-        # The longest first, for later ones keep the cache's length.
+        # The longest first, because later ones keep the cache's length.
         llama.generated(model, prompt, llama.LONGEST, self.compile_config)
         seconds = []
         for new in (llama.LONGEST, *[llama.NEW] * llama.GENERATIONS):
@@ -276,7 +275,7 @@ class Bench:
         return {"us": median / llama.NEW * 1e6, "tokens_per_s": llama.NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """Of a model with few layers, to those of its weights in bf16; and both to those in fp32."""
+        """Compare logits of a model with few layers with bf16 weights, and both with fp32."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:
@@ -292,7 +291,7 @@ class Bench:
                 print(f"  {self.name}, logits, {label}: cosine {least[0]:.6f}", flush=True)
 
     def lose(self, key: tuple[str, int | None], error: Exception, failed: dict[str, str]) -> None:
-        """Note that a step could not be captured."""
+        """Record that a step could not be captured."""
         with self.noting(key[0], failed):
             raise error
 
@@ -331,14 +330,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def precisions(schemes: Sequence[str], activations: Sequence[str]) -> list[str]:
-    """Every scheme with all activations that it has."""
+    """Return every scheme with all activations that it supports."""
     pairs = (f"{scheme}/{'fp8' if scheme == 'fp8_block' else each}" for scheme in schemes for each in activations)
     return list(dict.fromkeys(pairs))
 
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend) -> int:
-    """Measure what was asked for; print and write `model.json` and `model.md`."""
+    """Measure, print and write `model.json` and `model.md`."""
     options.output.mkdir(parents=True, exist_ok=True)
     llama.register_unmasked()
     result: dict[str, Any] = {

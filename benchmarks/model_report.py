@@ -1,4 +1,4 @@
-"""What `python -m benchmarks model` found, for people: the marks of a result file, and its tables."""
+"""Report of `python -m benchmarks model`: marks and tables of a result file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .llama import BF16, UNMASKED
 
 
 def is_four_bit(label: str, activations: str) -> bool:
-    """Whether a precision has FP4 weights beside these activations."""
+    """Check that a precision combines FP4 weights with these activations."""
     return label in (f"nvfp4/{activations}", f"mxfp4/{activations}")
 
 
 def goal_of(row: Mapping[str, Any], label: str) -> float | None:
-    """What bf16's time over that of `label` has to be at least."""
+    """Return the goal for bf16's time over the time of `label`, or None."""
     if row["part"] == "prefill":
         if row["tokens"] != llama.TOKENS:
             return None
@@ -32,7 +32,7 @@ def goal_of(row: Mapping[str, Any], label: str) -> float | None:
 
 
 def marks(result: Mapping[str, Any]) -> list[Mark]:
-    """What was measured, against what a served model has to reach."""
+    """Return the measured values against the targets of a served model."""
     found = []
     for row in result["rows"]:
         for label, ratio in ratios(row).items():
@@ -62,13 +62,13 @@ def marks(result: Mapping[str, Any]) -> list[Mark]:
 
 
 def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-    """bf16's time over that of each other precision."""
+    """Return bf16's time over the time of each other precision."""
     times = {label: each["us"] for label, each in row["variants"].items()}
     return {label: times[BF16] / us for label, us in times.items() if label != BF16} if BF16 in times else {}
 
 
 def failures(result: Mapping[str, Any]) -> dict[str, str]:
-    """Why something was not measured, by what."""
+    """Return the reasons for missing measurements by name."""
     parts = {f"{name}, {what}": why for name, each in result["failed"].items() for what, why in each.items()}
     variants = {
         f"{row['model']}, {row['case']}, {label}": why for row in result["rows"] for label, why in row["absent"].items()
@@ -80,7 +80,7 @@ def failures(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Tables of times, memory, logits and marks."""
+    """Return tables of times, memory, logits and marks."""
     rows = result["rows"]
     few = {len(each["by_layers"]) for row in rows for each in row["variants"].values() if "by_layers" in each}
     labels = list(dict.fromkeys(label for row in rows for label in row["variants"]))
@@ -160,7 +160,7 @@ not, and fills a new cache; `generate()` has a static cache, and its decode step
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
 of the same weights in bf16, the worst token; and both to those in fp32."""
 COSINES = ("cosine", "to_fp32", "bf16_to_fp32")
-"""Of ours to bf16, of ours to fp32, and of bf16 to fp32: what a result file calls them."""
+"""Keys in a result file: cosines of ours to bf16, of ours to fp32, and of bf16 to fp32."""
 COMPILED = (
     "Both are compiled by `torch.compile` for each batch, with `triton.enable_pdl` and the pass of "
     "`torch_cute_ops.integrations.inductor`, which leaves bf16 as it is."

@@ -1,4 +1,4 @@
-"""What the benchmarks of the ops around the GEMMs of an expert layer share: sizes, routings, buffer sets, marks."""
+"""Base of the benchmarks of the ops around an expert layer's GEMMs: sizes, routings, buffer sets, marks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_mos
 
 DTYPE = torch.bfloat16
 EXPERTS, TOP = 256, 8
-"""DeepSeek-V3's: experts, and experts of a token."""
+"""Experts, and experts of a token, of DeepSeek-V3."""
 CHOICE: dict[str, Any] = {
     "topk": TOP,
     "scoring": "sigmoid",
@@ -29,10 +29,9 @@ CHOICE: dict[str, Any] = {
     "topk_groups": 4,
     "scaling_factor": 2.5,
 }
-"""How DeepSeek-V3's router chooses."""
+"""Arguments of DeepSeek-V3's routing."""
 PACKED, PADDED = 1, 128
-"""What an expert's first row is a multiple of: `grouped_mm_fp8` takes rows anywhere, other libraries take whole
-tiles."""
+"""Alignments of an expert's first row: `grouped_mm_fp8` takes any, other libraries take whole tiles."""
 DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
 SIZES = {
@@ -40,12 +39,12 @@ SIZES = {
     "quick": (*DECODE_ROWS, 512, *LARGE_ROWS),
     "full": tuple(2**k for k in range(15)),
 }
-"""Tokens of each set of sizes."""
+"""Tokens by set of sizes."""
 
 
 @cache
 def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
-    """Experts of M tokens, all equally likely, and where their rows lie; on the CPU, the same in each call."""
+    """Return uniformly drawn experts of M tokens and the order of their rows, on the CPU, equal in each call."""
     generator = torch.Generator().manual_seed(m)
     ids = torch.rand(m, experts, generator=generator).topk(TOP, dim=1).indices
     names = ("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
@@ -53,9 +52,9 @@ def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
 
 
 class MoeRowBenchmark(Benchmark):
-    """An op on M tokens of 8 of 256 experts each: subclasses say the bytes, and what the op takes.
+    """Benchmark of an op on M tokens with 8 of 256 experts each. Subclasses define bytes and arguments.
 
-    A buffer set has the arguments of the op by name, then the outputs.
+    A buffer set contains the arguments of the op by name, then the outputs.
     """
 
     peers: ClassVar[Sequence[str]] = ()
@@ -65,7 +64,7 @@ class MoeRowBenchmark(Benchmark):
     """Name of the row length."""
     usual_width: ClassVar[int] = 7168
     alignments: ClassVar[tuple[int, ...]] = (PACKED, PADDED)
-    """The alignments that decode steps are measured with; larger steps have padded rows."""
+    """Alignments that decode steps are measured with; larger steps use padded rows."""
     about = """\
 Tokens have 8 of 256 experts, all equally likely; bytes are those of the rows that belong to a token. An expert's first
 row is a multiple of `alignment`: with 128, the rows of 64 tokens lie in a buffer of 33,024, most of it padding, and the
@@ -74,12 +73,12 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
     @abstractmethod
     def arguments(self, case: Case, device: torch.device) -> Tensors:
-        """The op's tensors, by name."""
+        """Return the op's tensors by name."""
 
     # --- cases ---
 
     def case(self, m: int, width: int | None = None, experts: int = EXPERTS, alignment: int = PADDED) -> Case:
-        """A case of this op."""
+        """Return a case of this op."""
         sizes = {"M": m, self.width: width or self.usual_width, "E": experts}
         return Case(sizes, choices={"alignment": str(alignment)} if len(self.alignments) > 1 else {})
 
@@ -99,18 +98,18 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
     # --- formulas ---
 
     def pairs(self, case: Case) -> int:
-        """Rows that belong to a token."""
+        """Return the number of rows that belong to a token."""
         return case["M"] * TOP
 
     # --- tensors and calls ---
 
     def routed(self, case: Case, device: torch.device, *names: str) -> dict[str, torch.Tensor]:
-        """These parts of the case's routing."""
+        """Return the named tensors of the case's routing."""
         parts = routing(case["M"], case["E"], alignment_of(case.choices))
         return {name: parts[name].to(device, copy=True) for name in names}
 
     def rows(self, case: Case) -> int:
-        """Rows of the experts' buffer."""
+        """Return the rows of the experts' buffer."""
         return rows_bound(case["M"], TOP, case["E"], alignment_of(case.choices))
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
@@ -119,11 +118,11 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the op's outputs."""
+        """Return the names of the op's outputs."""
         return OPS[self.op].outputs
 
     def call(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Our op on one buffer set, into its outputs."""
+        """Run our op on one buffer set, into its outputs."""
         given = {name: tensor for name, tensor in tensors.items() if name not in self.outputs}
         out = tuple(tensors[name] for name in self.outputs)
         function = getattr(torch_cute_ops, self.op)
@@ -131,7 +130,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return out
 
     def numbers(self, case: Case) -> dict[str, Any]:
-        """The op's other arguments, by name."""
+        """Return the op's other arguments by name."""
         return {}
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
@@ -141,7 +140,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return "there is none"
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """The reference's outputs, in which what the op leaves unspecified is what it was: nothing writes there."""
+        """Return the reference's outputs. Elements that the op leaves unspecified keep their earlier value."""
         op = OPS[self.op]
         given = {name: tensor for name, tensor in tensors.items() if name not in self.outputs} | self.numbers(case)
         results = as_tuple(op.reference(**given))
@@ -171,7 +170,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
 
 class RoutingBenchmark(MoeRowBenchmark):
-    """An op that chooses experts, or orders their rows. A peer is the composition of that name, run eagerly."""
+    """Benchmark of an op that chooses experts or orders rows. The peer is the eager composition of that name."""
 
     family = "moe_route"
     peers = ("torch",)
@@ -180,7 +179,7 @@ class RoutingBenchmark(MoeRowBenchmark):
     of_copy = None
     alignments = (PADDED,)
     peer_is_checked: ClassVar[bool] = False
-    """Whether the peer's results are the op's. Equal logits are ties, of which torch takes any."""
+    """True if the peer's results equal the op's. torch breaks ties of equal logits arbitrarily."""
 
     def case(self, m: int, width: int | None = None, experts: int = 0, alignment: int = PADDED) -> Case:
         return Case({"M": m, "E": experts or width or self.usual_width})
@@ -197,5 +196,5 @@ class RoutingBenchmark(MoeRowBenchmark):
 
 
 def alignment_of(choices: Mapping[str, str]) -> int:
-    """What an expert's first row is a multiple of, by the choices of a case or a row."""
+    """Return the alignment of an expert's first row from the choices of a case or a row."""
     return int(choices.get("alignment", PADDED))

@@ -1,4 +1,4 @@
-"""What we compare with. Each helper returns something callable, or a `str`: the reason why there is none."""
+"""Peers. Each function returns a callable, or a `str` with the reason why the peer is missing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _compiled: tuple[Hashable, Any] | None = None
 
 
 def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
-    """QuACK's plain RMSNorm, forward only: `f(x, weight, eps, residual)` returns the normalised rows in a fresh tensor;
-    with a residual (or None) those of x + residual, and the sum, in another.
+    """Return QuACK's RMSNorm, forward only: `f(x, weight, eps, residual)`.
 
-    It normalises and does not quantise: it shows how fast the read and the row reduction can be. QuACK patches CuTe DSL
-    classes on import, so our own kernels are compiled before this is called (`runner.warm_up`).
+    It returns the normalised rows in a new tensor; with a residual, the normalised rows of x + residual and the sum. It
+    does not quantise, so it shows the speed of the read and the row reduction. QuACK patches CuTe DSL classes on
+    import, so our kernels are compiled before this is called (`runner.warm_up`).
     """
     try:
         from quack.rmsnorm import rmsnorm_fwd
@@ -27,8 +27,11 @@ def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
 
 
 def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor]) -> Callable[..., Any] | str:
-    """`function` compiled by Inductor as `case.inductor` says; `inputs` are the tensors whose rows (dimension 0) become
-    symbolic in the dynamic mode. One compile serves consecutive cases that share mode, row length and choices."""
+    """Return `function` compiled by Inductor according to `case.inductor`.
+
+    Dimension 0 of `inputs` is symbolic in the dynamic mode. One compile serves consecutive cases with equal mode, row
+    length and choices.
+    """
     if not case.inductor:
         return "not compiled at this size"
     global _compiled
@@ -36,7 +39,7 @@ def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor
     fixed = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
     key = (function, case.inductor, fixed, tuple(case.choices.items()))
     if _compiled is None or _compiled[0] != key:
-        # So that no entry for another shape fits too, and no row length is dynamic because it changed.
+        # Reset, so that no cached entry for another shape matches and no row length becomes dynamic by changing.
         torch._dynamo.reset()
         _compiled = (key, torch.compile(function, fullgraph=True, dynamic=None if dynamic else False))
     if dynamic:

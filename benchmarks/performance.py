@@ -1,4 +1,4 @@
-"""`python -m benchmarks performance`: what was measured against every target, into `docs/performance.md`."""
+"""`python -m benchmarks performance`: write measured values against every target into `docs/performance.md`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 HOST_NOTES = "call_path"
-"""The notes on what a call costs on the host."""
+"""Notes on the host cost of a call."""
 LAYERS: dict[str, Any] = {"expert_layer": expert_layer, "layer": layer}
-"""The benchmarks of whole layers, by result file."""
+"""Benchmarks of whole layers by result file."""
 
 TEXT = """\
 # Performance against targets
@@ -34,7 +34,7 @@ This file is written by `python -m benchmarks performance` from `benchmarks/resu
 
 
 def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
-    """The op, its notes, the GPU and the marks of each result file, judged by today's targets."""
+    """Return op, notes, GPU and marks of each result file, judged by today's targets."""
     found = []
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
 
 
 def document(results: Path = RESULTS) -> str:
-    """The text of the document."""
+    """Return the text of the document."""
     files = measured(results)
     body = []
     for name, notes, _, marks in files:

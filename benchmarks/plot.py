@@ -1,4 +1,4 @@
-"""The picture of one op's results: bandwidth against rows per panel, fraction of the copy, and time over the peers."""
+"""Picture of one op's results: bandwidth against rows per panel, fraction of the copy, and time over the peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "humming": "v", "cublas_b
 
 
 def _count(value: float, _: Any = None) -> str:
-    """1, 128, 4k, 64k, 2M: sizes as people write them."""
+    """Format a size: 1, 128, 4k, 64k, 2M."""
     for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
         if value >= unit:
             return f"{value / unit:.3g}{letter}"
@@ -34,7 +34,7 @@ def _count(value: float, _: Any = None) -> str:
 
 
 def _log2_axis(axis: Any, values: Sequence[float], ticks: int = 7) -> None:
-    """Logarithmic x axis with at most about `ticks` labelled powers of two over `values`."""
+    """Set a logarithmic x axis with about `ticks` labelled powers of two over `values`."""
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     axis.set_xscale("log", base=2)
     axis.set_xlim(2 ** (low - 0.4), 2 ** (high + 0.4))
@@ -44,7 +44,7 @@ def _log2_axis(axis: Any, values: Sequence[float], ticks: int = 7) -> None:
 
 
 def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float) -> None:
-    """One panel: TB/s of every variant against its first size."""
+    """Draw one panel: TB/s of every variant against the first size."""
     size = next(iter(rows[0]["sizes"]))
     axis.axhline(peak, color="#444444", linewidth=1, linestyle=(0, (2, 2)))
     for name in names:
@@ -59,7 +59,7 @@ def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float
 
 
 def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: float | None) -> None:
-    """Ours over the same-bytes copy against the bytes moved, one line for each panel; times meet at 1."""
+    """Draw the bandwidth of ours over a copy of equal bytes against the bytes moved, one line a panel."""
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
         colour = palette((index + 0.5) / len(panels))
@@ -89,7 +89,7 @@ def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: fl
 
 
 def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | None) -> None:
-    """TFLOP/s of ours against the first size, one line for each panel; cuBLAS's rate above."""
+    """Draw TFLOP/s of ours against the first size, one line a panel, with cuBLAS's rate."""
     size = next(iter(next(iter(panels.values()))[0]["sizes"]))
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["sizes"][size], row["variants"]["ours"]["tflops"]) for row in rows]
@@ -107,7 +107,7 @@ def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | 
 
 
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Time of each peer over ours against the bytes moved, of a GEMM against its first size; above 1 ours is faster."""
+    """Draw the time of each peer over ours against the bytes moved (GEMMs: the first size). Above 1, ours is faster."""
     every = [row for rows in panels.values() for row in rows]
     size = next(iter(every[0]["sizes"]))
     is_gemm = report.multiplies(every)
@@ -133,7 +133,7 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
     axis.axhline(1, color="#444444", linewidth=1)
     _log2_axis(axis, [row["sizes"][size] if is_gemm else row["bytes"] for row in every], 10)
     low, high = axis.get_ylim()
-    if high > 4 * low:  # else 1 would be the only power of two, and so the only label
+    if high > 4 * low:  # otherwise 1 would be the only labelled power of two
         axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axis.set_xlabel(f"{size} (rows)" if is_gemm else "bytes moved by formula")
@@ -177,7 +177,7 @@ def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> No
     what = ", ".join(filter(None, (result["op"], result["settings"].get("dtype"))))
     title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
     upper.suptitle(title, fontsize=12, x=0.01, ha="left")
-    # The legend is beside the title where there is room, else below the panels, beside the label of their axis.
+    # The legend is next to the title if there is room, else below the panels, next to their axis label.
     few = len(labels) <= 4
     upper.supxlabel(f"{size} (rows)", fontsize=10, x=0.5 if few else 0.1)
     place = "upper right" if few else "outside lower right"

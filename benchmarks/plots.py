@@ -1,4 +1,4 @@
-"""`python -m benchmarks plots`: the pictures of result files again, for a GPU machine that has no matplotlib."""
+"""`python -m benchmarks plots`: redraw the pictures of result files, since a GPU machine may lack matplotlib."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from . import ops
 from .performance import LAYERS, RESULTS
 
 WITHOUT = ("host", "model")
-"""Results that have no picture."""
+"""Results without a picture."""
 
 
 def draw(path: Path) -> Path:
-    """Draw what a result file holds, beside it."""
+    """Draw a result file into a picture next to it."""
     from .plot import plot
 
     result, picture = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")

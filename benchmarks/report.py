@@ -35,12 +35,12 @@ LABELS = {
 
 
 def label(name: str) -> str:
-    """A variant's name as people read it."""
+    """Return the readable name of a variant."""
     return LABELS.get(name, name)
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up: to the left where a column holds words, else to the right."""
+    """Return an aligned Markdown table. Columns of words are left-aligned, others right-aligned."""
     columns = []
     for title, *cells in zip(header, *body, strict=True):
         width = max(map(len, (title, *cells)))
@@ -51,7 +51,7 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits, thousands apart; an en dash for nothing."""
+    """Format a number with `digits` significant digits and thousands separators; None is an en dash."""
     if value is None:
         return "–"
     if value == 0:
@@ -66,14 +66,14 @@ def fraction(value: float | None) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Rows by the last sizes, then by M, those of one size as they were measured."""
+    """Sort rows by the last sizes, then by M; rows of one size keep their order."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
 
 
 def grouped(
     rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by their title, in order: the panels of a picture."""
+    """Group rows by title in order: the panels of a picture."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title(row), []).append(row)
@@ -81,29 +81,29 @@ def grouped(
 
 
 def variant_names(rows: Sequence[Row]) -> list[str]:
-    """Every variant that some row has, in the order of `LABELS`; others, which are ours, after "ours"."""
+    """Return the variants of all rows in the order of `LABELS`; others, which are ours, follow "ours"."""
     names = dict.fromkeys(name for row in rows for name in row["variants"])
     return sorted(names, key=lambda name: list(LABELS).index(name) if name in LABELS else 0.5)
 
 
 def multiplies(rows: Sequence[Row]) -> bool:
-    """Whether the rows are those of a GEMM, and have rates."""
+    """Check that the rows belong to a GEMM and contain rates."""
     return any(row.get("flops") for row in rows)
 
 
 def case_name(row: Row) -> str:
-    """A row's case as `Case` prints it."""
+    """Return a row's case as `Case` prints it."""
     return str(Case(row["sizes"], choices=row["choices"]))
 
 
 def choices_of(rows: Sequence[Row]) -> list[str]:
-    """The choices that some row has."""
+    """Return the names of the choices in any row."""
     return list(dict.fromkeys(name for row in rows for name in row["choices"]))
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """One line for each case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s of a GEMM),
-    ratios to the peers."""
+    """Return a table with one line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s
+    of a GEMM), and ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
     choices = choices_of(rows)
@@ -130,7 +130,7 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """One line for each case of a GEMM: TFLOP/s of every variant, and in brackets the fraction of the cuBLAS rate."""
+    """Return a table with one line a case of a GEMM: TFLOP/s of every variant, and in brackets over the cuBLAS rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
     choices = choices_of(rows)
     body = []
@@ -145,7 +145,7 @@ def rates_table(rows: Sequence[Row]) -> str:
 
 
 def wrong_results(rows: Sequence[Row]) -> list[str]:
-    """One line for each variant but ours whose result is wrong in some row: the largest fraction, and in which rows."""
+    """Return a line for each variant except ours with a wrong result: the largest fraction, and the rows."""
     lines = []
     for name in variant_names(rows):
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
@@ -158,12 +158,12 @@ def wrong_results(rows: Sequence[Row]) -> list[str]:
 
 
 def marks_table(marks: Sequence[Mark]) -> str:
-    """One line for each mark: target, measured value, reached or missed."""
+    """Return a table with one line a mark: target, measured value, reached or missed."""
     return table(["mark", "target", "measured", ""], [[mark.name, *judged(mark)] for mark in marks])
 
 
 def judged(mark: Mark) -> tuple[str, str, str]:
-    """Target, measured value, and whether it is reached."""
+    """Return target, measured value, and verdict of a mark."""
     words = {True: "reached", False: "MISSED", None: "not measured"}
     return mark.goal, number(mark.value) + (mark.unit if mark.value is not None else ""), words[mark.passed]
 
@@ -183,7 +183,7 @@ STAR = "* the sets of this case together are smaller than 3 × L2 ({least:.1f} �
 
 
 def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
-    """The report of one op."""
+    """Return the report of one op."""
     rows = result["rows"]
     least = min((row["rotation_over_l2"] for row in rows), default=3.0)
     star = STAR.format(least=least) if least < 2.999 else ""
@@ -216,6 +216,6 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
 
 
 def write_json(result: dict[str, Any], marks: Sequence[Mark], path: Path) -> None:
-    """Write the result, atomically, so that a run cut short leaves the last whole file."""
+    """Write the result atomically, so that an aborted run leaves the last complete file."""
     text = json.dumps({**result, "marks": [asdict(mark) for mark in marks]}, indent=1, ensure_ascii=False)
     files.replace(path, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""What the benchmarks of row-wise ops share: sizes, marks, buffer sets and peers of (M, H) problems in bfloat16."""
+"""Base of the benchmarks of row-wise ops: sizes, marks, buffer sets and peers of (M, H) problems in bfloat16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARK_WIDTHS = (2048, 4096, 7168, 8192, 16384, 32768)
 DECODE_WIDTH = 7168
 DECODE_ROWS = (1, 8, 32, 128)
 LARGE = 2**26
-"""M·H from which the copy mark applies."""
+"""Smallest M·H to which the copy mark applies."""
 INDUCTOR_LARGE = (16384, 8192)
 INDUCTOR_DECODE = (32, DECODE_WIDTH)
 DTYPE = torch.bfloat16
@@ -36,10 +36,10 @@ SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
 two at every width too."""
 
 STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
-"""Sizes that Inductor compiles by themselves, beside those that an op's marks need."""
+"""Sizes that Inductor compiles separately, in addition to those that an op's marks need."""
 DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
-"""Sizes of "full" that one compile for each width serves, with a symbolic M (a fourth M, of one row tile, would compile
-once more)."""
+"""Sizes of "full" that one compile for each width serves, with a symbolic M. A fourth M of one row tile would compile
+once more."""
 
 ABOUT = """\
 QuACK writes bfloat16 and does not quantise. Inductor compiles for one shape, or for one row length with a symbolic
@@ -53,22 +53,22 @@ ADD_NOTES = (
 
 
 def ratio(row: Row, over: str, under: str) -> float | None:
-    """Time of variant `over` / time of variant `under` in one row."""
+    """Return the time of variant `over` / time of variant `under` in one row."""
     variants = row["variants"]
     return variants[over]["us"] / variants[under]["us"] if over in variants and under in variants else None
 
 
 def rows_and_width(row: Row) -> tuple[int, int]:
-    """M and the row length of a measured row, whatever the op calls it."""
+    """Return M and the row length of a measured row."""
     m, width = row["sizes"].values()
     return m, width
 
 
 class RowBenchmark(Benchmark):
-    """An op on M rows: subclasses say the bytes, what the op takes, and its targets.
+    """Benchmark of an op on M rows. Subclasses define bytes, arguments and targets.
 
-    The op is the function of that name in `torch_cute_ops`, the composition the one in `compositions`; both take the
-    row tensors, then the weight, then keywords.
+    The op is the function of that name in `torch_cute_ops`, its composition the function in `compositions`. Both take
+    the row tensors, then the weight, then keywords.
     """
 
     family = "row_quant"
@@ -78,17 +78,17 @@ class RowBenchmark(Benchmark):
     width = "H"
     """Name of the row length."""
     inputs_per_row = 1
-    """Length of an input row over the row length."""
+    """Ratio of an input row's length to the row length."""
     adds = False
-    """Whether the op takes a residual, which it updates."""
+    """True if the op takes and updates a residual."""
     weighted = True
-    """Whether the op takes a weight (H,) in the input dtype."""
+    """True if the op takes a weight (H,) in the input dtype."""
     choices: ClassVar[Mapping[str, str]] = {}
-    """The choices of the cases that the copy marks are judged on."""
+    """Choices of the cases that the copy marks are judged on."""
     most_over_quack: float | None = None
-    """Most time over QuACK's rmsnorm at decode."""
+    """Largest time over QuACK's rmsnorm at decode."""
     least_over_inductor: ClassVar[Mapping[tuple[int, int], float]] = {}
-    """By size: how many times faster than the Inductor composition at least."""
+    """Smallest speedup over the Inductor composition, by size."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -97,7 +97,7 @@ class RowBenchmark(Benchmark):
     # --- cases ---
 
     def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
-        """A case of this op, with its default choices unless others are given."""
+        """Return a case of this op, with its default choices unless others are given."""
         return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:
@@ -121,10 +121,10 @@ class RowBenchmark(Benchmark):
         return tensors | poisoned_outputs(self.op, lambda fake: self.call(fake, case, tensors))
 
     def make_inputs(self, case: Case, device: torch.device) -> Tensors:
-        """The op's arguments by name, a scale that the op takes as "given"."""
-        # What repeated calls do to a residual: r + n·x grows with n until x is less than half an ulp of it, at 256 to
-        # 512 times |x| in bfloat16, and stays. So rows remain ordinary numbers in random order however often a graph
-        # is replayed (sums of squares far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
+        """Return the op's arguments by name; a scale argument is named "given"."""
+        # Repeated calls update the residual: r + n·x grows with n until x is less than half an ulp of it, at 256 to 512
+        # times |x| in bfloat16, and then stays. So rows remain ordinary random values after any number of replays (sums
+        # of squares are far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
         m, width = case["M"], case[self.width]
         tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
         if self.adds:
@@ -134,19 +134,19 @@ class RowBenchmark(Benchmark):
         return tensors
 
     def rows(self, tensors: Tensors) -> list[torch.Tensor]:
-        """The input, and the residual if there is one."""
+        """Return the input, and the residual if the op takes one."""
         return [tensors[name] for name in ("input", "residual") if name in tensors]
 
     def outputs(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """The tensors for the op's `out`."""
+        """Return the tensors for the op's `out`."""
         return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def results(self, returned: Any, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """What the op or the composition returned, and the updated residual if there is one: all that it writes."""
+        """Return all tensors that the op or composition writes: its results, and an updated residual."""
         return (*as_tuple(returned), tensors["residual"]) if self.adds else as_tuple(returned)
 
     def call(self, function: Callable[..., Any], case: Case, tensors: Tensors, **more: Any) -> Any:
-        """`function` (the op or the composition) on one buffer set."""
+        """Call `function` (the op or the composition) on one buffer set."""
         if self.weighted:
             more = {"weight": tensors["weight"], "eps": EPS, **more}
         if "given" in tensors:
@@ -154,12 +154,12 @@ class RowBenchmark(Benchmark):
         return function(*self.rows(tensors), **more, **case.choices)
 
     def run(self, case: Case, tensors: Tensors) -> None:
-        """Our op on one buffer set, into its preallocated outputs."""
+        """Run our op on one buffer set, into its preallocated outputs."""
         out = self.outputs(tensors)
         self.call(getattr(torch_cute_ops, self.op), case, tensors, out=out if len(out) > 1 else out[0])
 
     def composition(self) -> Callable[..., Any]:
-        """The torch composition."""
+        """Return the torch composition."""
         return getattr(compositions, self.op)
 
     # --- variants ---
@@ -211,13 +211,13 @@ class RowBenchmark(Benchmark):
         return marks + [self.inductor_mark(rows, size, least) for size, least in self.least_over_inductor.items()]
 
     def copy_mark(self, rows: Sequence[Row], width: int, prefix: str = "") -> Mark:
-        """At one width: the smallest fraction of the same-bytes copy bandwidth over rows with M·H ≥ 2^26."""
+        """Return a mark at one width: the smallest fraction of the copy bandwidth over rows with M·H ≥ 2^26."""
         large = [row for row in rows if rows_and_width(row)[1] == width and math.prod(rows_and_width(row)) >= LARGE]
         name = f"{prefix}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
         return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
     def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
-        """The largest time over QuACK's rmsnorm, over M ≤ 128 at H = 7168."""
+        """Return a mark: the largest time over QuACK's rmsnorm for M ≤ 128 at H = 7168."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"
@@ -225,14 +225,14 @@ class RowBenchmark(Benchmark):
         return at_most(name, max(ratios, default=None), most, " ×")
 
     def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], least: float, prefix: str = "") -> Mark:
-        """How many times faster than the Inductor composition at one size."""
+        """Return a mark: the speedup over the Inductor composition at one size."""
         found = [ratio(row, "inductor", "ours") for row in rows if rows_and_width(row) == size]
         name = f"{prefix}{size[0]}×{size[1]}: faster than Inductor"
         return at_least(name, found[0] if found else None, least, " ×")
 
 
 class GatedRows(RowBenchmark):
-    """An op that gates one half of each row by the other. I is the width of the output."""
+    """Benchmark of an op that gates one half of each row by the other. I is the width of the output."""
 
     peers = ("inductor",)
     width = "I"

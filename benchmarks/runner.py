@@ -1,4 +1,4 @@
-"""One op from its cases to rows: warm up, check, measure, and put numbers beside the copy ceilings."""
+"""Measure one op from its cases to rows: warm up, check, time, and relate to the ceilings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .case import Benchmark, Case, Row, Tensors, Variant
 from .measure import Backend, Ceilings, Plan, Settings, copy, copy_sets, measure_what_captures, plan
 
 ASSUMED_TFLOPS = 600.0
-"""The rate from which the duration of a GEMM is estimated, to choose how often it runs."""
+"""Rate for estimating the duration of a GEMM, to choose its number of runs."""
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op once for each smallest case, in each way, so that our kernels are compiled before a peer is imported
-    (QuACK patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and is
-    reported, when its case runs."""
+    """Run our op once for each smallest case, in each way, so that compilation stays outside of any timing.
+
+    Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. A failure occurs again, and
+    is reported, when its case runs.
+    """
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
         with contextlib.suppress(Exception):
             sets = [benchmark.make_set(smallest, device)]
@@ -28,15 +30,17 @@ def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -
 
 
 def describe(error: Exception) -> str:
-    """An exception in one line."""
+    """Describe an exception in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def collect_variants(
     benchmark: Benchmark, case: Case, sets: Sequence[Tensors], with_peers: bool
 ) -> tuple[dict[str, Variant], dict[str, str]]:
-    """The variants that exist for this case, and the reason for each way and peer that does not. One that fails when it
-    is made or on its first call is absent too: it must not end the run."""
+    """Return the variants of this case, and the reason for each missing way and peer.
+
+    A peer that fails when it is made or on its first call is missing too: it must not end the run.
+    """
     variants, absent = {"ours": benchmark.ours(case, sets)}, {}
     for name in (*benchmark.ways, *(benchmark.peers if with_peers else ())):
         try:
@@ -55,8 +59,11 @@ def collect_variants(
 
 
 def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: dict[str, Variant]) -> dict[str, float]:
-    """Largest fraction of wrong output elements of each variant that computes the op; empty where the case is too large
-    to check. Before each call set 0 is as it was made, poisoned outputs included."""
+    """Return the largest fraction of wrong elements of each variant that computes the op; empty if the case is too
+    large.
+
+    Before each call, set 0 is restored, poisoned outputs included.
+    """
     dimensions = list(case.sizes.values())
     if dimensions[0] * dimensions[1] > benchmark.checked_elements:
         return {}
@@ -70,12 +77,12 @@ def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: d
 
 
 def cloned(tensors: Tensors) -> Tensors:
-    """Copies of a buffer set's tensors, by their names."""
+    """Return copies of a buffer set's tensors by name."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def restore(tensors: Tensors, made: Tensors) -> None:
-    """Give a buffer set the contents of `made`."""
+    """Restore a buffer set from the copies in `made`."""
     for name, tensor in made.items():
         tensors[name].copy_(tensor)
 
@@ -109,7 +116,7 @@ def run_case(
 
     def lost(name: str, error: Exception) -> None:
         if stream is not None:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own as the current one
+            torch.cuda.set_stream(stream)  # a failed capture leaves its stream as the current one
         if name in ("ours", "copy") or isinstance(error, torch.OutOfMemoryError):
             raise error
         absent[name] = f"cannot be captured ({describe(error)})"
@@ -136,7 +143,7 @@ def run_case(
 
 
 def _rates(tbps: float, tflops: float, ceilings: Ceilings) -> dict[str, float | None]:
-    """What the report says of a GEMM beside its times."""
+    """Return a GEMM's rates as fractions of the ceilings."""
     return {
         "of_read": tbps / ceilings.read_tbps if ceilings.read_tbps else None,
         "tflops": tflops,
@@ -170,8 +177,10 @@ def run(
     after_case: Callable[[Case, list[Row], str], None] = lambda case, rows, error: None,
     **how: Any,
 ) -> list[Row]:
-    """Measure all cases, as `run_case` does with the same arguments; `after_case(case, rows so far, error)` follows
-    each, with the reason where it failed. One case that fails does not end the run."""
+    """Measure all cases with `run_case`. A failing case does not end the run.
+
+    `after_case(case, rows so far, error)` is called after each case; `error` is empty if it succeeded.
+    """
     rows: list[Row] = []
     warm_up(benchmark, cases, device)
     if with_peers:

@@ -1,9 +1,8 @@
-"""`python -m benchmarks tactics`: every tactic of a GEMM, how long it takes, and how long the model of costs thinks
-that it does.
+"""`python -m benchmarks tactics`: measured time and estimate of every tactic of a GEMM.
 
-What the estimates of `torch_cute_ops.gemm.backends` are fitted to. Calls are named as for
+The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
 `python -m torch_cute_ops tune`: `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are those of tuning:
-random, L2-cold, from a CUDA graph. Packed rows of experts belong to random ones.
+random, L2-cold, from a CUDA graph. Packed rows belong to random experts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .measure import Backend
 
 
 class Timed(NamedTuple):
-    """A tactic: its estimate and what it takes, in seconds; or why it has no time."""
+    """A tactic with its estimate and time in seconds, or the reason for a missing time."""
 
     candidate: Candidate
     estimate: float
@@ -39,7 +38,7 @@ class Timed(NamedTuple):
 
 
 def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[Timed]:
-    """The tactics of a call with `m` rows, the fastest first, and then those whose results are wrong."""
+    """Return the tactics of a call with `m` rows, fastest first, followed by tactics with wrong results."""
     m = bucket(m)
     estimates = tune.estimates(problem, m, target)
     least = min(estimates.values())
@@ -56,7 +55,7 @@ def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[T
 
 
 def markdown(rows: Sequence[Timed]) -> str:
-    """A table, with the tactic that the model takes in bold."""
+    """Return a table with the tactic that the cost model chooses in bold."""
     least = min(row.estimate for row in rows)
     fastest = min((row.seconds for row in rows if row.seconds is not None), default=None)
     body = []
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_tactics(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
-    """Measure what was asked for; print a table for each call, and write the numbers."""
+    """Measure, print a table for each call, and write the numbers."""
     collected = environment.collect(device)
     print(environment.headline(collected), flush=True)
     result: dict[str, Any] = {"environment": collected, "calls": []}

@@ -1,56 +1,56 @@
-"""The targets that results are held against, all in one place: benchmarks judge what they measured by them (`marks`),
-and `docs/performance.md` lists both."""
+"""Targets of all benchmarks (`marks`). `docs/performance.md` lists them with the measured values."""
 
 from __future__ import annotations
 
 # --- ops that memory limits ---
 
 OF_COPY = 0.92
-"""Least fraction of the bandwidth of a copy of as many bytes, from 2^26 elements on."""
+"""Smallest fraction of the bandwidth of a copy of equal bytes, from 2^26 elements on."""
 NORM_OVER_QUACK = 1.15
 ADD_NORM_OVER_QUACK = 1.2
-"""Most time over QuACK's rmsnorm, which does not quantise, at decode; behind a residual, over that with a residual."""
+"""Largest time over QuACK's rmsnorm, which does not quantise, at decode; with a residual, over QuACK's with a
+residual."""
 FP4_OVER_INDUCTOR = 5.0
 FP8_OVER_INDUCTOR = 2.0
 FP8_DECODE_OVER_INDUCTOR = 1.0
-"""How many times faster than the composition that Inductor compiles."""
+"""Smallest speedup over the composition compiled by Inductor."""
 
 # --- steps of an expert layer ---
 
 MOE_OF_COPY = 0.88
 MOE_DECODE_US = 4.0
-"""Most time with 64 tokens and fewer."""
+"""Largest time in µs with up to 64 tokens."""
 
 # --- FP4 GEMMs ---
 
 FP4_DECODE_US = 42.0
-"""Most time with up to 16 rows and a weight of 16,384 × 16,384."""
+"""Largest time in µs with up to 16 rows and a weight of 16,384 × 16,384."""
 FP4_ABOVE_FLOOR_US = 3.5
-"""Most time of one row above that of its bytes at the rate of reads, with the weights of a Llama 8B."""
+"""Largest time in µs of one row above the time of its bytes at the read rate, with the weights of a Llama 8B."""
 FP4_FEW_ROWS_US = {(1, 4096, 14336): 11.2, (16, 4096, 4096): 7.0, (64, 4096, 4096): 9.5, (64, 4096, 14336): 21.0}
-"""Most time, µs, by M, N, K."""
+"""Largest time in µs by M, N, K."""
 FEW_ROWS_OVER_FP4_PEER = 1.15
 OVER_FP4_PEER = 1.0
-"""How many times as fast as the fastest FP4 peer: with up to 64 rows, and with more."""
+"""Smallest speedup over the fastest FP4 peer: with up to 64 rows, and with more."""
 OVER_CUBLAS_BF16 = 0.97
-"""The same against cuBLAS with bfloat16 operands, from 2,048 rows on."""
+"""Smallest speedup over cuBLAS with bfloat16 operands, from 2,048 rows on."""
 CHOICE_MEDIAN, CHOICE_LARGEST = 1.1, 1.25
-"""Most time of "auto" over the fastest of our backends."""
+"""Largest time of "auto" over our fastest backend: median and maximum."""
 EXPERTS_US = {
     "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
     "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
 }
-"""Most time of the second GEMM of an expert layer, µs, by routing and tokens."""
+"""Largest time in µs of an expert layer's second GEMM, by routing and tokens."""
 GATED_EXPERTS_US = {"top-8": {1: 9, 8: 38, 16: 62, 32: 95, 64: 128, 128: 148, 256: 172, 512: 235}}
-"""The same of the first GEMM, with NVFP4 activations and results."""
+"""Largest time in µs of an expert layer's first GEMM, with NVFP4 activations and results."""
 
 # --- expert layers ---
 
 EXPERT_LAYER_US = {1: 21, 8: 66, 16: 102, 32: 155, 64: 205, 128: 235, 256: 275, 512: 380}
-"""Most time of DeepSeek-V3's layer with NVFP4 weights on one of eight GPUs, µs, by tokens: the routing and both GEMMs,
-with activations in FP4 or FP8, whichever is the faster."""
+"""Largest time in µs of DeepSeek-V3's layer with NVFP4 weights on one of eight GPUs, by tokens: routing and both GEMMs,
+with activations in FP4 or FP8, whichever is faster."""
 SKEWED_OVER_UNIFORM = 1.3
-"""Most time of a layer with skewed routing over that of the same bytes with uniform routing."""
+"""Largest time of a layer with skewed routing over the time of equal bytes with uniform routing."""
 W4A8_LAYER_DECODE, W4A8_LAYER_LARGE = 0.68, 1.06
 """Most time of a layer with NVFP4 weights and FP8 activations over that with FP8 weights: with up to 64 tokens, and
 with 4,096."""
