@@ -122,7 +122,7 @@ CONFIG = fp4_tcgen05_experts.plan(
     fmt=NVFP4,
     layout=SCALE_LAYOUTS["128x4"],
     out_dtype=BF16,
-    width=256,
+    expert_k=256,
     tile_n=128,
     classes=2,
     routed=True,
@@ -135,7 +135,7 @@ CONFIG = fp4_tcgen05_experts.plan(
     ("changes", "reason"),
     [
         ({"layout": SCALE_LAYOUTS["8x4"]}, "scales are linear or in tiles of 128 rows, not 8x4"),
-        ({"width": 96}, "an expert's width is 96; it has to be a multiple of 64"),
+        ({"expert_k": 96}, "an expert's width is 96; it has to be a multiple of 64"),
         ({"tile_n": 96}, "tile_n is 96; it has to be one of (32, 64, 128)"),
         ({"classes": 4}, "there are 4 classes of experts; the number has to be one of (1, 2, 3, 5, 8)"),
         (
@@ -159,7 +159,7 @@ def test_what_a_kernel_is_refused_for(changes: dict[str, Any], reason: str) -> N
 def test_columns_of_tensor_memory(fmt: Any, width: int, columns: int) -> None:
     """Two accumulators, and two chunks' scales: of a tile more, where experts begin inside of one."""
     assert CONFIG is not None
-    config = dataclasses.replace(CONFIG, fmt=fmt, width=width, tile_n=columns)
+    config = dataclasses.replace(CONFIG, fmt=fmt, expert_k=width, tile_n=columns)
     used = config.acc_columns + 2 * config.stage.scale_columns
     assert config.acc_columns == 2 * columns and used <= config.tmem_columns <= 512
     assert config.tmem_columns < 2 * used

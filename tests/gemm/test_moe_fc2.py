@@ -109,7 +109,7 @@ def test_experts_as_wide_as_those_of_gpt_oss(op):
     assert reasons.pop("routed") is reasons.pop("reference") is None and all(reasons.values())
     for m in (1, 64, 512):
         (kernel,) = kernels_of(op.name, "sm_90a", m=m, **given)
-        assert kernel.kernel == fp4_experts.KERNEL and kernel.config.width == 2880
+        assert kernel.kernel == fp4_experts.KERNEL and kernel.config.expert_k == 2880
         assert kernel.config.bias_dtype == torch.float32
     linear = torch_cute_ops.backends(op.name, "sm_90a", **given | {"scale_layout": "linear"})
     assert linear["routed"] == "in the linear layout an expert's width has to be a multiple of 256"

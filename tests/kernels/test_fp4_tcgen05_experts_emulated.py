@@ -101,7 +101,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     """
     (m, n, experts), case = one.sizes, one.case
     fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
-    k = experts * case.width
+    k = experts * case.expert_k
     torch.manual_seed(k)
     (a, a_scale), (b, b_scale) = (
         random_matrix(rows, k, fmt, case.layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n)
@@ -115,7 +115,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
         bias[(alpha == 0).all(0)] = torch.nan
     nan = 0x7F if fmt == NVFP4 else 0xFF
     rows = to_linear(a_scale.view(torch.uint8), layout, m, k // fmt.block_size).clone()
-    rows[(alpha == 0).repeat_interleave(case.width // fmt.block_size, 1)] = nan
+    rows[(alpha == 0).repeat_interleave(case.expert_k // fmt.block_size, 1)] = nan
     placed = from_linear(rows, layout)
     exists = from_linear(torch.ones_like(rows), layout) != 0
     a_scale = torch.where(exists, placed, nan).view(fmt.scale_dtype)

@@ -203,9 +203,9 @@ class ExpertsCase(KernelCase):
         begins in the middle of a scale tile; otherwise all begin with a scale tile."""
         return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
-    def kernel_for(self, width: int) -> Any:
+    def kernel_for(self, expert_k: int) -> Any:
         """Return the kernel that the backend builds."""
-        sizes = {"width": width, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
+        sizes = {"expert_k": expert_k, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
         given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
         return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
 
@@ -242,9 +242,9 @@ class GatedExpertsCase(KernelCase):
         """Kernel for five k tiles, the last one partial; or, with linear scales, for four."""
         return self.kernel_for(1024 if self.layout == "linear" else 1088)
 
-    def kernel_for(self, width: int) -> Any:
+    def kernel_for(self, k: int) -> Any:
         """Return the kernel that the backend builds, or None if it builds none."""
-        sizes = {"width": width, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
+        sizes = {"k": k, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
         epilogue = fp4_gated_experts.GatedEpilogue(*self.epilogue)
         config = planned_experts(fp4_gated_experts, self, epilogue=epilogue, token_block=self.token_block, **sizes)
         return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)

@@ -79,7 +79,7 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
 
 @dataclass(frozen=True)
 class Tcgen05ExpertsCase(KernelCase):
-    """GEMM of two FP4 operands by tcgen05 over experts, with ``width`` elements of k each. If ``routed``, experts
+    """GEMM of two FP4 operands by tcgen05 over experts, with ``expert_k`` elements of k each. If ``routed``, experts
     without a token are skipped."""
 
     format: FP4Format
@@ -88,14 +88,14 @@ class Tcgen05ExpertsCase(KernelCase):
     classes: int
     routed: bool
     out_dtype: torch.dtype
-    width: int
+    expert_k: int
     stages: int | None = None
     arch: str = "sm_100a"
     bias_dtype: torch.dtype | None = None
 
     @property
     def id(self) -> str:
-        tile = f"{self.tile_n}by{self.classes}{'routed' if self.routed else 'dense'}of{self.width}"
+        tile = f"{self.tile_n}by{self.classes}{'routed' if self.routed else 'dense'}of{self.expert_k}"
         bias = [] if self.bias_dtype is None else [f"bias_{short(self.bias_dtype)[0]}"]
         dtypes = short(self.out_dtype)[0], *bias
         return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, *dtypes, self.arch))
@@ -111,7 +111,7 @@ class Tcgen05ExpertsCase(KernelCase):
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
             out_dtype=self.out_dtype,
-            width=self.width,
+            expert_k=self.expert_k,
             tile_n=self.tile_n,
             classes=self.classes,
             routed=self.routed,

@@ -95,7 +95,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             fmt=fp4_format(problem),
             layout=weight_scales(problem),
             out_dtype=problem.out_dtype,
-            width=problem.expert_k,
+            expert_k=problem.expert_k,
             tile_n=tactic.tile_n,
             classes=tactic.classes,
             routed=tactic.mode == ROUTED,

@@ -50,7 +50,7 @@ class Routed(RoutedBackend):
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         width = problem.expert_k
         reason = super().reason_unfit(problem) or reason_not_linear(problem, width, "an expert's width")
-        return reason or fp4_experts.reason_width_unsupported(width)
+        return reason or fp4_experts.reason_expert_k_unsupported(width)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RoutedTactic, ...]:
         widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
@@ -93,7 +93,7 @@ class Routed(RoutedBackend):
             operands=fp4_operands(problem),
             out_dtype=problem.out_dtype,
             bias_dtype=problem.epilogue.bias_dtype,
-            width=problem.expert_k,
+            expert_k=problem.expert_k,
             **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,

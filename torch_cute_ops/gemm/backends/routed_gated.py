@@ -114,7 +114,7 @@ class RoutedGated(RoutedBackend):
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
         # Scales in whole tiles, and the activations of each routed pair, once for each N tile.
-        l2_bytes = work_tiles * config.k_tiles * 2 * config.chunks.size_bytes
+        l2_bytes = work_tiles * config.k_tiles * 2 * config.weight_tile.size_bytes
         l2_bytes += n_tiles * m * problem.topk * token_bytes
         rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory
         seconds = computed, weight_bytes / memory, l2_bytes / (MODEL.l2_rate * memory)
@@ -135,7 +135,7 @@ class RoutedGated(RoutedBackend):
         return fp4_gated_experts.plan(
             operands=fp4_operands(problem),
             epilogue=gated_epilogue,
-            width=problem.k,
+            k=problem.k,
             **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,

@@ -61,7 +61,7 @@ from torch_cute_ops.kernels.fp4_experts.config import (
     Arguments,
     Config,
     plan,
-    reason_width_unsupported,
+    reason_expert_k_unsupported,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ __all__ = [
     "Config",
     "FP4ExpertsKernel",
     "plan",
-    "reason_width_unsupported",
+    "reason_expert_k_unsupported",
 ]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"

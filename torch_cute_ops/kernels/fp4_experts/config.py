@@ -21,7 +21,7 @@ TILE_N: Final = WGMMA_M
 """Rows of the weight of an n tile: the rows of a warpgroup."""
 N_WARPS: Final = TILE_N // 16
 """Number of warps that share the rows of an n tile, 16 rows each."""
-WIDTH_MULTIPLE: Final = 64
+EXPERT_K_MULTIPLE: Final = 64
 """Divisor of an expert's width: half a scale tile of MXFP4, a whole scale tile of NVFP4."""
 PRODUCER_WARPS: Final = 4
 """Number of producer warps: one for each pipeline, and whole warpgroups."""
@@ -38,7 +38,7 @@ BARRIER_BYTES: Final = 512
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
-    ``Config.width`` elements of k each. N is a multiple of 8.
+    ``Config.expert_k`` elements of k each. N is a multiple of 8.
 
     Attributes:
         a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
@@ -57,7 +57,7 @@ class Config:
     Attributes:
         operands: formats of the activations and of the weight.
         out_dtype: dtype of the result.
-        width: elements of k of an expert.
+        expert_k: elements of k of an expert.
         k_tile: elements of k of a stage.
         tile_m: tokens of an m tile.
         token_block: tokens of a token block.
@@ -72,7 +72,7 @@ class Config:
 
     operands: FP4Operands
     out_dtype: torch.dtype
-    width: int
+    expert_k: int
     k_tile: int
     tile_m: int
     token_block: int
@@ -106,12 +106,12 @@ class Config:
     @property
     def expert_k_tiles(self) -> int:
         """Number of k tiles of an expert."""
-        return -(-self.width // self.k_tile)
+        return -(-self.expert_k // self.k_tile)
 
     @property
     def spread(self) -> bool:
         """True if every second expert begins in the middle of a scale tile."""
-        return self.width % (TILE_BLOCKS * self.operands.fmt.block_size) != 0
+        return self.expert_k % (TILE_BLOCKS * self.operands.fmt.block_size) != 0
 
     @property
     def lists(self) -> TokenListLayout:
@@ -134,14 +134,14 @@ class Config:
         return self.operands.arranged(by_warp=self.by_warp, k_tile=self.k_tile)
 
     @property
-    def chunks(self) -> WeightTile:
+    def weight_tile(self) -> WeightTile:
         """Layout of a k tile of the weight, one for each stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, TILE_N, self.k_tile, self.spread)
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a k tile of both operands, and the pairs of the m tile's tokens."""
-        return self.chunks.size_bytes + self.tile_m * (self.arranged.token_bytes + PAIR_BYTES)
+        return self.weight_tile.size_bytes + self.tile_m * (self.arranged.token_bytes + PAIR_BYTES)
 
     @property
     def acc_bytes(self) -> int:
@@ -170,14 +170,14 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Reason that the kernel cannot run on ``arch``, or None."""
-        reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
-        return reason_width_unsupported(self.width) or reason
+        reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
+        return reason_expert_k_unsupported(self.expert_k) or reason
 
 
-def reason_width_unsupported(width: int) -> str | None:
-    """Reason that no kernel supports experts of this width, or None."""
-    if width % WIDTH_MULTIPLE:
-        return f"an expert's width is {width}; it has to be a multiple of {WIDTH_MULTIPLE}"
+def reason_expert_k_unsupported(expert_k: int) -> str | None:
+    """Reason that no kernel supports experts with this many elements of k, or None."""
+    if expert_k % EXPERT_K_MULTIPLE:
+        return f"an expert's width is {expert_k}; it has to be a multiple of {EXPERT_K_MULTIPLE}"
     return None
 
 
@@ -185,7 +185,7 @@ def plan(
     *,
     operands: FP4Operands,
     out_dtype: torch.dtype,
-    width: int,
+    expert_k: int,
     tile_m: int,
     token_block: int,
     classes: int,
@@ -196,7 +196,7 @@ def plan(
     """Return the configuration with the first of ``PIPELINE_SHAPES``, and then the most stages, that fits into an SM
     of ``arch``. Return None if none fits with two stages for each pipeline."""
     every = (
-        (width, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
+        (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES
         for stages in range(4 * pipelines, pipelines, -pipelines)
     )

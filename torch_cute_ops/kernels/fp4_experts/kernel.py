@@ -56,16 +56,16 @@ class FP4ExpertsKernel:
     def __init__(self, config: Config):
         self.config = config
         self.accumulators = Accumulators(config)
-        self.ring = WeightStages(config.chunks, config.stages)
+        self.weight = WeightStages(config.weight_tile, config.stages)
         self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
         self.m_tiles = ExpertMTiles(config.token_block, config.tile_m, config.classes)
-        self.mma = KTileMma(self.ring, config.arranged, config.tile_m, config.stages, config.width)
+        self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.expert_k)
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
         a, a_scale = self.activations.arguments()
-        b, b_scale = self.ring.arguments(n)
+        b, b_scale = self.weight.arguments(n)
         return Arguments(
             a=a,
             a_scale=a_scale,
@@ -99,7 +99,7 @@ class FP4ExpertsKernel:
         self.list_kernel(a, a_scale, alpha, lists, partial_sums, out.shape[0]).launch(
             grid=[listed, tiles, 1], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
-        self.kernel(self.ring.maps(b, b_scale, experts), alpha, bias, lists, partial_sums, out).launch(
+        self.kernel(self.weight.maps(b, b_scale, experts), alpha, bias, lists, partial_sums, out).launch(
             grid=[num_ctas, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
@@ -124,7 +124,7 @@ class FP4ExpertsKernel:
             alpha, lists, tile, expert, experts, m, self.accumulators.token_offset
         )
         entry = self.lister.entry(tile, expert, experts)
-        first_token, first_k = tile * c.token_block, expert * c.width
+        first_token, first_k = tile * c.token_block, expert * c.expert_k
         self.lister.arrange(
             a,
             a_scale,
@@ -134,7 +134,7 @@ class FP4ExpertsKernel:
             entry,
             first_token,
             first_k,
-            c.width,
+            c.expert_k,
             0,
             c.expert_k_tiles,
         )
@@ -191,7 +191,7 @@ class FP4ExpertsKernel:
         if warp >= c.consumer_warps:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < c.consumer_warps + c.pipelines:
-                self._produce(warp - c.consumer_warps, self.ring.open(weight, smem.codes, smem.scales), work, smem)
+                self._produce(warp - c.consumer_warps, self.weight.open(weight, smem.codes, smem.scales), work, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(warp, tid, work, smem)
@@ -199,8 +199,8 @@ class FP4ExpertsKernel:
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        scales = base + c.stages * self.ring.code_bytes
-        acc = scales + c.stages * self.ring.scale_bytes
+        scales = base + c.stages * self.weight.code_bytes
+        acc = scales + c.stages * self.weight.scale_bytes
         activations = acc + c.acc_bytes
         pairs = activations + c.stages * self.mma.activation_bytes
         m_tiles, end = self.m_tiles.lists(pairs + c.stages * c.tile_m * PAIR_BYTES)
@@ -271,8 +271,8 @@ class FP4ExpertsKernel:
     def _load_weight(self, index, m_tile, k_tile, stage, weight, work, smem) -> None:
         """Start the copies of a k tile of the weight."""
         expert = smem.m_tiles.experts[index]
-        blocks = self.config.width // self.config.operands.fmt.block_size
-        self.ring.load(
+        blocks = self.config.expert_k // self.config.operands.fmt.block_size
+        self.weight.load(
             self._n_tile_of(m_tile, work),
             k_tile,
             expert,

@@ -104,7 +104,7 @@ class Config:
     Attributes:
         operands: formats of the activations and of the weight.
         epilogue: epilogue of a work tile.
-        width: elements of k.
+        k: elements of k.
         tile_n: rows of the weight of an n tile.
         tile_m: tokens of an m tile.
         split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
@@ -116,7 +116,7 @@ class Config:
 
     operands: FP4Operands
     epilogue: GatedEpilogue
-    width: int
+    k: int
     tile_n: int
     tile_m: int
     split_k: int
@@ -162,7 +162,7 @@ class Config:
     @property
     def k_tiles(self) -> int:
         """Number of k tiles."""
-        return -(-self.width // K_TILE)
+        return -(-self.k // K_TILE)
 
     @property
     def scans(self) -> bool:
@@ -197,14 +197,14 @@ class Config:
         return max(1, self.stages // self.pipelines - 2)
 
     @property
-    def chunks(self) -> WeightTile:
+    def weight_tile(self) -> WeightTile:
         """Layout of a k tile of the gate's rows, or of up's: two for each stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a k tile of both operands."""
-        return 2 * self.chunks.size_bytes + self.tile_m * self.token_pitch
+        return 2 * self.weight_tile.size_bytes + self.tile_m * self.token_pitch
 
     @property
     def acc_bytes(self) -> int:
@@ -260,14 +260,14 @@ class Config:
         if self.out_columns % self.epilogue.block:
             return f"an n tile has {self.out_columns} columns of the result, not whole blocks of {self.epilogue.block}"
         reason = self.epilogue.reason_unsupported()
-        return reason or self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+        return reason or self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
 
 
 def plan(
     *,
     operands: FP4Operands,
     epilogue: GatedEpilogue,
-    width: int,
+    k: int,
     tile_n: int,
     tile_m: int,
     split_k: int,
@@ -278,5 +278,5 @@ def plan(
     """Return the configuration with the most stages that fits into an SM of ``arch``, at most six for each pipeline.
     Return None if two do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
-    sizes, every = (width, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
+    sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
     return first_fit((Config(operands, epilogue, *sizes, stages, pdl) for stages in every), arch)

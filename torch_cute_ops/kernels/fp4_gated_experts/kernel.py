@@ -124,11 +124,11 @@ class FP4GatedExpertsKernel:
 
     def __init__(self, config: Config):
         self.config = config
-        self.ring = WeightStages(config.chunks, 2 * config.stages)
+        self.weight = WeightStages(config.weight_tile, 2 * config.stages)
         self.activations = Activations(config.arranged)
         self.lister = TokenLister(config.lists, self.activations)
         self.m_tiles = ExpertMTiles(config.token_block, config.tile_m)
-        self.mma = KTileMma(self.ring, config.arranged, config.tile_m, config.stages, config.width, config.token_pitch)
+        self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.k, config.token_pitch)
         self.epilogue = GatedEpilogueOps(config)
 
     def arguments(self) -> Arguments:
@@ -136,7 +136,7 @@ class FP4GatedExpertsKernel:
         a, a_scale = self.activations.arguments()
         half, blocks = Dim("k_bytes", divisibility=16), Dim("blocks", divisibility=16)
         b = TensorArg("Uint8", (experts, rows, half), (Dim("b_stride", 16, bits=64), half, 1), align=16)
-        _, b_scale = self.ring.arguments(rows)
+        _, b_scale = self.weight.arguments(rows)
         if self.config.operands.layout.is_linear:
             strides = Dim("b_scale_stride", 16, bits=64), blocks, 1
             b_scale = TensorArg(b_scale.dtype, (experts, rows, blocks), strides, align=16)
@@ -219,7 +219,7 @@ class FP4GatedExpertsKernel:
             blocks = b_scale.shape[2]
             matrix = cute.make_layout((experts * rows, blocks), stride=(blocks, 1))
             b_scale = cute.make_tensor(b_scale.iterator, matrix)
-        return self.ring.maps(b, b_scale)
+        return self.weight.maps(b, b_scale)
 
     # Lists
 
@@ -244,7 +244,7 @@ class FP4GatedExpertsKernel:
         for i in range(thread, m * (c.k_tiles * pieces), threads):
             piece, k_tile, token = i % pieces, i // pieces % c.k_tiles, i // (pieces * c.k_tiles)
             start = k_tile * K_TILE
-            words = self.activations.read(a, a_scale, token, start, c.width - start, piece)
+            words = self.activations.read(a, a_scale, token, start, c.k - start, piece)
             self.activations.store_row(words, piece, self._row_at(lists.activations, token, k_tile))
         if const_expr(not c.scans):
             first_token = tile * c.token_block
@@ -321,7 +321,7 @@ class FP4GatedExpertsKernel:
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < CONSUMER_WARPS + c.pipelines:
-                self._produce(warp - CONSUMER_WARPS, self.ring.open(weight, smem.codes, smem.scales), work, smem)
+                self._produce(warp - CONSUMER_WARPS, self.weight.open(weight, smem.codes, smem.scales), work, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
@@ -334,9 +334,9 @@ class FP4GatedExpertsKernel:
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        activations = base + 2 * c.stages * self.ring.code_bytes
+        activations = base + 2 * c.stages * self.weight.code_bytes
         scales = activations + c.stages * self.mma.activation_bytes
-        acc = scales + 2 * c.stages * self.ring.scale_bytes
+        acc = scales + 2 * c.stages * self.weight.scale_bytes
         values = acc + c.smem_acc_bytes
         m_tiles, end = self.m_tiles.lists(values + c.value_bytes)
         barriers = cute.recast_ptr(end, dtype=Int64)
@@ -507,10 +507,10 @@ class FP4GatedExpertsKernel:
         """Start the copies of a k tile of the weight."""
         c = self.config
         expert = smem.m_tiles.experts[index]
-        blocks = Int32(c.width // c.operands.fmt.block_size)
+        blocks = Int32(c.k // c.operands.fmt.block_size)
         for half in range(2):
             tile = (expert * 2 + half) * work.n_tiles + work_tile.n_tile
-            self.ring.load(tile, k_tile, 0, 2 * stage + half, smem.pipeline.full + stage, weight, work.n, blocks)
+            self.weight.load(tile, k_tile, 0, 2 * stage + half, smem.pipeline.full + stage, weight, work.n, blocks)
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):

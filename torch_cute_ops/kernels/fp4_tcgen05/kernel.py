@@ -8,14 +8,14 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import (
+from torch_cute_ops.kernels.common.blackwell.block_scaled import (
     LEADER,
+    MMAS_PER_K_TILE,
     WARP,
     BlockScaledKernel,
     ScaleTiles,
     as_bytes,
 )
-from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import MMAS_PER_K_TILE
 from torch_cute_ops.kernels.common.blackwell.layouts import EPILOGUE_WARPS, K_TILE_BYTES, MMA_K, MMA_M
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps

@@ -37,8 +37,8 @@ EXPERTS_PER_WORD: Final = 32
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
-    ``Config.width`` elements of k each, in blocks of B. K is the number of elements of all experts. N is a multiple of
-    8, and with linear scales K is a multiple of 4 B.
+    ``Config.expert_k`` elements of k each, in blocks of B. K is the number of elements of all experts. N is a multiple
+    of 8, and with linear scales K is a multiple of 4 B.
 
     Attributes:
         a: (M, K/2) uint8 codes.
@@ -60,7 +60,7 @@ class Config(BlockScaledConfig):
     Attributes:
         fmt, layout: format and scale layout of both operands.
         out_dtype: dtype of the result.
-        width: elements of k of an expert.
+        expert_k: elements of k of an expert.
         tile_n: rows of the weight of a tile.
         classes: number of classes of experts by which work is divided.
         routed: True if experts without a token of the m tile are skipped.
@@ -72,7 +72,7 @@ class Config(BlockScaledConfig):
     fmt: FP4Format
     layout: ScaleLayout
     out_dtype: torch.dtype
-    width: int
+    expert_k: int
     tile_n: int
     classes: int
     routed: bool
@@ -83,13 +83,13 @@ class Config(BlockScaledConfig):
     @property
     def stage(self) -> BlockScaledStage:
         """Layout of a stage. The activations are on the M side."""
-        spread = self.width % BlockScaledStage(self.fmt, self.layout, self.tile_n).scale_tile_k != 0
+        spread = self.expert_k % BlockScaledStage(self.fmt, self.layout, self.tile_n).scale_tile_k != 0
         return BlockScaledStage(self.fmt, self.layout, self.tile_n, spread=spread)
 
     @property
     def k_tiles(self) -> int:
         """Number of k tiles of an expert."""
-        return -(-self.width // K_TILE)
+        return -(-self.expert_k // K_TILE)
 
     @property
     def bias_bytes(self) -> int:
@@ -133,8 +133,8 @@ class Config(BlockScaledConfig):
         return ACCUMULATORS * self.tile_n
 
     def reason_unfit(self) -> str | None:
-        if self.width % MMA_K:
-            return f"an expert's width is {self.width}; it has to be a multiple of {MMA_K}"
+        if self.expert_k % MMA_K:
+            return f"an expert's width is {self.expert_k}; it has to be a multiple of {MMA_K}"
         if self.tile_n not in TILES_N:
             return f"tile_n is {self.tile_n}; it has to be one of {TILES_N}"
         if self.classes not in CLASSES:
@@ -150,7 +150,7 @@ def plan(
     fmt: FP4Format,
     layout: ScaleLayout,
     out_dtype: torch.dtype,
-    width: int,
+    expert_k: int,
     tile_n: int,
     classes: int,
     routed: bool,
@@ -160,6 +160,6 @@ def plan(
 ) -> Config | None:
     """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits."""
     return with_most_stages(
-        lambda stages: Config(fmt, layout, out_dtype, width, tile_n, classes, routed, stages, pdl, bias_dtype),
+        lambda stages: Config(fmt, layout, out_dtype, expert_k, tile_n, classes, routed, stages, pdl, bias_dtype),
         arch,
     )

@@ -8,8 +8,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
-from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import MMAS_PER_K_TILE
+from torch_cute_ops.kernels.common.blackwell.block_scaled import (
+    MMAS_PER_K_TILE,
+    WARP,
+    BlockScaledKernel,
+    ScaleTiles,
+    as_bytes,
+)
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K, MMA_M
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
@@ -248,7 +253,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     def _first_scale_tile(self, expert, k_tile):
         """Return the scale tile in which a k tile begins."""
-        return (expert * self.config.width + k_tile * K_TILE) // self.stage.scale_tile_k
+        return (expert * self.config.expert_k + k_tile * K_TILE) // self.stage.scale_tile_k
 
     # Copies
 
@@ -285,7 +290,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         """Start the copies of a stage's scales, if they are tiled."""
         c, stage = self.config, self.stage
         first = self._first_scale_tile(expert, k_tile)
-        end = expert * c.width + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.width))
+        end = expert * c.expert_k + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.expert_k))
         size = (cute.ceil_div(end, stage.scale_tile_k) - first) * SCALE_TILE_BYTES
         b_tiles = ScaleTiles(work.b_scale, work_tile.n_tile * c.tile_n // MMA_M, 1, ptx.EVICT_FIRST)
         a_tiles = ScaleTiles(work.a_scale, work_tile.m_tile, 1, None)
@@ -296,7 +301,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         """Write linear scales to every fourth stage, as a scale-loader warp."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
-        blocks = work.experts * (c.width // c.fmt.block_size)
+        blocks = work.experts * (c.expert_k // c.fmt.block_size)
         stage, parity = Int32(0), Int32(1)
         number = work.first
         while number < work.num_work_tiles:
@@ -334,7 +339,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 while bits != 0:
                     phase = None
                     if const_expr(self.stage.spread):
-                        # If the width is an odd multiple of half a scale tile, odd experts begin with a tile's second
+                        # If expert_k is an odd multiple of half a scale tile, odd experts begin with a tile's second
                         # half.
                         phase = self._expert(bits, word, work_tile) % 2
                     smem.acc_pipeline.wait_empty(accumulator, empty_parity)
