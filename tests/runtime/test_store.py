@@ -287,7 +287,7 @@ def test_a_kernel_larger_than_the_limit_is_kept(tmp_path):
 
 
 def test_remains_of_killed_writers_are_swept(store):
-    """Old work folders, work folders dated far in the future, and locks that nobody holds."""
+    """Old work folders, work folders dated far in the future, and old lock files."""
     now = time.time()
     ages = {"1-old": 1000, "2-young": now, "3-future": now + 1e6, "4-ahead": now + 60}
     for name, date in ages.items():
@@ -296,12 +296,12 @@ def test_remains_of_killed_writers_are_swept(store):
     os.mkfifo(store.root / "work" / "5-old")
     os.utime(store.root / "work" / "5-old", (1000, 1000))
     (store.root / "locks").mkdir()
-    (store.root / "locks" / f"{digest(7)}.lock").write_text("process 1 on another")
+    (store.root / "locks" / f"{digest(7)}.lock").touch()
+    os.utime(store.root / "locks" / f"{digest(7)}.lock", (1000, 1000))
     with store.writing(digest(8)):
         store.save("1", write(1))
         assert names_in(store.root / "work") == ["2-young", "4-ahead"]
         assert names_in(store.root / "locks") == [f"{digest(8)}.lock"]
-    assert names_in(store.root / "locks") == []
 
 
 def test_clear(store):
@@ -358,7 +358,6 @@ def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0] * 16
     assert sorted(log.read_text().split()) == sorted(map(str, range(10)))
-    assert names_in(tmp_path / "cache" / "v1" / "locks") == []
 
 
 def save_for_ever(root):

@@ -221,7 +221,7 @@ class Store:
         return sorted(found)
 
     def prune(self) -> None:
-        """Delete the least recently used entries beyond the limit, and remains of killed processes."""
+        """Delete the least recently used entries beyond the limit, old lock files, and remains of killed processes."""
         used = self.used()
         total = sum(size for _, size, _ in used)
         for _, size, folder in used[:-1]:
@@ -230,12 +230,12 @@ class Store:
             with contextlib.suppress(OSError):
                 self._delete(folder)
             total -= size
-        with contextlib.suppress(OSError):
-            for left in (self.root / "work").iterdir():
-                with contextlib.suppress(OSError):
-                    if files.is_stale(left):
-                        _remove(left)
-        locks.sweep(self.root / "locks")
+        for parent in (self.root / "work", self.root / "locks"):
+            with contextlib.suppress(OSError):
+                for left in parent.iterdir():
+                    with contextlib.suppress(OSError):
+                        if files.is_stale(left):
+                            _remove(left)
 
     def clear(self) -> tuple[int, list[OSError]]:
         """Delete all entries.
@@ -253,7 +253,6 @@ class Store:
                 self._delete(folder)
             except OSError as error:
                 errors.append(error)
-        locks.sweep(self.root / "locks")
         return len(folders) - len(errors), errors
 
     def _delete(self, folder: Path) -> None:
