@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp4.codes import e4m3_words
 from torch_cute_ops.kernels.common.fp8.consumers import (
     Consumers,
@@ -226,8 +226,8 @@ class CodeLoop:
                 warpgroup.wait_group(1)
                 self._promote(acc, partials[i - 1], factors)
             factors, read = self._factors(first + LINE_SPAN - 1, consumer, smem), stage
-            stage, parity = next_stage(stage, parity, self.config.stages)
-            wait_if(left > 0, smem.full + stage, parity)
+            stage, parity = smem.stages.next(stage, parity)
+            wait_if(left > 0, smem.stages.full + stage, parity)
             warpgroup.wait_group(0)
             self.stages.release(read, consumer.lane, smem)
             self._promote(acc, partials[LINE_SPAN - 1], factors)

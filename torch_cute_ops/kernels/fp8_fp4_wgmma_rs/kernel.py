@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp8.consumers import (
     K_STEP,
     Consumer,
@@ -166,9 +166,9 @@ class DecodingLoop:
             self._decode(words, loaded, flags, slot, consumer, smem)
             multiply(slot, words, partial)
             factors = self.units.factors(slot, consumer, smem)
-            stage, parity = next_stage(stage, parity, self.config.stages)
+            stage, parity = smem.stages.next(stage, parity)
             if rest > 0:
-                ptx.wait(smem.full + stage, parity)
+                smem.stages.wait_full(stage, parity)
                 following = self._load(loaded, stage * LINE_SPAN + k_group, consumer, smem)
             warpgroup.wait_group(0)
             self.units.prepare(acc, partial, flags, slot, consumer, smem)
@@ -262,20 +262,20 @@ class KGroupConsumers:
     @cute.jit
     def _leave(self, acc, turn, consumer, smem):
         """Leave the second group's accumulators to the first group, which has read the previous tile's."""
-        ptx.wait(smem.k_empty, turn ^ 1)
+        ptx.wait(smem.k_groups.empty, turn ^ 1)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             store_words([ptx.bits_of(acc[i + j]) for j in range(4)], self._left(i, consumer, smem))
-        arrive(smem.k_full, consumer.lane)
+        arrive(smem.k_groups.full, consumer.lane)
 
     @cute.jit
     def _join(self, acc, turn, consumer, smem):
         """Add the second group's accumulators to the first group's."""
-        ptx.wait(smem.k_full, turn)
+        ptx.wait(smem.k_groups.full, turn)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             words = load_words(self._left(i, consumer, smem))
             for j in range_constexpr(4):
                 acc[i + j] = ptx.add_rn(acc[i + j], ptx.float_of(words[j]))
-        arrive(smem.k_empty, consumer.lane)
+        arrive(smem.k_groups.empty, consumer.lane)
 
     def _left(self, i: int, consumer, smem) -> cute.Tensor:
         """Return the place of four of a thread's accumulators, from the ``i``-th on."""

@@ -73,7 +73,7 @@ class SmemDecoder:
         """Send decoded rows, from ``first`` on, to the other CTA, and expect as many from there."""
         decoded = smem.workspace + cute.assume((stage * self.config.tile_n + first) * K_TILE, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
-            ptx.expect_and_send(decoded, smem.full + stage, rows * K_TILE, work.m_rank ^ 1)
+            ptx.expect_and_send(decoded, smem.stages.full + stage, rows * K_TILE, work.m_rank ^ 1)
 
     @cute.jit
     def _decode_half(self, is_own, stage, row, tile_row, half, smem):

@@ -35,7 +35,7 @@ from torch_cute_ops.kernels.common.core.partial_sums import (
     store_partial_sums,
     thread_columns,
 )
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.fp8.gemm import Smem, Stages, WorkSchedule, k_tiles, wait_if
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, STORE_TILE_BYTES, FP8GemmConfig
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
@@ -267,10 +267,10 @@ class MainLoop:
         rule, reads = self.promotion, []
         for i, partial in enumerate(partials):
             if i > 0:
-                ptx.wait(smem.full + stage, parity)
+                smem.stages.wait_full(stage, parity)
             multiply(stage, partial)
             reads.append(stage)
-            stage, parity = next_stage(stage, parity, self.config.stages)
+            stage, parity = smem.stages.next(stage, parity)
         if meanwhile is not None:
             meanwhile()
         for i, partial in enumerate(partials):
@@ -278,7 +278,7 @@ class MainLoop:
             factors = rule.factors(reads[i], consumer, smem)
             flags = rule.flags(reads[i], consumer, smem)
             if later == 0:
-                wait_if(follow > 0, smem.full + stage, parity)
+                wait_if(follow > 0, smem.stages.full + stage, parity)
             warpgroup.wait_group(later)
             rule.prepare(acc, partial, flags, reads[i], consumer, smem)
             self.stages.release(reads[i], consumer.lane, smem)
@@ -340,9 +340,9 @@ class Consumers:
             else:
                 # None of the warpgroup's rows exists.
                 for _ in cutlass.range(work.end - work.begin, unroll=1):
-                    ptx.wait(smem.full + stage, parity)
+                    smem.stages.wait_full(stage, parity)
                     self.stages.release(stage, lane, smem)
-                    stage, parity = next_stage(stage, parity, c.stages)
+                    stage, parity = smem.stages.next(stage, parity)
             if const_expr(c.split_k > 1):
                 if const_expr(not c.is_swapped):
                     self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
@@ -391,12 +391,12 @@ class Results:
         CTA may have no K tile of the output tile, and so no record.
         """
         if const_expr(self.config.split_k == 1):
-            ptx.wait(smem.full + stage, parity)
+            smem.stages.wait_full(stage, parity)
             row, rows, column, expert = (Int32(word) for word in load_words(self.stages.record(stage, smem)))
         else:
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
             if work.begin < work.end:
-                ptx.wait(smem.full + stage, parity)
+                smem.stages.wait_full(stage, parity)
         return row, rows, column, expert
 
     def meet_cluster(self) -> None:
@@ -440,17 +440,19 @@ class Results:
         """
         c, threads = self.config, GROUPS * WARPGROUP
         # All CTAs have read the previous tile's sums. (Waiting for parity 1 passes a barrier that was never used.)
-        ptx.wait(smem.read, turn ^ 1)
+        ptx.wait(smem.partial_sums.empty, turn ^ 1)
         tokens, columns = cutlass.min(rows, Int32(c.tile_m)), cutlass.min(work.n - column, Int32(c.tile_n))
         own = reduced_rows(c.sum_tile, c.split_k, work.rank, tokens)
         if consumer.tid == 0:
             # Sums of other CTAs may arrive before this.
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, own * columns * (c.split_k * 4))
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, own * columns * (c.split_k * 4))
         self._leave(acc, consumer, smem)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         tile = c.sum_tile, c.split_k, threads
-        send_partial_sums(*tile, smem.stores, smem.received, smem.sent, work.rank, consumer.tid, tokens, columns)
-        ptx.wait(smem.sent, turn)
+        send_partial_sums(
+            *tile, smem.stores, smem.received, smem.partial_sums.full, work.rank, consumer.tid, tokens, columns
+        )
+        ptx.wait(smem.partial_sums.full, turn)
         first = work.out.iterator + cute.assume(Int64(row) * work.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, work.n), stride=(work.n, 1)))
         reduce_received(*tile, finish, out, smem.received, work.rank, consumer.tid, own, Int32(0), column)
@@ -461,22 +463,22 @@ class Results:
         """Exchange the partial sums of a tile with ``a`` on the M side, which two CTAs share: CTA i adds up both CTAs'
         accumulators of consumer warpgroup i, if any row ``exists``, and sends the other warpgroup's.
 
-        All warps arrive at ``read``, also warps that have read nothing. Otherwise a late warp might find the barrier
-        two phases on, and wait for the next. ``turn``, ``is_last``: as in ``add_up``.
+        All warps arrive at the empty barrier, including warps that have read nothing. Otherwise a late warp might find
+        the barrier two phases on, and wait for the next. ``turn``, ``is_last``: as in ``add_up``.
         """
         c, tid = self.config, consumer.tid % WARPGROUP
-        ptx.wait(smem.read, turn ^ 1)
+        ptx.wait(smem.partial_sums.empty, turn ^ 1)
         if group == work.rank:
             if tid == 0:
                 # Accumulators of the other CTA may arrive before this.
                 size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, size)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, size)
             # Also if nothing is sent: every phase of a barrier is awaited.
-            ptx.wait(smem.sent, turn)
+            ptx.wait(smem.partial_sums.full, turn)
             if exists:
                 add_accumulators(acc, smem.received, tid)
         elif exists:
-            send_accumulators(acc, smem.received, smem.sent, work.rank ^ 1, tid)
+            send_accumulators(acc, smem.received, smem.partial_sums.full, work.rank ^ 1, tid)
         self._tell_read(is_last, consumer, smem)
 
     def _leave(self, acc, consumer: Consumer, smem: Smem) -> None:
@@ -493,4 +495,4 @@ class Results:
             # The next sums replace those that were read.
             fence_async()
             cute.arch.sync_warp()
-            ptx.arrive_at_if(smem.read, consumer.lane, Uint32(consumer.lane < self.config.split_k))
+            ptx.arrive_at_if(smem.partial_sums.empty, consumer.lane, Uint32(consumer.lane < self.config.split_k))

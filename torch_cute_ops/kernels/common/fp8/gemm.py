@@ -16,6 +16,7 @@ A kernel is an ``FP8Gemm`` with its parts:
 - consumers: ``run``.
 """
 
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import cutlass
@@ -28,7 +29,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.kernels.common.core.memory import prefetch, prefetch_argument, store_words
-from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async
 from torch_cute_ops.kernels.common.fp8.layouts import (
     GROUPS,
     K_TILE,
@@ -81,8 +82,9 @@ class Work(NamedTuple):
     prefetch: cute.Tensor | None
 
 
-class Smem(NamedTuple):
-    """Shared memory of a CTA.
+@dataclass(frozen=True)
+class Smem:
+    """Shared memory of a CTA. The class is frozen: the DSL would carry a mutable object through every loop.
 
     Attributes:
         a, b: stages of ``a`` and of the weight as it is copied.
@@ -91,10 +93,11 @@ class Smem(NamedTuple):
         stores: memory in which warps assemble lines of the result, or leave partial sums.
         received: partial sums that CTAs of the cluster have sent.
         table: table of experts.
-        copied, full, empty: barriers of the stages. A stage is ``copied`` when copies and scales have arrived, and
-            ``full`` when it can be multiplied: after the decoders, or at once if there are none.
-        sent, read: barriers of a cluster's partial sums: all have arrived here; all CTAs have read theirs.
-        k_full, k_empty: barriers of the accumulators that consumers of the second K group leave to the first.
+        copies: pipeline from the producer and the scale loaders to the decoders, or to the consumers if there are no
+            decoders.
+        stages: pipeline to the consumers: stages that can be multiplied. Its empty barriers are those of ``copies``.
+        partial_sums: full when a cluster's partial sums have arrived here; empty when all CTAs have read theirs.
+        k_groups: accumulators that consumers of the second K group leave to the first.
     """
 
     a: cute.Pointer
@@ -105,13 +108,10 @@ class Smem(NamedTuple):
     stores: cute.Pointer
     received: cute.Pointer
     table: cute.Pointer
-    full: cute.Pointer
-    copied: cute.Pointer
-    empty: cute.Pointer
-    sent: cute.Pointer
-    read: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
+    copies: Pipeline
+    stages: Pipeline
+    partial_sums: Pipeline
+    k_groups: Pipeline
 
 
 def k_tiles_layout(rows: int, count: int):
@@ -149,6 +149,8 @@ class Stages:
         received = stores + c.store_bytes
         table = received + c.received_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
+        copied = barriers + (2 * c.stages + 2 if const_expr(c.decoder_warps) else 0)
+        empty = barriers + c.stages
         return Smem(
             a=base,
             b=b,
@@ -158,38 +160,33 @@ class Stages:
             stores=stores,
             received=received,
             table=table,
-            full=barriers,
-            copied=barriers + (2 * c.stages + 2 if const_expr(c.decoder_warps) else 0),
-            empty=barriers + c.stages,
-            sent=barriers + 2 * c.stages,
-            read=barriers + 2 * c.stages + 1,
-            k_full=barriers + 3 * c.stages + 2,
-            k_empty=barriers + 3 * c.stages + 3,
+            copies=Pipeline(copied, empty, c.stages),
+            stages=Pipeline(barriers, empty, c.stages),
+            partial_sums=Pipeline(barriers + 2 * c.stages, barriers + 2 * c.stages + 1, 1),
+            k_groups=Pipeline(barriers + 3 * c.stages + 2, barriers + 3 * c.stages + 3, 1),
         )
 
     def initialise(self, smem: Smem) -> None:
         """Initialise all barriers, as one thread. The package docstrings tabulate these counts."""
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.copied + i, 2)  # the producer's copies, and the scale loader
+            cute.arch.mbarrier_init(smem.copies.full + i, 2)  # the producer's copies, and the scale loader
             if c.decoder_warps:
-                cute.arch.mbarrier_init(smem.full + i, c.decoded_arrivals)
-            cute.arch.mbarrier_init(smem.empty + i, c.consumer_warps * c.cluster_m)
+                cute.arch.mbarrier_init(smem.stages.full + i, c.decoded_arrivals)
+            cute.arch.mbarrier_init(smem.stages.empty + i, c.consumer_warps * c.cluster_m)
         if c.split_k > 1:
-            cute.arch.mbarrier_init(smem.sent, 1)
-            cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.split_k)
+            smem.partial_sums.init(1, 4 * GROUPS * c.split_k)
         if c.k_groups > 1:
-            cute.arch.mbarrier_init(smem.k_full, 4 * GROUPS)
-            cute.arch.mbarrier_init(smem.k_empty, 4 * GROUPS)
+            smem.k_groups.init(4 * GROUPS, 4 * GROUPS)
 
     def release(self, stage, lane, smem: Smem) -> None:
         """Mark a stage as empty for this warp, all of whose lanes have read it."""
         cluster_m = self.config.cluster_m
         if cluster_m > 1:
             cute.arch.sync_warp()
-            ptx.arrive_at_if(smem.empty + stage, lane, Uint32(lane < cluster_m), tells=False)
+            ptx.arrive_at_if(smem.stages.empty + stage, lane, Uint32(lane < cluster_m), tells=False)
         else:
-            arrive(smem.empty + stage, lane)
+            arrive(smem.stages.empty + stage, lane)
 
     def scales(self, slot, smem: Smem) -> cute.Tensor:
         """Return the fp32 words of a slot: scales of the rows of ``a``, then words that the scale source defines."""
@@ -372,21 +369,21 @@ class Producer:
                     for i in cutlass.range(ahead, unroll=1):
                         self._expect(record, size, i, smem)
                         source, to = b_from[None, work.begin + i], b_to[None, i]
-                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copied + i, **policy)
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copies.full + i, **policy)
                     cute.arch.griddepcontrol_wait()
             for k_stage in cutlass.range(work.begin, work.end, unroll=1):
                 if const_expr(c.static_weight):
                     if ahead > 0:
                         ahead -= 1
                     else:
-                        ptx.wait(smem.empty + stage, parity)
+                        smem.copies.wait_empty(stage, parity)
                         self._expect(record, size, stage, smem)
                         source, to = b_from[None, k_stage], b_to[None, stage]
-                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copied + stage, **policy)
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.copies.full + stage, **policy)
                 else:
-                    ptx.wait(smem.empty + stage, parity)
+                    smem.copies.wait_empty(stage, parity)
                     self._expect(record, size, stage, smem)
-                barrier = smem.copied + stage
+                barrier = smem.copies.full + stage
                 for i in range_constexpr(c.span):
                     for box in range_constexpr(c.boxes):
                         if box < boxes:
@@ -395,13 +392,13 @@ class Producer:
                 if const_expr(not c.static_weight):
                     source, to = b_from[None, k_stage], b_to[None, stage]
                     cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
-                stage, parity = next_stage(stage, parity, c.stages)
+                stage, parity = smem.copies.next(stage, parity)
         if const_expr(c.prefetches):
             prefetch(work.prefetch, work.first * c.cluster + work.rank, work.num_clusters * c.cluster)
 
     def _expect(self, record: tuple, size, stage, smem) -> None:
         """Store a stage's record, and make its barrier expect ``size`` bytes."""
-        barrier = smem.copied + stage
+        barrier = smem.copies.full + stage
         with cute.arch.elect_one():
             store_words([Uint32(word) for word in record], self.stages.record(stage, smem))
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -438,10 +435,10 @@ class ScaleLoader:
                     if first + i * SCALE_WARPS < work.end:
                         turn = before + (first + i * SCALE_WARPS - work.begin)
                         stage = turn % c.stages
-                        ptx.wait(smem.empty + stage, turn // c.stages % 2 ^ 1, SLEEP)
+                        ptx.wait(smem.stages.empty + stage, turn // c.stages % 2 ^ 1, SLEEP)
                         is_last = first + i * SCALE_WARPS + 1 == work.end
                         self.scales.store(loaded[i], begun, is_last, stage, lane, work, smem)
-                        arrive(smem.copied + stage, lane)
+                        arrive(smem.copies.full + stage, lane)
             before += work.end - work.begin
 
 
@@ -462,13 +459,13 @@ class Decoders:
             if team > i:
                 stage, parity = self._skip(Int32(i), count, stage, parity, lane, smem)
         for turn in cutlass.range(team, count, c.decoder_teams, unroll=1):
-            ptx.wait(smem.copied + stage, parity)
+            smem.copies.wait_full(stage, parity)
             self.decoder.complete(begun, stage, lane, work, smem)
             # MMAs and copies read the result through the async proxy, and later copies replace the input.
             fence_async()
             cute.arch.sync_warp()
             self.decoder.tell(begun, stage, lane, work, smem)
-            stage, parity = next_stage(stage, parity, c.stages)
+            stage, parity = smem.copies.next(stage, parity)
             for i in range_constexpr(1, c.decoder_teams):
                 stage, parity = self._skip(turn + i, count, stage, parity, lane, smem)
 
@@ -482,10 +479,10 @@ class Decoders:
         """
         c = self.config
         if const_expr(c.teams_meet):
-            wait_if(turn < count, smem.copied + stage, parity)
+            wait_if(turn < count, smem.copies.full + stage, parity)
             cute.arch.sync_warp()
-            ptx.arrive_if(smem.full + stage, Uint32((lane == 0) & (turn < count)))
-        return next_stage(stage, parity, c.stages)
+            ptx.arrive_if(smem.stages.full + stage, Uint32((lane == 0) & (turn < count)))
+        return smem.copies.next(stage, parity)
 
 
 @cute.jit
@@ -498,7 +495,7 @@ def wait_if(condition, barrier, parity):
 
 def tell_decoded(stage, lane, smem: Smem) -> None:
     """Arrive at ``full`` as a decoder warp, which has synchronised."""
-    ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+    ptx.arrive_if(smem.stages.full + stage, Uint32(lane == 0))
 
 
 def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
