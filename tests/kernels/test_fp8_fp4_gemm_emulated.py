@@ -1,4 +1,4 @@
-"""The kernels of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
+"""Kernels of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
 import itertools
 from collections.abc import Sequence
@@ -45,11 +45,19 @@ grouped_mm_fp8_fp4 = OPS["grouped_mm_fp8_fp4"].reference
 mm_fp8_fp4 = OPS["mm_fp8_fp4"].reference
 
 POISON = 777.0
-"""What no kernel writes."""
+"""Value that no kernel writes."""
 
 
 class Run(NamedTuple):
-    """A kernel and a launch of it: ``counts`` are rows of each expert; ``room``, masked, those that it has room for."""
+    """A launch of a kernel.
+
+    Attributes:
+        case: kernel.
+        counts: rows of each expert.
+        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
+        room: rows of an expert's part of the buffer in the masked layout.
+        scales: range of the weight's scale bytes, or None for scales with exact sums.
+    """
 
     case: FP8FP4GemmCase
     counts: tuple[int, ...]
@@ -73,9 +81,16 @@ def execute(
     starved: Sequence[int] = (),
     lacks: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
-    that a kernel before it writes, which has not ended. ``held``, ``starved``: of ``run_kernel``. ``lacks``: a tile of
-    the weight that a kernel beside it has not recoded whole."""
+    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+
+    Args:
+        run: launch.
+        edit: change of the PTX.
+        seed: order of the emulator's warps.
+        late: arguments that the previous kernel, which is still running, writes.
+        held, starved: as in ``run_kernel``.
+        lacks: weight tile whose recoding has not ended.
+    """
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
     formats = case.fmt, case.scale_layout
@@ -118,12 +133,12 @@ def execute(
 
 
 def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """How many parts of each tile of a recoded weight are done."""
+    """Return the number of work tiles that are done, for each weight tile."""
     return notes.view(-(-n // NOTE_ROWS), -1)[:, Notes.done(-(-k // 128))]
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
-    """The weight in FP8, and its notes, as the kernel before the GEMM leaves them; another one writes the codes."""
+    """Return the recoded weight and its notes. The codes are written by a kernel that is still running."""
     is_plain = case.layout == "plain"
     experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
@@ -138,43 +153,43 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, ...], *epilogue: Any) -> FP8FP4GemmCase:
-    family = "fp8_fp4_recoded" if tile == RECODED else "fp8_fp4_wgmma"
+    family = "fp8_fp4_recode" if tile == RECODED else "fp8_fp4_wgmma_ss"
     return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), family=family)
 
 
-def beside(*given: Any) -> FP8FP4GemmCase:
-    """A case of a weight that is recoded beside the GEMM."""
+def overlapping(*given: Any) -> FP8FP4GemmCase:
+    """Return a case whose weight is recoded while the GEMM runs."""
     return replace(case(*given), overlaps=True)
 
 
-def by_blocks(*given: Any) -> FP8FP4GemmCase:
-    """A case of ``fp8_mxfp4_wgmma``."""
-    return replace(case(MXFP4, *given), family="fp8_mxfp4_wgmma")
+def codes(*given: Any) -> FP8FP4GemmCase:
+    """Return a case of ``fp8_fp4_wgmma_codes``."""
+    return replace(case(MXFP4, *given), family="fp8_fp4_wgmma_codes")
 
 
 def in_registers(*given: Any) -> FP8FP4GemmCase:
-    """A case of ``fp8_nvfp4_wgmma``."""
-    return replace(case(NVFP4, *given), family="fp8_nvfp4_wgmma")
+    """Return a case of ``fp8_fp4_wgmma_rs``."""
+    return replace(case(NVFP4, *given), family="fp8_fp4_wgmma_rs")
 
 
 def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
-    """A case that has something brought into L2."""
+    """Return a case that brings memory into L2."""
     return replace(of, prefetches=True)
 
 
-# Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
+# Partial tiles, a last K tile of 64 elements, experts without rows or that begin within a tile of scales
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 136, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
     Run(case(NVFP4, "linear", "counted", (32, 128, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
     Run(case(MXFP4, "128x4", "masked", (64, 128, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(NVFP4, "128x4", "offsets", (32, 128, 4), BF16, "one"), (0, 32), 200, 640, 8),
-    Run(by_blocks("128x4", "plain", (8, 128, 1), FP32), (5,), 136, 1344, 1),
-    Run(by_blocks("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
-    Run(by_blocks("linear", "plain", (16, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
-    Run(by_blocks("linear", "counted", (32, 128, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
-    Run(by_blocks("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
-    Run(by_blocks("128x4", "offsets", (16, 128, 3), BF16, "one"), (0, 32), 200, 640, 6),
+    Run(codes("128x4", "plain", (8, 128, 1), FP32), (5,), 136, 1344, 1),
+    Run(codes("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
+    Run(codes("linear", "plain", (16, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(codes("linear", "counted", (32, 128, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
+    Run(codes("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
+    Run(codes("128x4", "offsets", (16, 128, 3), BF16, "one"), (0, 32), 200, 640, 6),
     Run(in_registers("128x4", "plain", (8, 128, 1), FP32), (5,), 136, 1344, 1),
     Run(in_registers("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
     Run(in_registers("linear", "plain", (16, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
@@ -185,47 +200,48 @@ RUNS = [
     Run(case(NVFP4, "128x4", "masked", (128, 128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 128, 1), FP32, "column", FP32), (200,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
-    # Two CTAs share a tile of many rows, and several tiles; one has no K block; the second warpgroup no rows.
+    # Two CTAs share a tile of many rows; a CTA without a K tile; a second warpgroup without rows
     Run(case(NVFP4, "128x4", "plain", (128, 128, 2), BF16, "column", FP32), (140,), 136, 1344, 2),
     Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (200,), 72, 64, 4),
-    # Each consumer warpgroup has half of the rows of a.
+    # Each consumer warpgroup multiplies half of the rows of a.
     Run(case(NVFP4, "128x4", "plain", (32, 64, 1), FP32, "column", FP32), (5,), 200, 1344, 2),
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
     Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
     Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
-    # Numbers of rows that are no powers of two: one and two tiles of an expert, and one and two copies of a tile's rows
-    Run(by_blocks("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
-    Run(by_blocks("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
+    # tile_m is not a power of two: one and two tiles of an expert, one and two copies of a tile's rows
+    Run(codes("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
+    Run(codes("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
     Run(in_registers("128x4", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
     Run(in_registers("linear", "plain", (24, 128, 1), FP32, "column", FP32), (21,), 136, 704, 2),
     Run(case(MXFP4, "128x4", "offsets", (48, 128, 1), BF16, "expert", FP32), (0, 49, 5), 72, 192, 2),
     Run(case(NVFP4, "linear", "masked", (80, 128, 1), FP16, "expert_column"), (81, 0, 37), 72, 640, 2, room=83),
     Run(case(NVFP4, "128x4", "offsets", (96, 128, 1), FP32, "expert_column", FP32), (0, 101, 5), 136, 448, 2),
     Run(case(MXFP4, "linear", "plain", (96, 64, 2), BF16, "column", BF16), (75,), 72, 640, 3),
-    # CTAs of a cluster without a K block, and clusters without a tile
+    # CTAs of a cluster without a K tile, and clusters without a tile
     Run(case(NVFP4, "linear", "counted", (64, 128, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
     Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
-    Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
-    Run(beside(MXFP4, "linear", "plain", RECODED, FP32, "column", FP32), (3,), 200, 2112, 2),
+    Run(overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
+    Run(overlapping(MXFP4, "linear", "plain", RECODED, FP32, "column", FP32), (3,), 200, 2112, 2),
     # Several tiles of a CTA, and a cluster
-    Run(prefetching(by_blocks("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
+    Run(prefetching(codes("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
     Run(prefetching(in_registers("linear", "plain", (8, 128, 2), BF16)), (5,), 72, 1088, 2),
 ]
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Bit for bit; nothing is written in rows of padding."""
+    """Compare bit for bit. Rows of padding are not written."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
+    test."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -236,13 +252,13 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# More blocks than stages; and a cluster, of which one CTA has no block
+# More K tiles than stages; a cluster with a CTA without a K tile
 STATIC = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 72, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
     Run(in_registers("128x4", "plain", (8, 128, 1), FP32), (5,), 72, 2368, 1),
     Run(in_registers("linear", "plain", (16, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
-    Run(by_blocks("128x4", "plain", (8, 128, 1), FP32), (5,), 72, 2368, 1),
+    Run(codes("128x4", "plain", (8, 128, 1), FP32), (5,), 72, 2368, 1),
 ]
 
 
@@ -257,7 +273,7 @@ def test_whether_a_weight_is_read_before_the_wait(run: Run) -> None:
 
 
 def test_a_recoded_weight_is_waited_for() -> None:
-    """The kernel before, which writes it, may still be under way."""
+    """Check that the GEMM waits for the kernel that recodes the weight."""
     run = Run(WRITTEN.case, (3, 0), 72, 64, 1)
     got, want = execute(run, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
@@ -267,41 +283,42 @@ def test_a_recoded_weight_is_waited_for() -> None:
         assert torch.equal(got, want)
 
 
-# An odd number of K blocks, two ranges, two tiles of 128 rows, of which the last is not whole, and units of rows' own
-RECODED_BESIDE = Run(
-    beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
+# An odd number of K tiles, two ranges, two weight tiles, one of them partial, and rows over exponents of their own
+OVERLAPPED = Run(
+    overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
 )
 
 
-def check_beside(edit: Any = None) -> None:
-    """Nothing of the recoded weight and its notes is there when the GEMM starts."""
+def check_overlapped(edit: Any = None) -> None:
+    """Check the GEMM if nothing of the recoded weight and its notes exists when it starts."""
     for seed in (0, 1):
-        got, want = execute(RECODED_BESIDE, edit, seed, late=WEIGHT)
+        got, want = execute(OVERLAPPED, edit, seed, late=WEIGHT)
         assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 
 POLL = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
 
 
-def test_rows_that_are_recoded_beside_the_gemm_are_waited_for() -> None:
-    check_beside()
-    # The first polls of the warp that copies and of those that load notes; behind each is the one of its loop.
+def test_rows_recoded_during_the_gemm_are_waited_for() -> None:
+    check_overlapped()
+    # The first polls of the producer and of a scale loader; each is followed by the poll of its loop.
     passed = [changed(POLL, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
     for edit in (changed(KERNEL_WAIT, None), *passed):
         with pytest.raises((EmulationError, Deadlock, AssertionError)):
-            check_beside(edit)
+            check_overlapped(edit)
 
 
 @pytest.mark.parametrize("tile", [0, 1])
-def test_all_parts_of_a_tiles_own_rows_are_waited_for(tile: int) -> None:
-    """Where one is missing the GEMM waits for ever."""
+def test_all_work_tiles_of_a_tile_are_waited_for(tile: int) -> None:
+    """Check that the GEMM waits forever if a work tile is missing."""
     with pytest.raises(EmulationError, match="more than 40000 steps"):
-        execute(RECODED_BESIDE, lacks=tile)
+        execute(OVERLAPPED, lacks=tile)
 
 
-def test_parts_of_rows_that_are_done_are_counted() -> None:
-    """Before the GEMM those of its first tiles, of the others none, and beside it these."""
-    case, experts, n, k = RECODED_BESIDE.case, 1, RECODED_BESIDE.n, RECODED_BESIDE.k
+def test_work_tiles_that_are_done_are_counted() -> None:
+    """Check the counts after the kernel that recodes the first weight tiles, and after the kernel that recodes the
+    rest."""
+    case, experts, n, k = OVERLAPPED.case, 1, OVERLAPPED.n, OVERLAPPED.k
     b, b_scale = sample("", 1, n, k, case.fmt, case.scale_layout, CPU, exact=True).args[1:4:2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
@@ -312,7 +329,7 @@ def test_parts_of_rows_that_are_done_are_counted() -> None:
 
 
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
-"""Scale bytes: all of NVFP4, with NaN, as far apart as can be, and the negative ones; and 2^40 apart."""
+"""Ranges of scale bytes: all positive bytes of NVFP4 including NaN, all negative ones; of MXFP4 2^40 apart."""
 
 
 @pytest.mark.parametrize(
@@ -329,14 +346,15 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
     ],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None:
-    """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
+    """Check one K tile, so that fp32 adds nothing up: numbers that are subnormal in e4m3, zero or NaN, and accumulators
+    whose units change."""
     for scales in FAR[fmt]:
         check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
 
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
-    """Half a K block, one, and one of each pair of consumers."""
+    """Check half a K tile, one K tile, and one K tile for each K group."""
     for scales, k in itertools.product(FAR[NVFP4], (64, 128, 256)):
         check_hard_scales(in_registers(layout, "plain", (16, 128, 1), FP32), scales, k)
 
@@ -344,17 +362,18 @@ def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 @pytest.mark.parametrize("scales", [(118, 140), (0, 19), (230, 256)], ids=["far", "least", "greatest and NaN"])
 def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) -> None:
-    """Codes are rounded to those of a larger scale, where they are 15 powers of two and more below the largest."""
-    check_hard_scales(by_blocks(layout, "plain", (16, 128, 1), FP32), scales)
+    """Check codes of scales that are 15 or more powers of two below the largest, which are rounded to codes of a larger
+    scale."""
+    check_hard_scales(codes(layout, "plain", (16, 128, 1), FP32), scales)
 
 
 @pytest.mark.parametrize(
-    ("tile", "k"), [((8, 128, 1), 1088), ((16, 128, 2), 448)], ids=["rounds of the ring", "cluster"]
+    ("tile", "k"), [((8, 128, 1), 1088), ((16, 128, 2), 448)], ids=["rounds of the pipeline", "cluster"]
 )
 @pytest.mark.parametrize("seed", [None, 1])
 def test_codes_are_rounded_in_every_stage(tile: tuple[int, ...], k: int, seed: int | None) -> None:
-    """In both K blocks of a stage, and half a K block; whenever the helpers do it."""
-    got, want = execute(Run(by_blocks("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
+    """Check rounding in both K tiles of a stage and in half a K tile, in several orders of the decoders."""
+    got, want = execute(Run(codes("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 
@@ -366,12 +385,12 @@ CHANGES = [
     ((128, 128, 1), 7, 136, 704, 1),
     ((128, 64, 2), 67, 136, 704, 2),
 ]
-"""Tile, M, N, K, CTAs: several rounds of the ring, several tiles of a CTA, clusters; half a K block at the end."""
+"""Tile, M, N, K, CTAs: several rounds of the pipeline, several tiles of a CTA, clusters, half a K tile at the end."""
 
 
 @pytest.mark.parametrize("run", CHANGES, ids=lambda run: f"{run[0]}-{run[2]}x{run[3]}")
-def test_units_change_in_every_k_block(run: tuple) -> None:
-    """Totals and sums of K blocks whose scales do not fit the unit of their row, before the last one too."""
+def test_units_change_in_every_k_tile(run: tuple) -> None:
+    """Check K tiles whose scales do not fit the units of their rows, including K tiles before the last."""
     tile, m, n, k, ctas = run
     given = "linear" if tile[-1] > 1 else "128x4", "plain", tile, FP32
     of = in_registers(*given) if tile[0] < 32 else case(NVFP4, *given)
@@ -382,29 +401,29 @@ def test_units_change_in_every_k_block(run: tuple) -> None:
 
 def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128) -> None:
     got, want = execute(Run(of, (9,), 136, k, 2, scales=scales))
-    # Sums of the least scales are subnormal in fp32, before the scales of rows.
+    # With the smallest scales, accumulators are subnormal in fp32 before they are multiplied by the scales of rows.
     near = torch.isclose(got, want, rtol=1e-5, atol=2.0**-136, equal_nan=True)
-    assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
+    assert near.float().mean() > 0.99  # the emulator rounds sums of random products in another order
     equal("NaN", got.isnan(), want.isnan())
 
 
-# A kernel of many rows takes 2 to 5 s to compile; these are some of ``RUNS``.
+# Kernels of many rows take 2 to 5 s to compile; these kernels are some of the kernels of ``RUNS``.
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "linear", "counted", (128, 128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
-# So many K blocks that every step of an unrolled round of the ring is executed; and rows with units of their own, for
-# which there is another loop.
+# Enough K tiles that every step of an unrolled round of the pipeline runs; and rows over exponents of their own, which
+# another loop multiplies.
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 1408, 1)
 OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 1, scales=(0, 0x7F))
-BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 2304, 1, room=8)
-# Few K blocks, so that one pair of consumers may be a tile ahead of the other.
+CODES = Run(codes("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 2304, 1, room=8)
+# Few K tiles, so that one K group may be a tile ahead of the other
 IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 768, 1, room=8)
-# Several tiles of a cluster; four teams of decoding warps, and two pairs of consumers
+# Several tiles of a cluster; four decoder teams, and two K groups
 NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
 IN_REGISTERS_SHARED = Run(
     in_registers("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 5), 136, 1280, 2
 )
-# Tiles with rows for both consumers, and for the first alone, in turns
+# Alternating tiles with rows for both consumers and for the first only
 EXCHANGED = Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (140,), 72, 1728, 2)
 ORDERED = {
     "registers": IN_REGISTERS,
@@ -413,7 +432,7 @@ ORDERED = {
     "pair": PAIR,
     "recoded": WRITTEN,
     "own units": OWN_UNITS,
-    "blocks": BY_BLOCKS,
+    "codes": CODES,
     "narrow": NARROW,
     "registers, shared": IN_REGISTERS_SHARED,
     "exchanged": EXCHANGED,
@@ -421,7 +440,7 @@ ORDERED = {
 
 
 def check(run: Run, edit: Any = None, seed: int | None = 0, held: tuple[int, ...] = ()) -> None:
-    """Bit for bit, if sums are exact."""
+    """Compare, bit for bit if sums are exact."""
     got, want = execute(run, edit, seed, held=held)
     if run.scales is None:
         assert torch.equal(got, want)
@@ -435,17 +454,17 @@ def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     check(run, seed=seed)
 
 
-ONE_BLOCK = SWAPPED._replace(n=520, k=128)
+ONE_K_TILE = SWAPPED._replace(n=520, k=128)
 LATE = {
     ("swapped", 3): (SWAPPED, 0),
-    ("swapped", 4): (ONE_BLOCK, 2),
-    ("swapped", 6): (ONE_BLOCK, 2),
-    ("swapped", 7): (ONE_BLOCK, 4),
+    ("swapped", 4): (ONE_K_TILE, 2),
+    ("swapped", 6): (ONE_K_TILE, 2),
+    ("swapped", 7): (ONE_K_TILE, 4),
     ("pair", 2): (PAIR, 0),
 }
-"""Waits of decoding warps for K blocks of other teams, a run that shows that each is needed, and the bulk copy that has
-to be late for that: of a K block that a team goes past, and takes for there a round later. To come so far it needs a
-stage again, which consumers free behind the K block after it, or at the end of a tile."""
+"""For each wait of decoders for a stage of another team: a run that needs it, and the bulk copy that must be late. The copy
+belongs to a stage that the team skips and mistakes for full a round later. To get that far, the team needs a stage
+that consumers release after the next K tile, or at the end of a tile."""
 SEEDS = (None, 0, 1)
 WAITS = {
     "swapped": (SWAPPED, 11),
@@ -453,16 +472,16 @@ WAITS = {
     "pair": (PAIR, 9),
     "recoded": (WRITTEN, 22),
     "own units": (OWN_UNITS, 22),
-    "blocks": (BY_BLOCKS, 5),
+    "codes": (CODES, 5),
     "registers": (IN_REGISTERS, 7),
     "registers, shared": (IN_REGISTERS_SHARED, 9),
     "narrow": (NARROW, 15),
     "exchanged": (EXCHANGED, 15),
 }
 BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
-"""Waits of the same code as those of ``LATE``, for more teams."""
+"""Waits for other teams in kernels with more teams; ``LATE`` covers the same code."""
 OF_OWN_UNITS = (6, 7)
-"""Waits of the loop for a recoded weight whose rows have units of their own. ``WRITTEN`` comes to all others."""
+"""Waits of the loop for rows over exponents of their own. ``WRITTEN`` executes all other waits."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
     "decoded before the MMAs": changed(r"fence\.proxy\.async", None),
@@ -475,15 +494,15 @@ FAULTS = {
         pytest.param(run, FAULTS[what], id=f"{name}-{what}")
         for name, run in ORDERED.items()
         for what in FAULTS
-        if not (run.case.is_recoded and what == "decoded before the MMAs")  # it is not decoded
+        if not (run.case.is_recoded and what == "decoded before the MMAs")  # nothing is decoded
     ]
     + [
-        pytest.param(EXCHANGED, changed(r"fence\.proxy\.async", -1), id="exchanged-sums loaded"),
-        pytest.param(EXCHANGED, told_twice, id="exchanged-peer told of sums"),
+        pytest.param(EXCHANGED, changed(r"fence\.proxy\.async", -1), id="exchanged-partial sums loaded"),
+        pytest.param(EXCHANGED, told_twice, id="exchanged-peer told of partial sums"),
     ],
 )
 def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
-    """Without it the emulator finds a race, or the sums are wrong, in some order."""
+    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1):
             check(run, edit, seed)
@@ -500,7 +519,7 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:
-    """Of the copying warp, the scale warps, helpers, and those that multiply."""
+    """Check the waits of the producer, the scale loaders, the decoders and the consumers."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in SEEDS:
             check(run, changed(WAIT, wait, PASSED), seed)
@@ -511,7 +530,7 @@ def test_every_wait_is_needed(run: Run, wait: int) -> None:
     [pytest.param(run, wait, copy, id=f"{name}-{wait}") for (name, wait), (run, copy) in LATE.items()],
 )
 def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) -> None:
-    """And enough."""
+    """Check that the kernel is correct with the wait, and fails without it."""
     check(run, seed=None, held=(copy,))
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check(run, changed(WAIT, wait, PASSED), None, held=(copy,))
@@ -519,7 +538,8 @@ def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) ->
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_warpgroup_that_is_late_is_waited_for(seed: int | None) -> None:
-    """That of the first CTA which sends, and has rows only in every other tile, while there are stages for all."""
+    """Starve the warpgroup of the first CTA that sends. It has rows only in every other tile, and all K tiles fit in
+    the stages."""
     got, want = execute(EXCHANGED._replace(k=256), seed=seed, starved=range(4, 8))
     assert torch.equal(got, want)
 

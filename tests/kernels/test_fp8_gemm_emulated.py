@@ -1,4 +1,4 @@
-"""The kernels of FP8 GEMMs, executed thread for thread by the PTX emulator, against sums that are exact."""
+"""Kernels of FP8 GEMMs, executed thread for thread by the PTX emulator, compared with exact sums."""
 
 import dataclasses
 import random
@@ -39,11 +39,19 @@ grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
 mm_fp8_block = OPS["mm_fp8_block"].reference
 
 POISON = 777.0
-"""What no kernel writes."""
+"""Value that no kernel writes."""
 
 
 class Run(NamedTuple):
-    """A kernel and a launch of it: ``counts`` are rows of each expert; ``room``, masked, those that it has room for."""
+    """A launch of a kernel.
+
+    Attributes:
+        case: kernel.
+        counts: rows of each expert.
+        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
+        seed: order of the emulator's warps.
+        room: rows of an expert's part of the buffer in the masked layout.
+    """
 
     case: FP8GemmCase
     counts: tuple[int, ...]
@@ -59,7 +67,7 @@ class Run(NamedTuple):
 
     @property
     def sample(self) -> Any:
-        """Whole numbers, scales that are powers of two, and NaN in rows of padding."""
+        """Sample of whole numbers and power-of-two scales, with NaN in rows of padding."""
         torch.manual_seed(self.n)
         layout = self.case.layout
         if layout == "plain":
@@ -73,8 +81,14 @@ class Run(NamedTuple):
 def execute(
     run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
-    that a kernel before it writes, which has not ended. ``changes`` are made to its configuration."""
+    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+
+    Args:
+        run: launch.
+        edit: change of the PTX.
+        late: arguments that the previous kernel, which is still running, writes.
+        changes: changed fields of the configuration.
+    """
     a, b, a_scale, b_scale, offsets, counts = operands_of(run)
     case, epilogue = run.case, run.case.epilogue
     if case.layout == "plain":
@@ -99,7 +113,7 @@ def execute(
 
 
 def operands_of(run: Run) -> list[torch.Tensor | None]:
-    """``a``, ``b``, their scales, offsets and counts; behind the weight of each expert lies NaN."""
+    """Return ``a``, ``b``, their scales, offsets and counts. NaN follows the weight of each expert."""
     args = list(run.sample.args)
     if run.case.layout == "plain":
         return [*args, None, None]
@@ -115,7 +129,7 @@ def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCas
 
 
 def prefetching(*given: Any) -> FP8GemmCase:
-    """A case that has something brought into L2."""
+    """Return a case that brings memory into L2."""
     return dataclasses.replace(wgmma(*given), prefetches=True)
 
 
@@ -123,8 +137,8 @@ def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
     return FP8GemmCase("fp8_mma", layout, (tokens,), Epilogue(*epilogue), arch)
 
 
-# Rows and columns beyond which there is nothing, experts without rows, several tiles of a CTA, more blocks than stages.
-# Of tiles of 128 rows a kernel takes 3 s to compile, and serves several runs.
+# Partial tiles, experts without rows, several tiles of a CTA, more K tiles than stages. Kernels of tiles of 128 rows
+# take 3 s to compile, and serve several runs.
 RUNS = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (130,), 264, 640, 2),
@@ -132,11 +146,11 @@ RUNS = [
     Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
     Run(wgmma("masked", (64, 128, 1), BF16, "expert_column"), (3, 0, 70), 136, 256, 4, room=72),
     Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
-    # Two blocks of k in each of many tiles: the ring goes round four times.
+    # Two K tiles in each of many tiles: four rounds of the pipeline
     Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
     Run(wgmma("counted", (128, 128, 1), BF16), (3, 130, 0), 136, 896, 2, seed=2),
     Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
-    # The second warpgroup has rows, none, and rows again; two blocks of k, with which a tile begins.
+    # The second warpgroup has rows, no rows, and rows again; two K tiles, which start a tile together.
     Run(wgmma("counted", (128, 128, 1), FP32, "expert_column", FP32), (70, 3, 130), 136, 256, 1),
     Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (140,), 200, 640, 2, seed=1),
@@ -145,7 +159,7 @@ RUNS = [
     Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4, seed=1),
     Run(wgmma("masked", (64, 128, 2), FP16, "expert"), (3, 0, 70), 264, 128, 2, room=74),
     Run(wgmma("offsets", (32, 128, 4), BF16, "one", FP32), (0, 32), 392, 1920, 8),
-    # Each consumer warpgroup has half of the rows of a.
+    # Each consumer warpgroup multiplies half of the rows of a.
     Run(wgmma("plain", (16, 64, 1), BF16, "column", FP32), (11,), 200, 640, 2),
     Run(wgmma("plain", (16, 64, 2), FP32), (3,), 136, 896, 2, seed=2),
     Run(wgmma("plain", (64, 64, 2), FP16, "one", FP16), (77,), 136, 384, 4, seed=None),
@@ -154,12 +168,12 @@ RUNS = [
     Run(mma("counted", 64, BF16, "expert_column", FP32, arch="sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
     Run(mma("masked", 64, FP16, arch="sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),
     Run(mma("offsets", 16, BF16, "expert", BF16, arch="sm_90a"), (16, 0, 5), 72, 640, 1),
-    # Alpha and bias of each column, of both orientations of tiles; of tiles of few rows and of many
+    # Alpha and bias of each column, in swapped and other tiles
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (19,), 200, 128, 2),
     Run(wgmma("masked", (32, 128, 1), FP32, "expert_column", FP32), (3, 0, 20), 136, 128, 2, room=24),
     Run(wgmma("offsets", (128, 64, 1), BF16, "expert_column", BF16), (70, 3), 136, 128, 2),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (70,), 136, 128, 2),
-    # The last block of k has 64 elements, or the only one; 2,880 columns, as of gpt-oss
+    # The last K tile, or the only one, consists of 64 elements; 2,880 columns, as in gpt-oss
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (5,), 136, 1344, 1),
     Run(wgmma("counted", (16, 128, 1), BF16), (3, 0, 2), 2880, 64, 3, seed=1),
     Run(wgmma("offsets", (128, 128, 1), FP16), (70, 9), 136, 448, 1, seed=2),
@@ -167,7 +181,7 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
-    # Several tiles of a CTA, and clusters, of which one CTA has no block
+    # Several tiles of a CTA, and clusters with a CTA without a K tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
 ]
@@ -175,31 +189,32 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Bit for bit; what lies in rows of padding is not used, and nothing is written there. What lies behind k, behind
-    the columns, and behind alpha and bias, is not read: it is others', or nobody's."""
+    """Compare bit for bit. Rows of padding are not used and not written. Memory after K, after the columns, and after
+    alpha and bias is not read."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
+    test."""
     check_emulated(run.case, run.case.kernel)
 
 
 @pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
 def test_nothing_is_launched_on_overlap(family: str) -> None:
-    """Of experts whose rows are scaled and biased: all tensors that there are."""
+    """Check overlaps of all tensors, with alpha and bias of experts."""
     case = next(run.case for run in RUNS if (run.case.family, run.case.epilogue.alpha) == (family, "expert_column"))
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
 def kind_of(case: FP8GemmCase) -> str:
-    """How a kernel divides a GEMM among CTAs."""
+    """Return how a kernel divides a GEMM among CTAs."""
     if case.family == "fp8_mma":
         return "warps"
-    tokens, _, splits = case.tile
-    return "split k" if splits > 1 else "many rows" if tokens == 128 else "few rows"
+    tile_m, _, split_k = case.tile
+    return "split k" if split_k > 1 else "many rows" if tile_m == 128 else "few rows"
 
 
 GRIDS = {f"{run.case.layout} {kind_of(run.case)}": run.case for run in RUNS}
@@ -208,10 +223,11 @@ GRIDS = {f"{run.case.layout} {kind_of(run.case)}": run.case for run in RUNS}
 @pytest.mark.parametrize("max_ctas", [4, 132])
 @pytest.mark.parametrize("name", GRIDS)
 def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
-    """As many as may run, in whole clusters; or, whatever rows experts have, at least one for each tile."""
+    """Check that a launch has ``max_ctas`` CTAs in whole clusters, or at least one for each tile, however many rows
+    the experts own."""
     case = GRIDS[name]
     kernel, layout = case.kernel, case.layout
-    tokens, columns, splits = (*case.tile, 128, 1) if case.family == "fp8_mma" else case.tile
+    tile_m, tile_n, split_k = (*case.tile, 128, 1) if case.family == "fp8_mma" else case.tile
     for _ in range(10):
         experts = 1 if layout == "plain" else random.randint(1, 20)
         n, room = random.randint(1, 80) * 8, random.randint(1, 300)
@@ -220,13 +236,13 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
         rows = room if layout == "masked" else sum(counts)
         call = gemm_call(kernel, n=n, rows=rows, experts=experts, b_scale_rows=-(-n // 128), max_ctas=max_ctas)
         ((ctas, *rest),) = grids(kernel, ARCHS[case.arch], *call)
-        tiles = sum(-(-count // tokens) for count in counts) * -(-n // columns)
-        assert rest == [1, 1] and ctas % splits == 0 and 0 < ctas <= max_ctas
-        assert ctas == max_ctas or ctas // splits >= tiles
-        assert layout != "plain" or ctas == min(max_ctas // splits, tiles) * splits
+        tiles = sum(-(-count // tile_m) for count in counts) * -(-n // tile_n)
+        assert rest == [1, 1] and ctas % split_k == 0 and 0 < ctas <= max_ctas
+        assert ctas == max_ctas or ctas // split_k >= tiles
+        assert layout != "plain" or ctas == min(max_ctas // split_k, tiles) * split_k
 
 
-# More blocks than stages, and several tiles of a CTA; and clusters, of which one CTA has no block, and one no tile
+# More K tiles than stages, several tiles of a CTA, a CTA of a cluster without a K tile, and one without a tile
 STATIC = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
@@ -245,7 +261,7 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
 
 @pytest.mark.parametrize("hint", ["static_weight", "prefetches"])
 def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
-    """Else the configurations are equal, and one kernel serves both."""
+    """Check that a hint changes the configuration only if the kernel follows it."""
     for layout, tile, differs in (
         ("plain", (64, 128, 1), True),
         ("plain", (128, 128, 1), False),
@@ -257,7 +273,7 @@ def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
 
 @pytest.mark.parametrize("layout", [layout for layout in FP8_LAYOUTS if layout != "plain"])
 def test_many_experts(layout: str) -> None:
-    """As many as there may be; hardly any has rows."""
+    """Check the largest number of experts, few of which own rows."""
     counts = tuple(3 if expert in (0, 17, 300, 511) else 0 for expert in range(512))
     got, want = execute(Run(wgmma(layout, (16, 128, 1), FP32), counts, 8, 128, 2, room=3))
     assert torch.equal(got, want)
@@ -265,7 +281,7 @@ def test_many_experts(layout: str) -> None:
 
 @pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
 def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
-    """As many as warps that load scales by turns, or two pairs of them; tiles are no rounds of the ring."""
+    """Check as many stages as scale loaders, or two pairs of stages. Tiles are not whole rounds of the pipeline."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
         got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)
@@ -280,7 +296,7 @@ WARPS = Run(mma("counted", 16, BF16, arch="sm_120a"), (19, 3), 136, 768, 1)
 
 
 def place_told_late(ptx: str) -> str:
-    """An edit of PTX: the copying warp stores where a tile lies when it has arrived."""
+    """Edit PTX so that the producer stores a tile's record only after its arrival."""
     store, arrival = r"(st\.shared\.v4\.b32 [^;]*;)", r"(mbarrier\.arrive\.expect_tx[^;]*;)"
     return re.sub(rf"{store}(.*?){arrival}", r"\2\3\1", ptx, count=1, flags=re.DOTALL)
 
@@ -297,21 +313,21 @@ def place_told_late(ptx: str) -> str:
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", -4), id="lines read"),
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 0), id="sums of warps there"),
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 1), id="table there"),
-        pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage free, swapped"),
+        pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage empty, swapped"),
         pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done, swapped"),
-        pytest.param(SHARED, changed(r"bar\.sync\s+1", None), id="sums left"),
-        pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums there"),
-        pytest.param(SENT, changed(r"fence\.proxy\.async", None), id="sums loaded"),
-        pytest.param(SHARED, changed(WAIT, -2, PASSED), id="sums read"),
-        pytest.param(SHARED, told_twice, id="peer told of sums"),
+        pytest.param(SHARED, changed(r"bar\.sync\s+1", None), id="partial sums stored"),
+        pytest.param(SHARED, changed(WAIT, -1, PASSED), id="partial sums arrived"),
+        pytest.param(SENT, changed(r"fence\.proxy\.async", None), id="partial sums loaded"),
+        pytest.param(SHARED, changed(WAIT, -2, PASSED), id="partial sums read"),
+        pytest.param(SHARED, told_twice, id="peer told of partial sums"),
         pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
         pytest.param(WARPS, changed(r"cp\.async\.wait_group", None), id="copies of warps there"),
-        pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="block there for all"),
-        pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last block read"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="K tile there for all"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last K tile read"),
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
-    """Without it the emulator finds a race, or the sums are wrong, in some order."""
+    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1, 2):
             got, want = execute(run._replace(seed=seed), edit)
@@ -323,8 +339,8 @@ WAITS = 20
 
 @pytest.mark.parametrize("wait", range(WAITS))
 def test_every_wait_is_needed(wait: int) -> None:
-    """Of the copying warp one; of a warp that loads scales those for each of the blocks that it loads together; of
-    those that multiply, whether they do or not, and wherever in a round of the ring."""
+    """Check the waits of the producer, of a scale loader for each of the stages that it loads together, and of
+    consumers with and without rows, anywhere in a round of the pipeline."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0):
             got, want = execute(GROUPS._replace(seed=seed), changed(WAIT, wait, PASSED))

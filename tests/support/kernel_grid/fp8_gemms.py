@@ -1,4 +1,4 @@
-"""FP8 GEMMs, and those of FP8 activations and an FP4 weight."""
+"""Cases of FP8 GEMMs, and of GEMMs of FP8 activations and an FP4 weight."""
 
 from __future__ import annotations
 
@@ -22,26 +22,32 @@ from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
-"""Whether there are offsets, and counts."""
+"""Names of expert layouts: whether offsets are given, and whether counts are given."""
 
 RECODED = (128, 128)
-"""Rows of ``a`` and of the weight of a tile of ``fp8_fp4_recoded``."""
+"""(tile_m, tile_n) of ``fp8_fp4_recode``."""
 
 
 def has_factors(epilogue: Epilogue) -> bool:
-    """Of columns or experts."""
+    """Return whether alpha depends on the column or the expert."""
     return epilogue.alpha not in (None, "one")
 
 
 def hints_of(case: FP8GemmCase | FP8FP4GemmCase) -> list[str]:
-    """How ids say that a weight is static, and that something is brought into L2."""
+    """Return the words of an id that say that the weight is static, and that the kernel brings memory into L2."""
     return ["static"] * case.static_weight + ["prefetching"] * case.prefetches
 
 
 @dataclass(frozen=True)
 class FP8GemmCase(KernelCase):
-    """An FP8 GEMM: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``;
-    ``prefetches``: whether something is brought into L2."""
+    """An FP8 GEMM.
+
+    Attributes:
+        family: package of the kernel.
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        tile: a tile of the family's ``TILES``.
+        epilogue, arch, static_weight, prefetches: as in the configuration.
+    """
 
     family: str
     layout: str
@@ -64,7 +70,7 @@ class FP8GemmCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """As the op builds it."""
+        """Kernel, built as the op builds it."""
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
@@ -76,8 +82,16 @@ class FP8GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class FP8FP4GemmCase(KernelCase):
-    """A GEMM of FP8 activations and an FP4 weight: ``family`` is the kernel's package, and ``tile`` one of its
-    ``TILES``, or ``RECODED``, of which the weight may be recoded ``beside`` it; the rest as elsewhere."""
+    """A GEMM of FP8 activations and an FP4 weight.
+
+    Attributes:
+        fmt, scale_layout: format and scale layout of the weight.
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        tile: a tile of the family's ``TILES``, or ``RECODED``.
+        epilogue, arch, static_weight, prefetches: as in the configuration.
+        family: package of the kernel.
+        overlaps: whether the weight is recoded while the GEMM runs.
+    """
 
     fmt: FP4Format
     scale_layout: str
@@ -86,19 +100,19 @@ class FP8FP4GemmCase(KernelCase):
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
-    family: str = "fp8_fp4_wgmma"
+    family: str = "fp8_fp4_wgmma_ss"
     overlaps: bool = False
     prefetches: bool = False
 
     @property
     def is_recoded(self) -> bool:
-        """Whether the weight is multiplied as ``before`` has written it."""
-        return self.family == "fp8_fp4_recoded"
+        """Whether the kernels of ``before`` write the weight."""
+        return self.family == "fp8_fp4_recode"
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = (self.family, *hints_of(self), *["beside"] * self.overlaps)
+        family = (self.family, *hints_of(self), *["overlapping"] * self.overlaps)
         parts = (*family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
@@ -111,7 +125,7 @@ class FP8FP4GemmCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """As the op builds it."""
+        """Kernel, built as the op builds it."""
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.is_recoded:
@@ -120,22 +134,22 @@ class FP8FP4GemmCase(KernelCase):
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given["prefetches"] = self.prefetches
         given |= dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True))
-        if self.family == "fp8_fp4_wgmma":
+        if self.family == "fp8_fp4_wgmma_ss":
             return fp8_fp4_wgmma_ss.FP8FP4WgmmaSSKernel(fp8_fp4_wgmma_ss.plan(fmt=self.fmt, **given))
-        if self.family == "fp8_mxfp4_wgmma":
+        if self.family == "fp8_fp4_wgmma_codes":
             return fp8_fp4_wgmma_codes.FP8FP4WgmmaCodesKernel(fp8_fp4_wgmma_codes.plan(**given))
         return fp8_fp4_wgmma_rs.FP8FP4WgmmaRSKernel(fp8_fp4_wgmma_rs.plan(**given))
 
     @property
     def before(self) -> tuple[RecodeCase, ...]:
-        """What recodes the weight for it."""
+        """Cases of the kernels that recode the weight."""
         whole = RecodeCase(self.fmt, self.scale_layout, self.layout == "plain")
         return () if not self.is_recoded else (whole, replace(whole, overlaps=True)) if self.overlaps else (whole,)
 
 
 @dataclass(frozen=True)
 class RecodeCase(KernelCase):
-    """The kernel that writes an FP4 weight to memory in FP8, before the GEMM or ``beside`` it."""
+    """The kernel that writes an FP4 weight to memory in FP8; ``overlaps``: whether it runs during the GEMM."""
 
     fmt: FP4Format
     scale_layout: str
@@ -145,12 +159,12 @@ class RecodeCase(KernelCase):
 
     @property
     def id(self) -> str:
-        family = "fp4_to_fp8" + ("-beside" if self.overlaps else "")
+        family = "fp8_fp4_recode-weight" + ("-overlapping" if self.overlaps else "")
         return "-".join((family, self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch))
 
     @property
     def kernel(self) -> Any:
-        """As the op builds it."""
+        """Kernel, built as the op builds it."""
         given = self.fmt, SCALE_LAYOUTS[self.scale_layout], self.is_plain
         from torch_cute_ops.kernels.fp8_fp4_recode.weight_kernel import RecodeWeightKernel
 
@@ -162,19 +176,19 @@ HAVE_SPILLED = (
     FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
     FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
 )
-"""Each with another way to finish sums."""
+"""Cases that have spilled registers, each with another epilogue."""
 
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
-    """Whether the compiled part has this format of a tile of ``fp8_fp4_wgmma``."""
+    """Return whether the compiled part of the grid contains this format of a tile of ``fp8_fp4_wgmma_ss``."""
     sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
     of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
 
 
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
-    """Every tile with alpha and bias of each column, or expert; those of many rows, or with ``every`` all, without
-    them too. Layouts and other epilogues in turn."""
+    """Return cases of every tile with alpha and bias of each column or expert; and without them of tiles of many rows,
+    or of ``every`` tile. Layouts and other epilogues take turns."""
     kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
@@ -182,7 +196,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
-    if not every:  # With factors they need more registers.
+    if not every:  # Cases with factors need more registers.
         cases = [case for case in cases if case.tile[0] >= fp8_wgmma.MANY]
     cases += HAVE_SPILLED
     hinted = FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True)
@@ -194,9 +208,11 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
-    """Every tile, with ``every`` in either format; scale layouts, layouts of rows and epilogues in turn. Else tiles of
-    few rows of ``fp8_fp4_wgmma`` have one format, so that each two of format, size and splits meet. Every layout of
-    rows of the GEMM by a recoded weight, which does not know the weight's format."""
+    """Return cases of every tile. Scale layouts, expert layouts and epilogues take turns.
+
+    With ``every``, each tile of ``fp8_fp4_wgmma_ss`` appears in both formats; otherwise in one, so that all pairs of
+    format, size and split_k meet. ``fp8_fp4_recode`` appears in every expert layout; it does not depend on the format.
+    """
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
@@ -208,15 +224,15 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
     if not every:
         cases = [case for case in cases if case.static_weight or has_turn(case.fmt, *case.tile)]
-    few = [(NVFP4, "fp8_nvfp4_wgmma", tile) for tile in fp8_fp4_wgmma_rs.TILES]
-    few += [(MXFP4, "fp8_mxfp4_wgmma", tile) for tile in fp8_fp4_wgmma_codes.TILES]
+    few = [(NVFP4, "fp8_fp4_wgmma_rs", tile) for tile in fp8_fp4_wgmma_rs.TILES]
+    few += [(MXFP4, "fp8_fp4_wgmma_codes", tile) for tile in fp8_fp4_wgmma_codes.TILES]
     for fmt, family, tile in few:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue, family=family))
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
-        one = FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded")
+        one = FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recode")
         cases += [one, replace(one, overlaps=True)] if layout == "plain" else [one]
     kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), ((True, False), (True, True), (False, False)))
     return cases + [RecodeCase(fmt, scale_layout, *kind) for fmt, scale_layout, kind in kinds]

@@ -69,7 +69,7 @@ class RecodeWeightKernel:
         ranges = Notes.ranges(cute.ceil_div(2 * half, K_TILE))
         if const_expr(c.overlaps_gemm):
             left = experts * cute.ceil_div(n, NOTE_ROWS) - first
-            # At least one, since it is what the GEMM starts behind.
+            # At least one CTA: the GEMM starts after this launch.
             ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * RANGE_WORK, c.teams)), Int32(1))
             along_k = 1
         else:
@@ -89,43 +89,43 @@ class RecodeWeightKernel:
         cta, range_, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         n, half, experts = codes.shape
-        blocks = cute.ceil_div(2 * half, K_TILE)
-        ranges, tiles = Notes.ranges(blocks), experts * cute.ceil_div(n, NOTE_ROWS)
+        k_tiles = cute.ceil_div(2 * half, K_TILE)
+        ranges, tiles = Notes.ranges(k_tiles), experts * cute.ceil_div(n, NOTE_ROWS)
         pdl_start(c.pdl)
         if const_expr(c.overlaps_gemm):
             team = cute.arch.make_warp_uniform(tid // TEAM)
             of_tile = ranges * RANGE_WORK
             begin, end = first * of_tile, tiles * of_tile
             for number in cutlass.range(begin + cta * c.teams + team, end, ctas * c.teams, unroll=1):
-                tile, piece = number // of_tile, number % of_tile
-                of_range = piece % RANGE_WORK, piece // RANGE_WORK
+                tile, work_tile = number // of_tile, number % of_tile
+                of_range = work_tile % RANGE_WORK, work_tile // RANGE_WORK
                 self._recode(codes, scale, weight, notes, tile, *of_range, tid % TEAM)
-                self._tell_done(notes, tile, blocks, team, tid % TEAM)
+                self._tell_done(notes, tile, k_tiles, team, tid % TEAM)
         else:
-            # Of the other tiles nothing is done yet.
+            # Weight tiles from ``first`` on are recoded by the kernel that overlaps the GEMM.
             for tile in cutlass.range((range_ * ctas + cta) * TEAM + tid, tiles, ctas * ranges * TEAM, unroll=1):
-                done = ptx.select(tile < first, Int32(Notes.work_tiles(blocks)), Int32(0))
-                notes[Int64(tile) * Notes.words(blocks) + Notes.done(blocks)] = done
+                done = ptx.select(tile < first, Int32(Notes.work_tiles(k_tiles)), Int32(0))
+                notes[Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles)] = done
             self._recode(codes, scale, weight, notes, cta // RANGE_WORK, cta % RANGE_WORK, range_, tid)
 
-    def _tell_done(self, notes, tile, blocks, team, tid) -> None:
-        """A team has recoded a piece of a tile; the GEMM copies it through the async proxy."""
+    def _tell_done(self, notes, tile, k_tiles, team, tid) -> None:
+        """Count a work tile that the team has recoded. The GEMM copies it through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
-        at = notes.iterator + (Int64(tile) * Notes.words(blocks) + Notes.done(blocks))
+        at = notes.iterator + (Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles))
         ptx.add_release_if(at, Int32(1), tid == 0)
 
     @cute.jit
-    def _recode(self, codes, scale, weight, notes, tile, piece, range_, tid):
-        """Recode a piece of a range of a tile; ``tid`` is the thread in its team."""
+    def _recode(self, codes, scale, weight, notes, tile, index, range_, tid):
+        """Recode work tile ``index`` of a range of a weight tile; ``tid`` is the thread in its team."""
         c = self.config
         n, half, _ = codes.shape
         part = tid % ROW_THREADS
         of_expert = cute.ceil_div(n, NOTE_ROWS)
-        expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + piece * TEAM_ROWS + tid // ROW_THREADS
+        expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + index * TEAM_ROWS + tid // ROW_THREADS
         exists = row < n
         begin = range_ * RANGE
-        # A thread's parts of the range's K blocks, and their scales, are at constant distances.
+        # A thread's parts of the range's K tiles, and their scales, are at constant distances.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         codes_at = codes.iterator + (codes_at + begin * (K_TILE // 2) + part * (PART // 2))
         weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
@@ -136,23 +136,23 @@ class RecodeWeightKernel:
         count = half - begin * (K_TILE // 2) - part * (PART // 2)  # bytes of codes from there on
         count = ptx.select(exists, count, Int32(0))
         loaded = self._load_some(codes_at, scale_at, pitch, count, 0)
-        blocks = cute.ceil_div(2 * half, K_TILE)
-        notes_at = notes.iterator + Int64(tile) * Notes.words(blocks)
+        k_tiles = cute.ceil_div(2 * half, K_TILE)
+        notes_at = notes.iterator + Int64(tile) * Notes.words(k_tiles)
         unit = shared_exponent(self._row_scales(scale, n, half, expert, row, exists, Int32(0)), c.fmt)
         leads = exists & (part == 0)
         if leads & (range_ == 0):
             of_row = cute.recast_ptr(notes_at, dtype=Float32) + row % NOTE_ROWS
             cute.make_tensor(of_row, cute.make_layout(1))[0] = power_of_two(unit)
-            self._note(notes_at, blocks, Int32(0), row, unit)
+            self._note(notes_at, k_tiles, Int32(0), row, unit)
         owns = Uint32(0)
         for first in range_constexpr(0, RANGE, c.at_once):
             loaded += self._load_some(codes_at, scale_at, pitch, count, first + c.at_once)
-            if begin + first < blocks:
+            if begin + first < k_tiles:
                 some = loaded[first : first + c.at_once]
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
-                    # Of two K blocks the first is there if the second is.
+                    # Of two K tiles, the first exists if the second does.
                     fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
                     of_row = scale, n, half, expert, row, notes_at
@@ -171,9 +171,9 @@ class RecodeWeightKernel:
     def _own_table(
         self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
     ) -> tuple:
-        """A thread's table of the ``i``-th K block of a range. If its numbers do not fit the unit of their row, that is
-        noted. Returns its words, and the bit of a K block of which some row of the warp has a unit of its own."""
-        fmt, block = self.config.fmt, begin + i
+        """Return the two words of a thread's table of a range's ``i``-th K tile, and the K tile's bit if some row of
+        the warp is over an exponent of its own there. Note that exponent if the numbers do not fit the row's unit."""
+        fmt, k_tile = self.config.fmt, begin + i
         there, _, byte = loaded
         low, high, owns = *table, Uint32(0)
         _, (fits, *_) = tables_over_shared_unit([byte, byte], unit, fmt)
@@ -182,16 +182,16 @@ class RecodeWeightKernel:
             owns = Uint32(1 << i)
             of_row = votes >> Uint32(cute.arch.lane_idx() // ROW_THREADS * ROW_THREADS) & Uint32(ROW_LANES)
             row_fits = of_row == Uint32(ROW_LANES)
-            own = own_exponent(self._row_scales(scale, n, half, expert, row, there, block), fmt)
+            own = own_exponent(self._row_scales(scale, n, half, expert, row, there, k_tile), fmt)
             own_low, own_high = table_of_own_unit(byte, own, fmt)
             low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
             if (row < n) & (part == 0):
-                blocks = cute.ceil_div(2 * half, K_TILE)
-                self._note(notes_at, blocks, block + 1, row, ptx.select(row_fits, unit, own))
+                k_tiles = cute.ceil_div(2 * half, K_TILE)
+                self._note(notes_at, k_tiles, k_tile + 1, row, ptx.select(row_fits, unit, own))
         return low, high, owns
 
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
-        """Load a thread's parts of the K blocks from ``first`` on: whether they are there, codes, and scales."""
+        """Load a thread's parts of ``at_once`` K tiles from ``first`` on: whether they exist, codes, and scales."""
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):
             there = count > i * (K_TILE // 2)
@@ -199,14 +199,14 @@ class RecodeWeightKernel:
             loaded.append((there, words, ptx.load_narrow_if(scale_at, there, 1, i * pitch)))
         return loaded
 
-    def _note(self, notes_at: cute.Pointer, blocks, place, row, exponent) -> None:
+    def _note(self, notes_at: cute.Pointer, k_tiles, place, row, exponent) -> None:
         """Store an exponent of a row."""
-        at = cute.recast_ptr(notes_at + Notes.exponents(blocks, place), dtype=Int16) + row % NOTE_ROWS
+        at = cute.recast_ptr(notes_at + Notes.exponents(k_tiles, place), dtype=Int16) + row % NOTE_ROWS
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 
-    def _row_scales(self, scale, n, half, expert, row, exists, block) -> list:
-        """The words of a row's scales in a K block."""
+    def _row_scales(self, scale, n, half, expert, row, exists, k_tile) -> list:
+        """Load a row's scales in a K tile, as words of four scales."""
         c = self.config
-        left = half * 2 // c.fmt.block_size - block * c.tile_scales
-        words = self.weight.row_scales(scale, n, expert, row, exists, Int64(block) * c.tile_scales, left)
+        left = half * 2 // c.fmt.block_size - k_tile * c.tile_scales
+        words = self.weight.row_scales(scale, n, expert, row, exists, Int64(k_tile) * c.tile_scales, left)
         return self.weight.without_padding(words, left)

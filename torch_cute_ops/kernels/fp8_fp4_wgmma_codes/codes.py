@@ -1,9 +1,9 @@
-"""Codes of MXFP4 as e4m3 numbers without their scale, and scales as factors of fp32.
+"""MXFP4 codes as e4m3 numbers without their scale, and scales as fp32 factors.
 
-By definition the numbers of a K block are rounded to e4m3 over the unit ``2^t``, where its largest scale has the
-exponent ``t + 6``. In units of ``2^(t - 9)``, of which e4m3's subnormal numbers are multiples, a block whose scale is
-``2^d`` below the largest has the numbers ``code · 2^(15 - d)``: integers up to ``d = 14``. With ``d = 15`` and more
-they are rounded to one of 0, 1, 2, 3, 4 and 6: codes of the scale ``2^(t - 9)``.
+By definition, the numbers of a K tile are rounded to e4m3 over the unit ``2^t``; the largest scale of the K tile is
+``2^(t + 6)``. Subnormal numbers of e4m3 are multiples of ``2^(t - 9)``. In that unit, a block whose scale is ``2^d``
+below the largest scale consists of the numbers ``code · 2^(15 - d)``, which are integers up to ``d = 14``. From
+``d = 15`` on they are rounded to 0, 1, 2, 3, 4 or 6, which are codes of the scale ``2^(t - 9)``.
 """
 
 import functools
@@ -16,37 +16,37 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.fp4.codes import E4M3_EXPONENT
 
 CODE_SCALE: Final = 2.0**E4M3_EXPONENT
-"""Codes as e4m3 (``e4m3_words``) are to be multiplied by it."""
+"""Factor from codes as e4m3 (``e4m3_words``) to their values."""
 _ONE: Final = 1 << 23
-"""One step of fp32's exponent field."""
+"""A step of fp32's exponent field."""
 _NAN_FIELD: Final = 0xFF << 23
-"""The exponent field of the scale that stands for NaN."""
+"""Exponent field of the scale NaN."""
 _NAN: Final = 0x7FC00000
 _LEAST: Final = 0x00400000
-"""2^-127, of the scale 0."""
+"""2^-127, the value of the scale byte 0."""
 _EXACT: Final = 14
-"""Powers of two below the largest scale up to which codes are exact."""
+"""Largest distance from the largest scale, in powers of two, at which codes are exact."""
 _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x04020200), (0, 0x02000000))
-"""What the eight magnitudes become, 15 to 18 powers of two below the largest scale: codes, a byte each."""
+"""Rounded codes of the eight magnitudes, a byte each, 15 to 18 powers of two below the largest scale."""
 
 
 def block_factors(scales: Uint32) -> list:
-    """The scales of a row's four blocks as bits of fp32; of a scale of 0 or NaN the exponent field alone, for
-    ``hard_factors``."""
+    """Return the scales of a row's four blocks as bits of fp32; for the scale bytes 0 and NaN only the exponent field,
+    which ``hard_factors`` replaces."""
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]
 
 
 def is_easy(factors: list) -> Boolean:
-    """Whether all four are factors as they are, none of them of a scale of 0 or NaN, and no code is rounded."""
+    """Return whether ``block_factors`` are the final factors: no scale byte is 0 or NaN, and no code is rounded."""
     fields = [Int32(factor) for factor in factors]
     most, least = functools.reduce(cutlass.max, fields), functools.reduce(cutlass.min, fields)
     return (least > 0) & (most < Int32(_NAN_FIELD)) & (most - least <= _EXACT * _ONE)
 
 
 def hard_factors(factors: list) -> tuple[list, Uint32]:
-    """The factors of a row's blocks where ``is_easy`` does not hold; and by how much their codes are rounded
-    (``rounded``), a byte each."""
+    """Return the factors of a row's blocks if ``is_easy`` does not hold, and the amounts by which their codes are
+    rounded (``rounded``), a byte each."""
     fields = [Int32(factor) for factor in factors]
     is_nan = [field == Int32(_NAN_FIELD) for field in fields]
     alive = [ptx.select(nan, Int32(0), field) for nan, field in zip(is_nan, fields, strict=True)]
@@ -62,7 +62,7 @@ def hard_factors(factors: list) -> tuple[list, Uint32]:
 
 
 def rounded(codes: Uint32, amount: Uint32) -> Uint32:
-    """Eight codes of a block whose scale is ``14 + amount`` powers of two below the largest; 0: not rounded."""
+    """Round eight codes of a block whose scale is ``14 + amount`` powers of two below the largest; 0 rounds nothing."""
     low, high = Uint32(0), Uint32(0)
     for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
         low, high = (
@@ -70,6 +70,6 @@ def rounded(codes: Uint32, amount: Uint32) -> Uint32:
         )
     magnitudes = codes & Uint32(0x77777777)
     halves = [ptx.prmt_by(low, high, magnitudes >> 16 * i) for i in range(2)]
-    # A byte each: neighbours go together.
+    # The codes are in a byte each; pack neighbours into one byte.
     pairs = [half | half >> 4 for half in halves]
     return ptx.prmt(pairs[0], pairs[1], 0x6420) | codes & Uint32(0x88888888)

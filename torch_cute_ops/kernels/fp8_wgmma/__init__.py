@@ -28,11 +28,11 @@ the current tile is multiplied.
    on the M side, while the first MMAs of the next tile run (0.7 % faster on an H200, with sixteen K tiles,
    32,768 x 7,168 x 2,048).
 5. If tiles are few, the CTAs of a cluster share one: each multiplies a part of K (``split_k``) and finishes a part of
-   the rows of ``a``. They send each other their partial sums of these rows (``st.async``), which a barrier of each CTA
-   (``sent``) counts, add up and store what they have received, in the order of the CTAs, and arrive at a second barrier
-   (``read``) before the next tile's partial sums are sent there. In swapped tiles a CTA finishes every ``split_k``-th
-   row. In tiles of 128 rows, which only kernels with an FP4 weight share, each of two CTAs finishes the rows of one
-   consumer warpgroup; threads of the other CTA send their accumulators to its threads.
+   the rows of ``a``. They send each other their partial sums of these rows (``st.async``), whose bytes each CTA's full
+   barrier counts. Each CTA adds up and stores the sums that it has received, in the order of the CTAs, and then arrives
+   at the empty barriers, so that the next tile's sums may be sent. In swapped tiles a CTA finishes every
+   ``split_k``-th row. In tiles of 128 rows, which only kernels with an FP4 weight share, each of two CTAs finishes the
+   rows of one consumer warpgroup; threads of the other CTA send their accumulators to its threads.
 
 In tiles of 128 rows of ``a``, these are the M side. In smaller, *swapped*, tiles rows of ``b`` are the M side: a weight
 is then streamed once, and the MMAs hardly multiply missing rows. With 64 instead of 128 rows of ``b``, each consumer

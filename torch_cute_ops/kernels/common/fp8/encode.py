@@ -2,7 +2,7 @@
 
 A division costs three instructions for each element (Markstein 1990): with the correctly rounded inverse of the scale,
 the product of value and inverse is off by at most an ulp, and one residual step rounds it correctly. Scales beyond
-2^±80, and the values with them, are first brought nearer to 1 by a power of two, so that no step over- or underflows.
+2^±80, and the values with them, are first brought closer to 1 by a power of two, so that no step over- or underflows.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ _INFINITY = float("inf")
 
 
 class Divisor(NamedTuple):
-    """What values are divided by.
+    """A scale that values are divided by.
 
     Attributes:
-        factor: what values are multiplied by first: the row factor times the power of two.
-        scale: the scale, times the power of two.
+        factor: row factor times the power of two; values are first multiplied by it.
+        scale: scale times the power of two.
         inverse: inverse of ``scale``.
-        live: whether a computed scale is neither zero nor NaN; ``None`` for a given one.
+        live: whether a computed scale is neither zero nor NaN; None for a given scale.
     """
 
     factor: Float32
@@ -34,12 +34,12 @@ class Divisor(NamedTuple):
 
 
 def dynamic_scale(amax: Float32) -> Float32:
-    """``amax / 448``; NaN for an amax of NaN or infinity."""
+    """Return ``amax / 448``; NaN if amax is NaN or infinite."""
     return ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(E4M3_MAX)))
 
 
 def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Divisor:
-    """The divisor for values that have yet to be multiplied by the row factor ``rstd``, if that is not ``None``."""
+    """Return the divisor of values that are first multiplied by the row factor ``rstd``, unless that is None."""
     magnitude = ptx.max_abs_nan(Float32(0.0), scale)
     power = ptx.select(magnitude < Float32(2.0**-80), Float32(2.0**64), Float32(1.0))
     power = ptx.select(magnitude > Float32(2.0**80), Float32(2.0**-64), power)
@@ -53,7 +53,8 @@ def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Div
 
 
 def divide_e4m3(values, divisor: Divisor) -> list:
-    """16 values over the scale as words of e4m3 bytes, the first lowest: nearest even, saturating, NaN 0x7F."""
+    """Divide 16 values by the scale. Returns words of e4m3 bytes, first value lowest: rounded to nearest even,
+    saturated; NaN is 0x7F."""
     return [_divide_four([values[i + k] for k in range(4)], divisor) for i in range(0, FP8_UNIT, 4)]
 
 
@@ -62,7 +63,7 @@ def _divide_four(values: list, divisor: Divisor) -> Uint32:
     for raw in values:
         value = ptx.mul_rn(raw, divisor.factor)
         guess = ptx.mul_rn(value, divisor.inverse)
-        # With the signs in this order a zero keeps its own.
+        # With the signs in this order a zero keeps its sign.
         excess = ptx.fma_rn(divisor.scale, guess, -value)
         quotient = ptx.fma_rn(-excess, divisor.inverse, guess)
         if divisor.live is None:

@@ -1,16 +1,16 @@
-"""An FP4 weight as e4m3 numbers, four codes at a time.
+"""Decode an FP4 weight to e4m3 by tables, four codes at a time.
 
-Each row has a unit, a power of two, and each of its block scales a table of eight bytes: what the magnitudes of e2m1
-stand for, ``magnitude · scale / unit``, rounded to e4m3. Four codes are then looked up by one PRMT, whose selectors
-they are, and get their signs.
+A weight row is decoded over a *unit*, a power of two. Each block scale gives a table of eight bytes: the values of the
+e2m1 magnitudes, ``magnitude · scale / unit``, rounded to e4m3. One PRMT then looks up four codes, which are its
+selectors; the signs are added afterwards.
 
-By definition a row's K block of 128 elements has the unit ``2^t`` of its own, the least with which no number exceeds
-448. With a greater unit the numbers are the same but for that power, if none is subnormal. So all K blocks of a row
-share a unit, mostly, with which a table follows from two bytes: e4m3 of the scale and of 1.5 times it, of which the
-others are multiples by powers of two.
+By definition, a row's K tile of 128 elements is over its own unit ``2^t``, the smallest with which no number exceeds
+448. Over a larger unit the numbers are equal except for that power, if none is subnormal. So the K tiles of a row share
+a unit in most cases. A table then follows from two bytes, e4m3 of the scale and of 1.5 times the scale: the other bytes
+are their multiples by powers of two.
 
-Numbers over a K block's own unit, and scales of NVFP4, are computed in float16, exactly: a product has at most 6
-significant bits. So subnormal numbers of e4m3, zeros and NaN need nothing special there: the conversion rounds them.
+Numbers over a K tile's own unit, and scales of NVFP4, are computed in float16, which is exact: a product has at most 6
+significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
 """
 
 import functools
@@ -22,25 +22,26 @@ from cutlass import Boolean, Int32, Uint32
 from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels.common.core import ptx
 
-# Two magnitudes of e2m1 each, in float16
+# Two e2m1 magnitudes a word, in float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
 _ONE_AND_A_HALF = 0x3E003E00
-_LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's least number, in float16
+_LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's smallest number, in float16
 _SIGNS = 0x80808080
 _HEADROOM = 3
-"""Powers of two by which the unit of a row exceeds the least of its first K block: the scales of the others may be 8
-times as large, or 1/160 (a number of 0.5 · scale has to be normal)."""
+"""Powers of two by which a row's unit exceeds the smallest unit of its first K tile. Scales of other K tiles may then
+be 8 times as large, or 1/160 (0.5 · scale has to be normal)."""
 _MXFP4_UNITS = (-40, 7)
-"""Units of rows of MXFP4: a byte holds the bias of a scale's exponent, and sums do not overflow unless scales are above
-2^60 (those of a K block, over the unit, below 2^103)."""
+"""Exponents of units of MXFP4 rows. A byte holds the bias of a scale's exponent, and accumulators do not overflow
+unless scales are above 2^60 (the results of a K tile, over the unit, are below 2^103)."""
 
 
 class SharedUnit(NamedTuple):
-    """The scales of a row's K block over the unit of the row.
+    """Scales of a row's K tile over the unit of the row.
 
     Attributes:
-        ones, one_and_halves: for each half of the K block, e4m3 of its scales, and of 1.5 times them.
-        fits: whether tables follow from these: no scale is negative or NaN, and no number is subnormal or too large.
+        ones, one_and_halves: for each half of the K tile, e4m3 bytes of its scales, and of 1.5 times its scales.
+        fits: whether tables follow from these bytes: no scale is negative or NaN, and no number is subnormal or too
+            large.
     """
 
     ones: list
@@ -49,37 +50,37 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """``t`` of a row's K block, from the bytes of its scales; where all are zero or NaN, it may be any."""
+    """Return ``t`` of a row's K tile from the bytes of its scales; any exponent if all are zero or NaN."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
         return functools.reduce(cutlass.max, alive) - 133
     pairs = _pairs(words)
-    # NaN is left out.
+    # The maximum ignores NaN.
     largest = functools.reduce(ptx.max_abs_f16x2, pairs)
     largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
-    # 6 · scale ≤ 448 · 2^t: the scale's exponent less 6, and one more if its significand is above 7/6, so 1.25.
+    # 6 · scale ≤ 448 · 2^t: the scale's exponent less 6, plus one if its significand exceeds 7/6 (is at least 1.25)
     return Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
 
 
 def shared_exponent(words: list, fmt: FP4Format) -> Int32:
-    """The exponent of the unit of a row, from the scales of its first K block."""
+    """Return the exponent of a row's unit from the scales of its first K tile."""
     exponent = own_exponent(words, fmt) + _HEADROOM
     if fmt == MXFP4:
         least, most = _MXFP4_UNITS
         return ptx.select(Uint32(exponent - least) <= Uint32(most - least), exponent, Int32(0))
-    # All are zero, and tell nothing.
+    # If all scales are zero, any unit will do.
     return ptx.select((words[0] | words[1]) == Uint32(0), Int32(_HEADROOM), exponent)
 
 
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
-    """The scales of a row's K block over ``2^exponent``."""
+    """Return the scales of a row's K tile over ``2^exponent``."""
     if fmt == MXFP4:
-        # Their exponents in e4m3, by bytes: differences modulo 256, without borrowing
+        # Exponents in e4m3, a byte each: differences modulo 256, without borrows
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
         exponents = ((word | Uint32(_SIGNS)) - bias) ^ ((word ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS))
         low = exponents & Uint32(0x7F7F7F7F)
-        # From 2, whose half is normal, to 13: 6 · 2^(13 - 7) = 384
+        # Exponents from 2, half of which is normal, to 13: 6 · 2^(13 - 7) = 384
         fits = _signs(low + Uint32(0x7E7E7E7E), exponents | low + Uint32(0x72727272)) == Uint32(_SIGNS)
         ones = exponents << 3
         one_and_halves = ones + Uint32(0x04040404)
@@ -88,31 +89,31 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
     more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
     ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
     one_and_halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
-    # From 0x10, half of which is normal, to 0x69, six times which is 448 when rounded
+    # Bytes from 0x10, half of which is normal, to 0x69, six times which rounds to 448
     fitting = [_signs(one + Uint32(0x70707070), one | one + Uint32(0x16161616)) for one in ones]
     return SharedUnit(ones, one_and_halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
 
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
-    """The tables of half a K block that fits its row's unit: two words each, the lesser magnitudes first."""
+    """Return the tables of half a K tile that fits its row's unit: two words each, the smaller magnitudes first."""
     return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
 
 
 def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
-    """The table of a block that fits its row's unit, from the ``i``-th bytes of two words of ``SharedUnit``."""
-    # A byte's sign, repeated, is zero.
+    """Return the table of a block that fits its row's unit, from byte ``i`` of two words of ``SharedUnit``."""
+    # PRMT's sign replication of a positive byte gives the zero of the table.
     low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
     high = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
     return [low, high]
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """The tables of half a K block, from the bytes of its scales, over ``2^exponent``, which is ``2^t``."""
+    """Return the tables of half a K tile over its own unit ``2^exponent``, from the bytes of its scales."""
     if fmt == MXFP4:
         numbers = []
         for i in range(2):
             byte = Int32((word >> 8 * i) & Uint32(0xFF))
-            # Below 2^-14 all magnitudes are rounded to zero.
+            # Below 2^-14 all magnitudes round to zero.
             half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
             numbers.append(ptx.select(byte == Int32(0xFF), Uint32(0x7E00), half) * Uint32(0x00010001))
     else:
@@ -122,10 +123,10 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
-    """The two words of each block's table, from the bytes of their scales, over ``2^exponent``; and whether they fit
-    that unit (``SharedUnit.fits``), for each block, or for two that follow each other."""
+    """Return the two words of each block's table over ``2^exponent``, from the bytes of the scales; and whether blocks
+    fit that unit (``SharedUnit.fits``), for each block of MXFP4, or for each two blocks of NVFP4."""
     if fmt == MXFP4:
-        # All magnitudes but zero are powers of two, and 1.5 times these.
+        # All magnitudes except zero are powers of two, or 1.5 times a power of two.
         fields = [Int32(byte) - (exponent + 120) for byte in bytes_]
         tables = [
             [
@@ -149,41 +150,41 @@ def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tu
 
 
 def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """The two words of a block's table, from the byte of its scale, over ``2^exponent``, which is ``2^t``."""
+    """Return the two words of a block's table over its own unit ``2^exponent``, from the byte of its scale."""
     return tables_of_own_unit(byte * Uint32(0x0101), exponent, fmt)[0]
 
 
 def _table_of(number: Uint32) -> list:
-    """The table of a block whose scale over the unit both halves of ``number`` hold, in float16."""
+    """Return the table of a block; both halves of ``number`` are its scale over the unit, in float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
     return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
-    """2 to an exponent from -149 on; infinity from 128 on."""
+    """Return 2 to an exponent of at least -149; infinity from 128 on."""
     normal, subnormal = Uint32(cutlass.min(exponent + 127, Int32(255))) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 
 
 def _pairs(words: list) -> list:
-    """e4m3 bytes as pairs of float16."""
+    """Convert e4m3 bytes to pairs of float16."""
     return [ptx.f16x2_of_e4m3x2(part) for word in words for part in (word, word >> 16)]
 
 
 def _inverse(exponent: Int32) -> Uint32:
-    """2^-exponent twice, in float16."""
+    """Return 2^-exponent twice, in float16."""
     return Uint32(15 - exponent) * Uint32(0x04000400)
 
 
 def _signs(of: Uint32, but: Uint32) -> Uint32:
-    """The highest bits of bytes, where those of ``but`` are zero."""
+    """Return the highest bits of bytes whose highest bit in ``but`` is zero."""
     return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 
 def look_up(table: list, codes: Uint32) -> list:
-    """Eight codes as two words of e4m3."""
+    """Look up eight codes. Returns two words of e4m3."""
     selectors = codes & Uint32(0x77777777)
-    # The signs of codes 0, 2, 4 and 6 are the highest bits of bytes if these begin one code earlier.
+    # Shifted by one code, the signs of codes 0, 2, 4 and 6 are the highest bits of bytes.
     early = codes << 4
     decoded = []
     for chosen, order in ((selectors, 0x5140), (selectors >> 16, 0x7362)):

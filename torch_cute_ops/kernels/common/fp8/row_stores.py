@@ -1,7 +1,7 @@
 """Store accumulators through the epilogue, a whole line of a row at a time.
 
-Of each eight columns an MMA leaves a lane two neighbours, in a row and in the eighth row after it. Each warp has a part
-of shared memory in which it assembles lines of 128 bytes.
+Of each eight columns an MMA leaves two neighbours in a lane, in one row and in the eighth row after it. Each warp
+assembles lines of 128 bytes in its own part of shared memory.
 """
 
 from typing import Final
@@ -19,7 +19,7 @@ PIECE: Final = 16  # bytes that a lane stores at once
 
 @cute.jit
 def store_rows(
-    sums: cute.Tensor,
+    acc: cute.Tensor,
     out: cute.Tensor,
     base: cute.Pointer,
     first_row,
@@ -28,31 +28,32 @@ def store_rows(
     lane,
     epilogue: TileEpilogue,
 ):
-    """Finish the sums of 16 rows and store the first ``rows`` of them, from ``first_row`` of ``out`` on.
+    """Finish the accumulators of 16 rows and store the first ``rows`` of them, from ``first_row`` of ``out`` on.
 
     Args:
-        sums: accumulators of a lane, four for each eight columns.
-        out: (rows, columns), contiguous; what lies beyond its columns is left out.
-        base: the warp's ``STORE_TILE_BYTES`` of shared memory, whose contents no lane needs any more.
-        first_row, rows, first_column: where the warp's 16 rows begin, and how many of them exist.
+        acc: accumulators of a lane, four for each eight columns.
+        out: (rows, columns), contiguous; columns beyond its last are not stored.
+        base: ``STORE_TILE_BYTES`` of shared memory of the warp, which are overwritten.
+        first_row, first_column: first row and column of the warp.
+        rows: number of the warp's 16 rows that exist.
         lane: index in the warp.
         epilogue: epilogue of the tile.
     """
     dtype = out.element_type
-    groups = min(STORE_LINE // dtype.width, cute.size(sums) // 4)  # of eight columns in a line
+    groups = min(STORE_LINE // dtype.width, cute.size(acc) // 4)  # of eight columns in a line
     pieces = groups * dtype.width // PIECE
     columns_of_piece = PIECE * 8 // dtype.width
     n = out.shape[1]
-    for line in range_constexpr(cute.size(sums) // (4 * groups)):
+    for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
-            # 16-bit results are rounded before they change lanes. fp32 ones are finished afterwards, when a lane has
-            # four columns of a line and not two of each eight: with both alpha and bias these spilled registers.
+            # 16-bit results are rounded before they change lanes. fp32 results are finished afterwards, when a lane
+            # holds four columns of a line instead of two of each eight: with alpha and bias, two spilled registers.
             finish = _unfinished
             if const_expr(dtype is not Float32):
                 finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
             for r in range_constexpr(2):
                 at = (line * groups + group) * 4 + 2 * r
-                words = pack([finish(sums[at + i], i) for i in range(2)], dtype)
+                words = pack([finish(acc[at + i], i) for i in range(2)], dtype)
                 place = (lane // 4 + 8 * r) * STORE_PITCH + (group * 4 + lane % 4) * (4 * len(words))
                 to = cute.recast_ptr(base + cute.assume(place, divby=4 * len(words)), dtype=Uint32)
                 store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
@@ -84,20 +85,20 @@ def _unfinished(total: Float32, i: int) -> Float32:
 
 @cute.jit
 def store_columns(
-    sums: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish: tuple[Finish, Finish]
+    acc: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish: tuple[Finish, Finish]
 ):
-    """The same of sums with rows of ``out`` on the N side: 16 columns of ``out``, and rows in groups of eight.
+    """Finish and store accumulators of a swapped tile: 16 columns of ``out``, and rows in groups of eight.
 
-    Sums are transposed in registers, so that a store has 16 bytes of a row. ``finish`` are for the lane's two columns,
-    ``lane // 4`` and the eighth after it.
+    Accumulators are transposed in registers, so that the lanes of a warp store 16 bytes of a row at a time. ``finish``
+    are for the lane's two columns, ``lane // 4`` and the eighth after it.
     """
     dtype = out.element_type
     n = out.shape[1]
-    for group in range_constexpr(cute.size(sums) // 4):
+    for group in range_constexpr(cute.size(acc) // 4):
         for r in range_constexpr(2):
-            pair = [finish[r](sums[4 * group + 2 * r + e], 0) for e in range(2)]
+            pair = [finish[r](acc[4 * group + 2 * r + e], 0) for e in range(2)]
             if const_expr(words_per(2, dtype) == 2):
-                # fp32: an element of two rows
+                # fp32: one element in each of two rows
                 column = first_column + lane // 4 + 8 * r
                 for e in range_constexpr(2):
                     row = 8 * group + lane % 4 * 2 + e
@@ -115,6 +116,6 @@ def _store(words: list, divby: int, out: cute.Tensor, row, column) -> None:
 
 
 def _place(divby: int, out: cute.Tensor, row, column) -> cute.Pointer:
-    """Where the words of an element and its neighbours lie."""
+    """Return the place of an element and its neighbours."""
     offset = cute.assume(Int64(row) * out.shape[1] + column, divby=divby)
     return cute.recast_ptr(out.iterator + offset, dtype=Uint32)
