@@ -11,7 +11,7 @@ from samples.mm_fp8_fp4 import sample
 from support.tactics import backend_for, check_every_tactic, operands_of, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.gemm.backends.fp8_fp4_recode import BESIDE
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import WRITERS
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
@@ -23,7 +23,7 @@ N = 264
 
 @pytest.fixture(scope="module")
 def target():
-    """The GPU, if the kernels run there."""
+    """Return the GPU, or skip if the kernels do not run there."""
     found = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not found.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -52,7 +52,7 @@ def target():
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
-    """Each gives the sums bit for bit, where they are exact: plain, and of experts in each layout of rows."""
+    """Compare every tactic bit for bit, with exact sums, without experts and with each layout of experts."""
     device, counts = target.device, [m, 0, m // 2 + 1]
     calls = {
         "mm_fp8_fp4": [sample("", m, N, k, fmt, layout, device, exact=True)],
@@ -81,7 +81,7 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_clusters_with_several_tiles(name, fmt, m, target):
-    """On few SMs: sums are sent where those of the tile before have been read."""
+    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
     one = sample("", m, 1032, 1408, fmt, "128x4", target.device, exact=True)
     for _ in range(10):
         check_every_tactic(OPS["mm_fp8_fp4"], name, one, {"out_dtype": torch.float32}, replace(target, sms=6))
@@ -90,10 +90,12 @@ def test_clusters_with_several_tiles(name, fmt, m, target):
 @pytest.mark.parametrize(("fmt", "layout"), [(NVFP4, "128x4"), (MXFP4, "linear")], ids=["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
-    """So many rows of the weight that most of them are recoded while the GEMM runs: as if they were before. In front of
-    each call is one of another weight, whose numbers would be found where rows are not waited for, and behind it one
-    whose kernels may start early. Hard weights have rows whose K blocks have units of their own."""
+def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
+    """Compare a weight most of which is recoded while the GEMM runs with a weight that is recoded before.
+
+    A call with another weight precedes each call: its numbers would be found if rows were not waited for. A call whose
+    kernels may start early follows. Hard weights contain rows whose k tiles are over exponents of their own.
+    """
     n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
     weight = {"scales": (0, 0x7F)} if is_hard else None
     calls = []
@@ -103,7 +105,7 @@ def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
     problem = op.path.problem(calls[0])
     backend = backend_for("recode", problem)
     tactics = backend.tactics(problem, bucket(2100), target)
-    assert [tactic[-1] for tactic in tactics] == [0, *BESIDE]
+    assert [tactic[-1] for tactic in tactics] == [0, *WRITERS]
     launchers = {tactic: backend.launcher(problem, tactic, target) for tactic in tactics}
     outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
     wants = [out.clone() for out in outs]
@@ -130,7 +132,7 @@ def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
 
 
 def hard(device):
-    """Samples with scales that are hard to re-encode, of many rows."""
+    """Return samples of many rows with scales that are hard to re-encode."""
 
     def make(name, fmt, layout, **weight):
         return sample(name, 140, 136, 2624, fmt, layout, device, weight=weight)
@@ -140,12 +142,12 @@ def hard(device):
 
 @pytest.mark.parametrize("name", [one.name for one in hard(torch.device("cpu"))])
 def test_where_the_weight_is_recoded_changes_nothing(name, target):
-    """In memory or in the GEMM, for any numbers: the same bits."""
+    """Check that recoding in memory and in the GEMM gives the same bits, for any numbers."""
     one = next(one for one in hard(target.device) if one.name == name)
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
     found = dict(results(op, "wgmma_ss", one, given, target))
     ((_, recoded),) = results(op, "recode", one, given, target)
-    alone = {tactic: out for tactic, out in found.items() if tactic[-1] == 1}  # who share a sum have another order
+    alone = {tactic: out for tactic, out in found.items() if tactic[-1] == 1}  # split-K adds in another order
     assert alone
     for tactic, out in alone.items():
         assert torch.equal(out.nan_to_num(7.5), recoded.nan_to_num(7.5)), tactic

@@ -1,4 +1,4 @@
-"""Backend ``recode``: when the weight is written beside the GEMM, and by how many SMs."""
+"""Backend ``recode``: when the weight is written while the GEMM runs, and by how many SMs."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from support.gemm_problems import H100, backend_for
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends.fp8_fp4_recode import BESIDE, first_tiles, weight_tiles
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import WRITERS, first_tiles, weight_tiles
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
@@ -25,7 +25,7 @@ MEASURED = {
     ("H100", 4096, 28672, 4096): (972, 967, 949),
     ("H100", 2048, 57344, 8192): (2190, 2147, 1781),
 }
-"""Microseconds of MXFP4, by GPU, M, N and K: with all of the weight written before the GEMM, and by each of ``BESIDE``
+"""Microseconds of MXFP4, by GPU, M, N and K: with all of the weight written before the GEMM, and by each of ``WRITERS``
 (docs/notes/fp8_fp4_wgmma_ss.md)."""
 
 
@@ -35,27 +35,27 @@ def problem(n: int, k: int, op: str = "mm_fp8_fp4", **properties) -> GemmProblem
     return path.problem(OPS[op].bind(*args, **kwargs))
 
 
-def sms_beside(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
+def writer_sms(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
     return [tactic[-1] for tactic in backend_for("recode", of).tactics(of, m, target)]
 
 
-def test_beside_large_weights_alone(monkeypatch):
-    """The GEMM's first tiles need a small part of them. There are no experts, whose rows the host does not know; few of
-    the SMs write; and launches overlap."""
+def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
+    """Check that overlap is offered only if the GEMM's first tiles need a small part of the weight, without experts, if
+    few SMs write, and if launches overlap."""
     large = problem(28672, 4096)
-    assert sms_beside(large, 2048) == sms_beside(large, 4096) == [0, *BESIDE]
-    assert sms_beside(large, 64) == sms_beside(problem(4096, 14336), 4096) == [0]
-    assert sms_beside(large, 2048, replace(HOPPER, sms=40)) == [0, 8]
-    assert sms_beside(large, 2048, replace(HOPPER, sms=16)) == [0]
+    assert writer_sms(large, 2048) == writer_sms(large, 4096) == [0, *WRITERS]
+    assert writer_sms(large, 64) == writer_sms(problem(4096, 14336), 4096) == [0]
+    assert writer_sms(large, 2048, replace(HOPPER, sms=40)) == [0, 8]
+    assert writer_sms(large, 2048, replace(HOPPER, sms=16)) == [0]
     for how in ({"masked": True}, {"counts": False}):
-        assert sms_beside(problem(4096, 7168, "grouped_mm_fp8_fp4", experts=8, **how), 32768) == [0]
+        assert writer_sms(problem(4096, 7168, "grouped_mm_fp8_fp4", experts=8, **how), 32768) == [0]
     monkeypatch.setattr(settings, "PDL", False)
-    assert sms_beside(large, 2048) == [0]
+    assert writer_sms(large, 2048) == [0]
 
 
 @pytest.mark.parametrize("m", [1, 1024, 2048, 16384])
 def test_first_tiles(m):
-    """Two waves of tiles of 128 by 128, up to 16 of rows side by side."""
+    """Check two waves of tiles of 128 x 128, with up to 16 row tiles side by side."""
     large, small = problem(28672, 4096), problem(256, 4096)
     assert first_tiles(large, m, HOPPER) == {1: 224, 1024: 34, 2048: 18, 16384: 18}[m]
     assert first_tiles(small, m, HOPPER) == weight_tiles(small) == 2
@@ -66,7 +66,7 @@ def test_the_choice_is_near_the_best_that_was_measured(case):
     gpu, m, n, k = case
     target, of = GPUS[gpu], problem(n, k)
     backend = backend_for("recode", of)
-    measured = dict(zip((0, *BESIDE), MEASURED[case], strict=True))
+    measured = dict(zip((0, *WRITERS), MEASURED[case], strict=True))
     tactics = backend.tactics(of, m, target)
     estimates = {tactic[-1]: 1e6 * backend.estimate(of, m, tactic, target) for tactic in tactics}
     assert measured[min(estimates, key=estimates.get)] <= 1.04 * min(measured.values())

@@ -462,8 +462,8 @@ LATE = {
     ("swapped", 7): (ONE_K_TILE, 4),
     ("pair", 2): (PAIR, 0),
 }
-"""For each wait of decoders for a stage of another team: a run that needs it, and the bulk copy that must be late. The copy
-belongs to a stage that the team skips and mistakes for full a round later. To get that far, the team needs a stage
+"""For each wait of decoders for a stage of another team: a run that needs it, and the bulk copy that must be late. The
+copy belongs to a stage that the team skips and mistakes for full a round later. To get that far, the team needs a stage
 that consumers release after the next K tile, or at the end of a tile."""
 SEEDS = (None, 0, 1)
 WAITS = {

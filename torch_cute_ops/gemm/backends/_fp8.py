@@ -1,4 +1,4 @@
-"""What the backends of FP8 GEMMs share."""
+"""Base classes of the backends of FP8 GEMMs."""
 
 import abc
 from typing import Any
@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
-    """What every kernel by wgmma is planned by."""
+    """Return the arguments of ``plan`` of every kernel by wgmma."""
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,
@@ -31,11 +31,11 @@ def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]
 
 
 class FP8Backend(Backend):
-    """An FP8 GEMM, plain or grouped by rows, by one kernel, whose grid follows from shapes and ``max_ctas``."""
+    """An FP8 GEMM, plain or grouped by rows, by one kernel. Shapes and ``max_ctas`` determine its grid."""
 
     @abc.abstractmethod
     def tile(self, tactic: Tactic) -> Tile:
-        """The tile that a tactic stands for."""
+        """Return the tile of a tactic."""
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.a.is_fp8 and problem.b.is_fp8 and problem.grouping.over in ("none", "rows")

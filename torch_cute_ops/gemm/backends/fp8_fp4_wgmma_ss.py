@@ -15,26 +15,24 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 1200.0, 256: 1080.0}
-"""SM clocks per K block, by rows of ``a`` of a tile (measured on an H200; those of 80 and 96 on an H100, and of 48
-between its neighbours): most of them to decode the weight, which hides transfers, and which the CTAs of a tile of 256
-rows share."""
+"""SM clocks per k tile, keyed by tile_m (measured on an H200; 80 and 96 on an H100; 48 interpolated). Most of the time
+goes to decoding the weight, which hides transfers. The CTAs of a tile of 256 rows share that work."""
 NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
-"""Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100; that of 48 lies
-between)."""
+"""Clocks with tile_n 64 over clocks with tile_n 128, keyed by tile_m (measured on an H100; 48 interpolated)."""
 MANY_SHARED = 0.88
-"""Share of these clocks that tiles of 128 rows take where two CTAs share them: for these ``MANY_SHARE_CLOCKS`` are
-counted apart (measured on an H100)."""
+"""Factor on these clocks if two CTAs share a tile of 128 rows, whose fixed time is ``MANY_SHARE_CLOCKS`` (measured on
+an H100)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, and per row (measured on an
-H100)."""
+"""Clocks to add up the partial sums of a tile, for each CTA that shares it except the first: fixed, and per row
+(measured on an H100)."""
 MANY_SHARE_CLOCKS = 7400.0
-"""All that takes the same time whatever k is, of a tile of 128 rows that two CTAs share: until the first K block has
-arrived, to exchange sums and to store them (measured on an H100)."""
+"""Fixed clocks of a tile of 128 rows that two CTAs share: until the first k tile has arrived, to exchange partial sums
+and to store the result (measured on an H100)."""
 
 
 class FP8FP4WgmmaSS(FP8FP4Backend):
-    """A tactic is (rows of ``a`` in a tile, rows of the weight, CTAs that share it)."""
+    """Tactics are (tile_m, tile_n, split_k)."""
 
     name = "wgmma_ss"
     tiles: ClassVar = fp8_fp4_wgmma_ss.TILES
@@ -42,22 +40,22 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
     kernel: ClassVar = fp8_fp4_wgmma_ss.KERNEL
 
     def plan(self, problem: GemmProblem, **given: Any) -> Any:
-        """The configuration of the kernel."""
+        """Return the configuration of the kernel."""
         return fp8_fp4_wgmma_ss.plan(fmt=fp4_format(problem), **given)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)
-        sizes = sorted({tokens for tokens, _, _ in self.tiles})
-        # By random routing most experts have less than twice as many rows as on average.
+        sizes = sorted({tile_m for tile_m, _, _ in self.tiles})
+        # Under random routing, most experts own less than twice the mean number of rows.
         most = 2 * rows if has_random_rows(problem) else rows
-        widest = next((tokens for tokens in sizes if tokens >= most), sizes[-1])
-        # Experts have tiles enough, and those with half of the rows of the weight are slower.
+        widest = next((tile_m for tile_m in sizes if tile_m >= most), sizes[-1])
+        # Experts give enough tiles, and tiles with 64 weight rows are slower.
         return tuple(
-            (tokens, columns, splits)
-            for tokens, columns, splits in self.tiles
-            if tokens <= widest
-            and (splits == 1 or _may_share(problem, tokens, most))
-            and (columns == WIDE or problem.grouping.rows.is_plain)
+            (tile_m, tile_n, split_k)
+            for tile_m, tile_n, split_k in self.tiles
+            if tile_m <= widest
+            and (split_k == 1 or _may_share(problem, tile_m, most))
+            and (tile_n == WIDE or problem.grouping.rows.is_plain)
         )
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
@@ -74,13 +72,16 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
         return (KernelSpec(self.kernel, self.plan(problem, layout=weight_scales(problem), **given)),)
 
     def tile(self, tactic: Tactic) -> Tile:
-        tokens, columns, splits = map(int, tactic)
-        return Tile(tokens, columns, splits, cluster_m=2 if tokens == fp8_fp4_wgmma_ss.PAIR else 1)
+        tile_m, tile_n, split_k = map(int, tactic)
+        return Tile(tile_m, tile_n, split_k, cluster_m=2 if tile_m == fp8_fp4_wgmma_ss.PAIR else 1)
 
 
-def _may_share(problem: GemmProblem, tokens: int, rows: int) -> bool:
-    """Whether CTAs may share tiles of so many rows of ``a``, where there are ``rows``. Each tile of rows reads the
-    weight again: shared tiles of 128 rows pay for two of them, smaller ones for one. Experts have tiles enough."""
-    if tokens < MANY:
-        return rows <= tokens
-    return rows <= 2 * tokens and problem.grouping.rows.is_plain
+def _may_share(problem: GemmProblem, tile_m: int, rows: int) -> bool:
+    """Return whether split-K may pay off for ``rows`` rows in tiles of ``tile_m`` rows.
+
+    Each row tile reads the weight again. Split-K pays off for up to two row tiles of 128 rows, or one smaller row tile.
+    Experts give enough tiles without it.
+    """
+    if tile_m < MANY:
+        return rows <= tile_m
+    return rows <= 2 * tile_m and problem.grouping.rows.is_plain

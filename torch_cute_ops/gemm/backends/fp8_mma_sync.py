@@ -13,17 +13,17 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = 340.0
 MACS_PER_CLOCK = 3400.0
-"""Fixed SM clocks per 128-wide K block, and multiply-adds per SM and clock beyond them (a guess, not measured)."""
+"""Fixed SM clocks per k tile, and multiply-adds per SM and further clock (guesses, not measured)."""
 CTAS_PER_SM = 2
 
 
 class FP8MmaSync(FP8Backend):
-    """A tactic is (rows of ``a`` in a tile,)."""
+    """Tactics are (tile_m,)."""
 
     name = "mma_sync"
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        return tuple((tokens,) for tokens in fp8_mma.TILES)
+        return tuple((tile_m,) for tile_m in fp8_mma.TILES)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         if target.arch is not None and target.arch.has_wgmma:
@@ -34,12 +34,12 @@ class FP8MmaSync(FP8Backend):
         return tile.seconds(problem, m, target, clocks, 0.0)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        (tokens,) = map(int, tactic)
+        (tile_m,) = map(int, tactic)
         config = fp8_mma.plan(
-            rows=problem.grouping.rows, epilogue=problem.epilogue, tile_m=tokens, arch=arch, pdl=settings.PDL
+            rows=problem.grouping.rows, epilogue=problem.epilogue, tile_m=tile_m, arch=arch, pdl=settings.PDL
         )
         return (KernelSpec(fp8_mma.KERNEL, config),)
 
     def tile(self, tactic: Tactic) -> Tile:
-        (tokens,) = map(int, tactic)
-        return Tile(tokens, fp8_mma.TILE_N, ctas_per_sm=CTAS_PER_SM)
+        (tile_m,) = map(int, tactic)
+        return Tile(tile_m, fp8_mma.TILE_N, ctas_per_sm=CTAS_PER_SM)
