@@ -140,9 +140,9 @@ CONFIG = fp4_tcgen05_experts.plan(
         ({"classes": 4}, "there are 4 classes of experts; the number has to be one of (1, 2, 3, 5, 8)"),
         (
             {"layout": SCALE_LAYOUTS["linear"], "tile_n": 64, "bias_dtype": FP32},
-            "tile_n is 64; with linear scales it has to be at most 32",
+            "tile_n is 64; with linear scales it must be at most 32",
         ),
-        ({"layout": SCALE_LAYOUTS["linear"]}, "tile_n is 128; with linear scales it has to be at most 64"),
+        ({"layout": SCALE_LAYOUTS["linear"]}, "tile_n is 128; with linear scales it must be at most 64"),
         ({"stages": 7}, "bytes of shared memory; sm_100a has 232448"),
     ],
 )

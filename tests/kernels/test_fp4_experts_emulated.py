@@ -166,7 +166,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_gemm_over_experts(one: Experts) -> None:
-    """Check equal bits for exact sums. Operands that a factor of zero excludes have no effect."""
+    """Check equal bits for exact sums. Operands that a factor of zero excludes do not matter."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
 
@@ -206,7 +206,7 @@ def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# Each of four pipelines has more k tiles than stages. Waits: for an empty stage (two, one for each k tile of an m
+# Each of four pipelines takes more k tiles than stages. Waits: for an empty stage (two, one for each k tile of an m
 # tile), for a full stage, and for the previous m tile's accumulators. A warp synchronises after finding m tiles, after
 # reading a k tile, after reading an m tile, and after adding to the accumulators.
 M_TILES = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")

@@ -230,7 +230,7 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
-    # All warps have the same k tiles
+    # All warps take the same k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
@@ -306,8 +306,8 @@ def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
             check(awaited, changed(KERNEL_WAIT, number))
 
 
-# Each of two pipelines has one k tile of a work tile for each stage. A producer signals a k tile's activations when it
-# has started the next k tile, or when no stage is empty. Waits: for an empty stage (the first only asks), for a full
+# Each of two pipelines takes one k tile of a work tile for each stage. A producer signals a k tile's activations when
+# it starts the next k tile, or when no stage is empty. Waits: for an empty stage (the first only asks), for a full
 # stage, and for the previous warp's accumulator. A warp synchronises after finding m tiles, after copying activations
 # (in three places), after reading a k tile, after reading the last k tile (the end of its MMAs orders this too), and
 # after adding its accumulator.
@@ -379,7 +379,7 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
     """Check equal bits of a token among others and alone: a token of a full m tile, and the only token of the next m
     tile.
 
-    The order of the sums shows in the results. K has several k tiles and parts, and CTAs share a work tile.
+    The order of the sums shows in the results. K spans several k tiles and parts, and CTAs share a work tile.
     """
     tile_n, tile_m, split_k, out = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)

@@ -110,8 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check equal bits for exact sums, in two orders of events. Scales outside of the matrices are NaN and have no
-    effect."""
+    """Check equal bits for exact sums, in two orders of events. Scales outside of the matrices are NaN and do not
+    matter."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
@@ -166,7 +166,7 @@ def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
     assert own == its
 
 
-# Faults. Each case has more k tiles than stages, and, except with split-K, three tiles for each CTA.
+# Faults. Each case takes more k tiles than stages, and, except with split-K, three tiles for each CTA.
 
 FAULTY = {
     "one": gemm(NVFP4, "128x4", 32, 1, 1, epilogue=(BF16, "one"), sizes=(70, 136, 1088)),

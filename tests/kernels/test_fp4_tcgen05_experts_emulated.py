@@ -140,14 +140,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check equal bits for exact sums, in two orders of events, with NaN in scales that must have no effect."""
+    """Check equal bits for exact sums, in two orders of events, with NaN in scales that must not matter."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert want.isfinite().all() and torch.equal(got, want)
 
 
 def test_nothing_is_routed() -> None:
-    """Check a GEMM in which one token is routed to two experts, so that most work tiles have no expert."""
+    """Check a GEMM in which one token is routed to two experts, so that most work tiles contain no expert."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, num_ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
@@ -190,7 +190,7 @@ def test_nothing_is_launched_on_overlap() -> None:
 def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
     """Check the grids of all kernels.
 
-    The GEMM has at most one CTA for each SM. The first kernel has a CTA for each m tile and 32 experts of a class, the
+    The GEMM runs at most one CTA on each SM. The first kernel runs a CTA for each m tile and 32 experts of a class, the
     last kernel enough threads for the result.
     """
     case = COVERING[covering].case
@@ -241,7 +241,7 @@ def test_sums_of_any_size_in_the_same_order() -> None:
     assert torch.equal(results(slice(1, 2), 2), every[1:2])
 
 
-# Faults. Each case has more k tiles than stages, and three experts and several work tiles for each CTA.
+# Faults. Each case takes more k tiles than stages, and three experts and several work tiles for each CTA.
 
 FAULTY = {
     "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),

@@ -253,13 +253,13 @@ RUNS = [
     run("swiglu", F, 1152, BLOCK, BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
     run("add-linear-norm", F, 2112, MX[1], BLACKWELL, 9, 1, 0, **WIDE_GROUPS),
     run("quantize", BF, 1152, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
-    # One of two warps has one block more: the first in some groups, the second in others.
+    # One of two warps takes one block more: the first in some groups, the second in others.
     run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
     run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
     run("swiglu", BF, 1296, NVG[1], HOPPER, 9, 1, 0, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
-    # No warp of the second CTA has a last block; three of four warps have one.
+    # No warp of the second CTA takes a last block; three of four warps do.
     run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     run("norm-norm", HF, 7168, MX[1], HOPPER, 4, 1, 0, bulk_norm=False),
     # Two CTAs share a row. The second slice is shorter.
@@ -303,7 +303,7 @@ def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
 
 
 SHORT = [
-    # The short block is the whole row, or one of a few; a warp has several rows. Half of a block's threads have no
+    # The short block is the whole row, or one of a few; a warp takes several rows. Half of a block's threads have no
     # elements.
     run("quantize", BF, 64, COLUMNS, HOPPER, 19, 2, 0, groups=2),
     run("norm", HF, 64, BLOCK, BLACKWELL, 13, 1, 1, groups=2),
@@ -311,7 +311,7 @@ SHORT = [
     run("add", F, 192, BLOCK, HOPPER, 13, 1, 0, groups=2, threads_per_row=16),
     run("silu", F, 64, BLOCK, BLACKWELL, 13, 2, 0),
     run("swiglu", HF, 320, COLUMNS, HOPPER, 13, 1, 1, groups=2),
-    # A thread has several blocks. Some threads of a warp, or some warps, have none at the end.
+    # A thread takes several blocks. Some threads of a warp, or some warps, take none at the end.
     run("quantize", F, 576, BLOCK, HOPPER, 9, 1, 0, **WARP_GROUPS),
     run("norm", BF, 960, COLUMNS, HOPPER, 9, 1, 1, **WARP_GROUPS),
     run("add", HF, 1088, BLOCK, BLACKWELL, 9, 1, 2, **WARP_GROUPS),

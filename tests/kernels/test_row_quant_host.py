@@ -57,7 +57,7 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
     """Check the slices of 14,336 columns: two of 7,168, or seven of 2,048 for up to 128 rows.
 
-    A CTA has a slice of one row if enough CTAs can run. With tiled scales, whose padding is zeroed, each slice has
+    A CTA takes a slice of one row if enough CTAs can run. With tiled scales, whose padding is zeroed, each slice gets
     at least 32 CTAs, or all.
     """
     spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)

@@ -1,4 +1,4 @@
-"""``plan()`` of the row-quantising kernels: every width has a plan that fits, and errors give the reason."""
+"""``plan()`` of the row-quantising kernels: a plan fits every width, and errors give the reason."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert config.common_blocks * config.threads_per_row + 32 * config.busy_warps >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
-            # Neighbouring threads of one CTA have the blocks that share a scale.
+            # Neighbouring threads of one CTA take the blocks that share a scale.
             assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
             assert config.has_short_block == (width % 128 != 0)
         assert not config.has_idle_threads or width == 64
@@ -72,7 +72,7 @@ def test_few_rows_are_cut_smaller(fmt, kind):
     scale tiles."""
     is_cut = fmt in ("nvfp4", "mxfp4") and "norm" not in kind
     even = (4096, 8192, 14_336, 28_672, 53_248)
-    # Some of the other widths have a last slice that is too short for the threads of the other slices.
+    # For some of the other widths the last slice is too short for the threads of the other slices.
     for width in (1024, 2048, *even, 11_008, 18_944, 29_568, *range(32 * random.randrange(65, 96), 65_537, 31 * 64)):
         config = plan(spec_of(kind, fmt, width), ARCHS["sm_90a"])
         few = config.few_rows_config

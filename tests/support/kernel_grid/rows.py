@@ -26,7 +26,7 @@ from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
-"""Widths of rows that share a warp, that have one warp, that have several warps, and that are split."""
+"""Widths of rows that share a warp, that take one warp, that take several warps, and that are split."""
 
 WIDTHS = tuple(itertools.chain(*SPANS))
 

@@ -35,7 +35,7 @@ class Config:
 
     @property
     def threads_per_row(self) -> int:
-        """Number of threads that share a row: a power of two, so that a CTA has whole rows."""
+        """Number of threads that share a row: a power of two, so that a CTA takes whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property

@@ -7,10 +7,10 @@
    that are routed to the expert, in their order, with their factors. It rearranges these tokens' activations as
    ``kernels.common.fp4.activations`` describes, decoded if they are in FP4.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
-   ``w``. A CTA has the m tiles of all experts that any token of its token block is routed to, for one n tile. So each
-   byte of a touched expert's weight is read once for each token block.
+   ``w``. A CTA computes the m tiles of all experts that any token of its token block is routed to, for one n tile. So
+   each byte of a touched expert's weight is read once for each token block.
 
-A CTA of the second kernel has up to four *pipelines*, each with one producer warp and its own consumer warps. A
+A CTA of the second kernel runs up to four *pipelines*, each with one producer warp and its own consumer warps. A
 pipeline computes one m tile at a time, so that a CTA computes up to four m tiles at once. Roles:
 
 1. Producer warps fill stages by copies alone: codes and scales of the weight, the activations of the m tile's tokens,
@@ -24,24 +24,24 @@ pipeline computes one m tile at a time, so that a CTA computes up to four m tile
 | pipeline | weight, activations, pairs | producer warp | consumer warps | 2 | 4 * k_warps | stages |
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
-A k tile has 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, a k tile has 128
+K tiles span 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, k tiles span 128
 elements (20 % slower if both fit); or there are two pipelines, and two warps, or warpgroups, share the k of the same
-rows (for linear scales, whose boxes have 16 bytes of a row).
+rows (for linear scales, whose boxes take 16 bytes of a row).
 
 A warp accumulates an m tile in registers. At the end of the expert's k it adds the expert's bias, multiplies by the
 factors, in fp32, and adds the products to the accumulators of the token block in shared memory, (tokens, 64). The warps
 with the same rows form a chain: they take turns in the order of the m tiles. So products are added in the order of the
 experts.
 
-A scale tile has four blocks. If a block has 32 elements and an expert's width is an odd multiple of 64, every second
-expert begins in the middle of a scale tile. A k tile then has up to one more scale tile, and lanes begin with the
-second half of the first.
+A scale tile holds four blocks. If a block holds 32 elements and an expert's width is an odd multiple of 64, every
+second expert begins in the middle of a scale tile. A k tile then spans up to one more scale tile, and lanes begin with
+the second half of the first.
 
-Schedule: with one class of experts, a CTA has one n tile. With ``classes`` classes (an expert's class is its number
-modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal contiguous
-ranges: some classes of one n tile, or of two consecutive ones. A CTA begins with the second n tile and writes its
-partial sums to the workspace. The CTA with the n tile's last class adds them up in the order of the classes, its own
-last. A CTA waits rarely, and only for CTAs with lower numbers, which started before it.
+Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its
+number modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal
+contiguous ranges: some classes of one n tile, or of two consecutive ones. A CTA begins with the second n tile and
+writes its partial sums to the workspace. The CTA with the n tile's last class adds them up in the order of the classes,
+its own last. A CTA waits rarely, and only for CTAs with lower numbers, which started before it.
 
 A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
 

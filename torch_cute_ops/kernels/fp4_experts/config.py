@@ -28,7 +28,7 @@ PRODUCER_WARPS: Final = 4
 TILES_M: Final = (8, 16, 24, 32)
 """Supported ``tile_m``: tokens of an m tile."""
 TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
-"""Supported token blocks, in tokens. A larger block has fewer stages."""
+"""Supported token blocks, in tokens. Larger blocks leave room for fewer stages."""
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """(elements of a k tile, pipelines, warps that share the k of 16 rows). ``plan`` takes the first that fits."""
 CLASSES: Final = 8
@@ -64,8 +64,8 @@ class Config:
         pipelines: number of m tiles that a CTA computes at a time.
         k_warps: number of warps that share the k of 16 rows of an m tile.
         stages: number of stages of all pipelines.
-        classes: number of classes of experts. With several, a CTA has some classes of one or two n tiles; with one, it
-            has all experts of one n tile.
+        classes: number of classes of experts. With several, a CTA computes some classes of one or two n tiles; with
+            one, all experts of one n tile.
         pdl: True for programmatic dependent launches.
         bias_dtype: dtype of the experts' biases, or None without biases.
     """
@@ -154,7 +154,7 @@ class Config:
         return self.stages * self.stage_bytes + self.acc_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """Return the number of CTAs for each token block: one per SM, unless a CTA would have classes of more than
+        """Return the number of CTAs for each token block: one per SM, unless a CTA would compute classes of more than
         two n tiles."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)

@@ -229,14 +229,13 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Each pipeline has its own stages and its own producer warp, so that waits for stages are in order.
+    # Pipelines do not share stages or producer warps, so that waits for stages are in order.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
         """Fill the stages of a pipeline, as its producer warp.
 
-        If the CTA scans the factors itself, the first k tiles of the weight are copied before the first kernel has
-        ended.
+        If the CTA scans the factors itself, the first k tiles of the weight are copied before the first kernel ends.
         """
         c = self.config
         depth = c.stages // c.pipelines
@@ -347,7 +346,7 @@ class FP4ExpertsKernel:
         c = self.config
         depth = c.stages // c.pipelines
         first = consumer.pipeline * depth
-        # A scale tile has 128 rows: two n tiles.
+        # A scale tile spans 128 rows: two n tiles.
         scale_row = consumer.row if c.operands.layout.is_linear else consumer.row + n_tile % 2 * TILE_N
         acc = cute.make_rmem_tensor((c.tile_m // 2,), Float32)
         start = self.mma.start_of(smem.activations)
@@ -395,7 +394,7 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # Wait for the previous warp of the chain: it has the previous part of k, or the previous m tile.
+            # Wait for the previous warp of the chain: it computes the previous part of k, or the previous m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1

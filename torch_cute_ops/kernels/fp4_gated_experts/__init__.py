@@ -13,20 +13,20 @@ and nothing is written for them. ``kernels.fp4_experts`` reads the output. A cal
    in their number of tokens. N tiles that share scale tiles are computed at the same time, by neighbouring CTAs
    (*siblings*).
 
-Split-K: with ``split_k`` parts of k, CTAs share the parts equally. If several CTAs share a work tile, each has
+Split-K: with ``split_k`` parts of k, CTAs share the parts equally. If several CTAs share a work tile, each computes
 consecutive parts, and leaves its partial sums in the workspace for the CTA with the next parts. A CTA begins with the
 first parts of one work tile, and ends with the last parts of another.
 
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
-1. Each of the *pipelines* has a producer warp. Pipeline p has every ``pipelines``-th k tile (256 elements) from p on.
-   The producer copies codes and scales by TMA and bulk copies, and the rows of the m tile's tokens: in bulk for
-   mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. It waits for the ``cp.async`` copies of
-   a k tile one or two k tiles later, fences them, and arrives. If no stage is empty, it does so at once for all k
+1. A producer warp fills the stages of each *pipeline*. Pipeline p takes every ``pipelines``-th k tile (256 elements)
+   from p on. The producer copies codes and scales by TMA and bulk copies, and the rows of the m tile's tokens: in bulk
+   for mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. It waits for the ``cp.async`` copies
+   of a k tile one or two k tiles later, fences them, and arrives. If no stage is empty, it does so at once for all k
    tiles.
-2. 16 consumer warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has both values of a column,
-   and the k tiles of one pipeline. For up to eight tokens each warp issues its own MMAs (mma.sync), otherwise as one of
-   a warpgroup (wgmma).
+2. 16 consumer warps multiply. Each computes 16 rows, 8 of the gate and 8 of up, so that a lane holds both values of a
+   column, and the k tiles of one pipeline. For up to eight tokens each warp issues its own MMAs (mma.sync), otherwise
+   as one of a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -108,7 +108,7 @@ class Config:
         tile_n: rows of the weight of an n tile.
         tile_m: tokens of an m tile.
         split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
-            by part, whichever CTA has them.
+            by part, whichever CTA computes them.
         token_block: tokens of a token block.
         stages: number of stages of all pipelines.
         pdl: True for programmatic dependent launches.
@@ -131,12 +131,12 @@ class Config:
 
     @property
     def n_warps(self) -> int:
-        """Number of warps that share the rows of an n tile. Each has 8 rows of the gate, and 8 of up."""
+        """Number of warps that share the rows of an n tile. Each computes 8 rows of the gate, and 8 of up."""
         return self.tile_n // 16
 
     @property
     def pipelines(self) -> int:
-        """Number of warps that share the k of the same rows. Each has its own stages and producer warp."""
+        """Number of warps that share the k of the same rows. Each is served by a separate producer warp."""
         return CONSUMER_WARPS // self.n_warps
 
     @property
@@ -218,7 +218,7 @@ class Config:
 
     @property
     def value_pitch(self) -> int:
-        """Elements from a token's results to the next token's: four more than a token has, against bank conflicts."""
+        """Elements from a token's results to the next token's: four more than a token needs, against bank conflicts."""
         return self.out_columns + 4
 
     @property
@@ -253,10 +253,10 @@ class Config:
         """Reason that the kernel cannot run on ``arch``, or None."""
         if not self.by_warp and self.tile_n < WGMMA_M:
             return (
-                f"tile_n is {self.tile_n}; with tile_m {self.tile_m}, which needs wgmma, it has to be {WGMMA_M} or more"
+                f"tile_n is {self.tile_n}; with tile_m {self.tile_m}, which needs wgmma, it must be {WGMMA_M} or more"
             )
         if self.pipelines == 1 and self.split_k > 1 and self.tile_m > MAX_TWO_ACC_TILE_M:
-            return f"tile_m is {self.tile_m}; with one pipeline and split_k it has to be at most {MAX_TWO_ACC_TILE_M}"
+            return f"tile_m is {self.tile_m}; with one pipeline and split_k it must be at most {MAX_TWO_ACC_TILE_M}"
         if self.out_columns % self.epilogue.block:
             return f"an n tile has {self.out_columns} columns of the result, not whole blocks of {self.epilogue.block}"
         reason = self.epilogue.reason_unsupported()

@@ -1,6 +1,6 @@
 """Epilogue of a work tile, for the last of the warps that share its k.
 
-A lane has the accumulators of one column, gate and up, and of two tokens of each eight. Results go through shared
+A lane holds the accumulators of one column, gate and up, and of two tokens of each eight. Results go through shared
 memory, float32 (tokens, columns), to threads that each store one block: codes and scale, or 16 bytes.
 """
 
@@ -54,7 +54,7 @@ class GatedEpilogueOps:
         self.is_fp4 = isinstance(self.epilogue.out, FP4Format)
 
     def arguments(self, m: Dim, experts: Dim, n: Dim) -> dict[str, Any]:
-        """Return the arguments that the epilogue reads or writes. The bias has ``n`` columns."""
+        """Return the arguments that the epilogue reads or writes. The bias is (experts, ``n``)."""
         f = self.epilogue
         factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
         scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
@@ -133,7 +133,7 @@ class GatedEpilogueOps:
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
-        # Each thread has at most one block.
+        # A thread stores at most one block.
         blocks = c.out_columns // self.epilogue.block
         index, block = tid // blocks, tid % blocks
         token = cute.arch.shuffle_sync(token_id, index % WARP)
@@ -173,7 +173,7 @@ class GatedEpilogueOps:
 
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
-        """Zero the padding of the scales, with ``threads`` threads; this thread has number ``thread``."""
+        """Zero the padding of the scales, with ``threads`` threads; this thread is number ``thread``."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
         # Of the last tiles' words, in the order of memory, clear the words of rows that do not exist.

@@ -310,8 +310,8 @@ class FP4GatedExpertsKernel:
             smem.m_tiles,
             waits=c.pdl and not c.scans,
         )
-        # Of a shared work tile, the lower CTA has the earlier parts of k, and computes them first. So a CTA waits only
-        # for lower CTAs.
+        # Of a shared work tile, the lower CTA computes the earlier parts of k, before its other work. So a CTA waits
+        # only for lower CTAs.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -351,7 +351,7 @@ class FP4GatedExpertsKernel:
             turns=barriers + 2 * c.stages,
         )
 
-    # Pipeline p has k tiles p, p + pipelines, ... of every work tile.
+    # Pipeline p takes k tiles p, p + pipelines, ... of every work tile.
 
     def _work_tiles(self, work) -> tuple:
         """Return the range of indices of the CTA's work tiles, for ``_work_tile``."""
@@ -380,8 +380,7 @@ class FP4GatedExpertsKernel:
     def _produce(self, pipeline, weight, work, smem):
         """Fill the stages of a pipeline, as its producer warp.
 
-        If the CTA scans the routing itself, the first k tiles of the weight are copied before the first kernel has
-        ended.
+        If the CTA scans the routing itself, the first k tiles of the weight are copied before the first kernel ends.
         """
         c = self.config
         depth = c.stages // c.pipelines
@@ -424,7 +423,7 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # No stage is empty: wait for the copies that have been started, and signal them.
+                        # No stage is empty: wait for the started copies, and signal them.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued
@@ -562,8 +561,8 @@ class FP4GatedExpertsKernel:
                     warpgroup.wait_group(0)
                     smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
-                    # Wait for the previous warp of the chain: it has the previous k tiles, the previous part of k, or
-                    # the previous work tile.
+                    # Wait for the previous warp of the chain: it computes the previous k tiles, the previous part of k,
+                    # or the previous work tile.
                     ptx.wait(turn_chain + pipeline, turn)
                     turn ^= 1
                 self._reduce(acc, previous_acc, k_split, work_tile, consumer, work, smem)
@@ -585,7 +584,7 @@ class FP4GatedExpertsKernel:
         is_linear, column = c.operands.layout.is_linear, consumer.column
         rows = []
         for half in range(2):
-            # A scale tile has the rows of several n tiles.
+            # A scale tile spans the rows of several n tiles.
             inside = ((expert * 2 + half) * work.width + first_column) % SCALE_TILE_ROWS
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 

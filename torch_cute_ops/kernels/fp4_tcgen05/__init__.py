@@ -2,7 +2,7 @@
 
 ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``. Nothing is decoded. The weight is on the M side of the MMAs: its 128
 rows in a tile are the lanes of tensor memory. The activations are on the N side, at least 8 rows, so that few rows do
-not waste the tensor cores. A k tile has 256 elements: 128 bytes of codes of a row, four MMAs.
+not waste the tensor cores. A k tile spans 256 elements: 128 bytes of codes of a row, four MMAs.
 
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after the other (persistent). Roles:
 
@@ -14,9 +14,9 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after
    releases the stage, another releases the columns of the scales. There are two sets of these columns: PTX orders a
    copy before a later MMA, but not an MMA before a later copy. The last commit of a tile says that its accumulator is
    complete.
-4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread has a row of the weight: a
-   column of the result. They finish and store the results while the next tile is multiplied into the other accumulator.
-   The two accumulators of 256 rows of ``a`` share some columns, which are loaded first.
+4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread handles a row of the weight:
+   a column of the result. They finish and store the results while the next tile is multiplied into the other
+   accumulator. The two accumulators of 256 rows of ``a`` share some columns, which are loaded first.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -26,15 +26,16 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after
 | acc_pipeline.full | accumulator | MMA thread | epilogue warps | 1 | - | accumulators |
 | acc_pipeline.empty | accumulator | MMA thread | epilogue warps | - | 4 * cta_group | acc_empty_barriers |
 
-Pairs: if ``cta_group`` is 2, each MMA uses two CTAs and has 256 rows of ``b`` by 256 rows of ``a``. Each CTA copies the
+Pairs: if ``cta_group`` is 2, each MMA uses two CTAs, for 256 rows of ``b`` by 256 rows of ``a``. Each CTA copies the
 codes of its half of both operands, its scales of ``b``, and all scales of ``a``. The second CTA tells the first when
 its stage is full. The first CTA issues all MMAs, and its commits arrive in both CTAs.
 
-Split-K: a cluster of ``split_k`` CTAs has one tile, and each CTA an equal part of its k tiles. They leave their partial
-sums in shared memory and add them up in the order of k. A row of the result depends on the tactic alone, not on M.
+Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA an equal part of its k tiles. They leave their
+partial sums in shared memory and add them up in the order of k. A row of the result depends on the tactic alone, not on
+M.
 
 Rows outside of ``b`` or ``a`` are copied as zeros. Their scales may be arbitrary, since each row or column of the
-accumulator has its own scale. If k ends inside a k tile, the MMAs outside of k are skipped.
+accumulator is scaled separately. If k ends inside a k tile, the MMAs outside of k are skipped.
 
 Bytes moved: ``b`` and its scales once for each m tile (from L2 for tiles that run together); ``a`` once for each n
 tile, from L2.

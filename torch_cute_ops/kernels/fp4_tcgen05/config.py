@@ -46,7 +46,7 @@ class Config(BlockScaledConfig):
         fmt, layout: format and scale layout of both operands.
         epilogue: operations on the accumulator.
         tile_m: rows of activations of a tile.
-        cta_group: number of CTAs of an MMA, 1 or 2. Each has 128 rows of the weight.
+        cta_group: number of CTAs of an MMA, 1 or 2. Each computes 128 rows of the weight.
         split_k: number of CTAs of a cluster that share the k of a tile.
         stages: number of stages.
         pdl: True for programmatic dependent launches.

@@ -232,8 +232,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # If accumulators overlap, wait until the shared columns of the previous tile have been loaded. All
-                # columns of the tile before it have been loaded then.
+                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. All columns of
+                # the tile before it are loaded then.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
@@ -313,7 +313,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                 if (token + i < work.m) & (row < work.n):
                     self._store_word(token + i, row, ptx.bits_of(value), work)
         else:
-            # Lanes exchange halves of words, so that each has a token's results of two columns.
+            # Lanes exchange halves of words, so that each holds a token's results of two columns.
             for i in range_constexpr(0, len(values), 2):
                 word = pack(values[i : i + 2], self.out_dtype)[0]
                 other = cute.arch.shuffle_sync_bfly(word, offset=1)

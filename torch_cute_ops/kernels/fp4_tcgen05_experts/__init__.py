@@ -1,7 +1,7 @@
 """Second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
-on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread has one factor for an
+on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor for an
 expert. The weight is on the N side, ``tile_n`` rows. With few tokens, the rows without a token are zeros, which cost no
 memory traffic. Up to 128 tokens, the MMAs take less time than the copies of the weight.
 
@@ -35,9 +35,9 @@ that their weights are not read.
 
 A token's result depends only on the tactic and on its own row of ``a`` and ``alpha``, not on the number of SMs.
 
-A scale tile has four blocks. If an expert's width is an odd multiple of 64 and a block has 32 elements, every second
-expert begins in the middle of a scale tile. A k tile then has one more scale tile, and its MMAs begin with the second
-half of the first.
+A scale tile holds four blocks. If an expert's width is an odd multiple of 64 and a block holds 32 elements, every
+second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the
+second half of the first.
 
 Bytes moved: the weight once for each m tile (from L2 for tiles that run together); a token's activations once for each
 n tile, from L2; ``alpha`` once for each n tile, and once more if routed; with several classes, four bytes written and

@@ -141,7 +141,7 @@ class Config(BlockScaledConfig):
             return f"there are {self.classes} classes of experts; the number has to be one of {CLASSES}"
         most = MAX_LINEAR_SCALES_TILE_N[self.bias_dtype is not None]
         if self.stage.has_scale_loaders and self.tile_n > most:
-            return f"tile_n is {self.tile_n}; with linear scales it has to be at most {most}"
+            return f"tile_n is {self.tile_n}; with linear scales it must be at most {most}"
         return None
 
 

@@ -230,8 +230,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _work_tile(self, number, work) -> WorkTile:
         """Return a work tile. M tiles run together and share the weight in L2.
 
-        Classes come last, so that a CTA has work tiles of several classes: some classes have more routed tokens than
-        others.
+        Classes come last, so that a CTA computes work tiles of several classes: the number of routed tokens differs
+        between classes.
         """
         tile = number % work.tiles
         return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
@@ -406,7 +406,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         ]
 
     def _broadcast_bias(self, biases: list, tid, smem) -> None:
-        """Give all lanes of the warp the bias of all columns. They have read the previous expert's bias."""
+        """Give all lanes of the warp the bias of all columns. All of them have read the previous expert's bias."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
             store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))
@@ -451,7 +451,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.kernel
     def reduce_kernel(self, out, partial_sums):
-        """Add up the partial sums of all classes, in order, and store the result. A thread has ``STORE_COLUMNS``
+        """Add up the partial sums of all classes, in order, and store the result. A thread adds ``STORE_COLUMNS``
         columns."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()

@@ -2,7 +2,7 @@
 
 ``out[m] = residual[m] + Σ_j weights[m, j] · input[row of pair (m, j)]``.
 
-Roles and data path. A CTA has one token and one *slice* of its columns. The number of slices is chosen to fill the
+Roles and data path. A CTA computes one *slice* of the columns of one token. The number of slices is chosen to fill the
 device, with at most one slice for each *round*, the columns that a CTA's threads process at once. A thread processes 16
 bytes of columns. With the token's ``topk`` indices and weights in registers, it issues its loads from the residual and
 from all ``topk`` rows before it uses the first, and stores 16 bytes of the sum. No shared memory is used. The order of
@@ -11,7 +11,7 @@ the sum is the order of the experts.
 CTAs are not persistent: the hardware schedules a new CTA whenever one ends, so that the last wave costs the time of one
 token, not of a round of the grid; and a CTA with a whole token reads its indices once.
 
-If each CTA has one round, the number of CTAs on the busiest SM matters. Larger CTAs are launched if they leave that SM
+If each CTA runs one round, the number of CTAs on the busiest SM matters. Larger CTAs are launched if they leave that SM
 less work: on an H200, 64 tokens of 7,168 in bfloat16 take 3.8 µs with 2 · 224 threads instead of 4.2 µs with 4 · 128.
 With few tokens, rows bypass L1: 8 tokens take 1.8 µs instead of 2.0 µs, but 4,096 tokens take 143 µs instead of 139 µs.
 

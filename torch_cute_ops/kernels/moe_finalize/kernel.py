@@ -50,7 +50,7 @@ class MoeFinalizeKernel(TokenKernel):
             may_alias=() if residual is None else ((out, residual),),
         )
         if tokens <= c.few:
-            # Launch larger CTAs if each CTA has one round, and if they leave the busiest SM less work.
+            # Launch larger CTAs if each CTA runs one round, and if they leave the busiest SM less work.
             is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
             if is_less & (slices == c.rounds(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))
@@ -59,7 +59,7 @@ class MoeFinalizeKernel(TokenKernel):
             self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
     def _busiest_sm_work(self, tokens, sms, threads: int):
-        """Return the number of vectors on the busiest SM if CTAs of ``threads`` threads have one round each."""
+        """Return the number of vectors on the busiest SM if CTAs of ``threads`` threads run one round each."""
         return (tokens * self.config.rounds(threads) + sms - 1) // sms * threads
 
     @cute.jit

@@ -2,17 +2,18 @@
 
 ``y[row] = e4m3(input[m] / scale)``, with one scale for each 128 elements, for each row of token m.
 
-Roles and data path. A thread has 16 elements of a token, and the token's rows. It issues all its loads at once,
+Roles and data path. A thread holds 16 elements of a token, and the token's rows. It issues all its loads at once,
 computes with seven neighbours the scale of their 128 elements, and stores its 16 codes to every row. A warp stores
-whole cache lines. If the last block of a token has 64 elements, four of its eight threads have none. No shared memory
+whole cache lines. If the last block of a token holds 64 elements, four of its eight threads have none. No shared memory
 is used, and CTAs are not persistent: persistent CTAs, and bulk stores from shared memory, take 3 % longer.
 
 Scales are stored by columns, and a token's rows are far apart, so that each scale is an L2 request: a quarter as many
 requests as the codes take, for a thirtieth of the bytes. Hence:
 
 - Few tokens: one kernel stores codes and scales.
-- More tokens: the first kernel stores scales once for each token, in a workspace. A second kernel has a thread for each
-  row of the buffer, which reads the scales of the row's token; a warp stores the scales of 32 rows, a column at a time.
+- More tokens: the first kernel stores scales once for each token, in a workspace. A second kernel runs a thread for
+  each row of the buffer, which reads the scales of the row's token; a warp stores the scales of 32 rows, a column at a
+  time.
 
 Bytes moved: tokens and indices read once, codes and scales written for each row. With the second kernel, the tokens'
 scales are written once, and read with the indices for each row, mostly from L2.

@@ -38,12 +38,12 @@ class Config:
 
     @property
     def threads_per_token(self) -> int:
-        """Number of threads of a token. Each has ``FP8_UNIT`` elements, except in a short block's missing half."""
+        """Number of threads of a token. Each takes ``FP8_UNIT`` elements, except in a short block's missing half."""
         return self.scales * SCALE_THREADS
 
     @property
     def has_short_block(self) -> bool:
-        """True if the last block of a token has 64 elements instead of 128."""
+        """True if the last block of a token holds 64 elements instead of 128."""
         return self.threads_per_token * FP8_UNIT != self.width
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice, ExpertPlacement, PlacementConfig
 
 BATCH = 64
-"""Number of tokens that a CTA processes at a time. With the largest ``topk``, each thread has a pair."""
+"""Number of tokens that a CTA processes at a time. With the largest ``topk``, each thread takes a pair."""
 SINGLE_CTA_TOKENS = 32
 """Largest number of tokens for a single CTA: one for each warp."""
 SLOTS_PER_CTA = 8

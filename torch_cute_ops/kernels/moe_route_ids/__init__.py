@@ -1,6 +1,6 @@
 """Give each pair of a token and an expert a row in the experts' buffer, for experts that were chosen elsewhere.
 
-Roles and data path. A thread has one pair, and a CTA processes 512 pairs at a time and gives them rows, in one launch
+Roles and data path. A thread takes one pair, and a CTA processes 512 pairs at a time and gives them rows, in one launch
 or two (``common.experts.routing.ExpertPlacer``). A slot is a single pair, not a token, so that a token may name an
 expert more than once. A pair whose id names no expert gets no row and is not counted.
 

@@ -14,18 +14,18 @@
   have no padding between them, and the rows are the range from the first offset to the last.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows
-that need less than a warp each. A CTA has one or more groups, which share only the weight. A row that is too wide for a
-CTA is cut into ``splits`` slices, one for each CTA of a cluster. A wide row without reductions is also cut; its slices
-are independent (up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a kernel of their own). CTAs are
+that need less than a warp each. A CTA runs one or more groups, which share only the weight. A row that is too wide for
+a CTA is cut into ``splits`` slices, one for each CTA of a cluster. A wide row without reductions is also cut; its
+slices are independent (up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a kernel of their own). CTAs are
 persistent: each group walks over the rows with the grid's stride.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
    ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once for each CTA and then kept in
    registers.
-2. Each thread reads its blocks (thread i has blocks i, i + threads_per_row, …), adds or gates, multiplies by the
+2. Each thread reads its blocks (thread i takes blocks i, i + threads_per_row, …), adds or gates, multiplies by the
    weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and one barrier reduce
-   the sum of squares over the row, and the amax if the row has one scale. In a cluster each warp sends its partial
-   results to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
+   the sum of squares over the row, and the amax for one scale per row. In a cluster each warp sends its partial results
+   to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
    overwrite the residual in the buffer; after the barrier one thread stores them in bulk, and the buffer is free when
    that copy has read it. On an H200 at width 16,384 this is 4 % faster than stores from registers, where each thread
    fills half of 32 bytes. If the blocks of a row do not fill its threads and arithmetic is the limit, warps without a
@@ -36,11 +36,11 @@ persistent: each group walks over the rows with the grid's stride.
    16 bytes of codes of each block go to global memory. The norm, if it is an output, goes through shared memory if
    there is room (``bulk_norm``), and is stored in bulk one row later. Eight threads share a block of FP8; each computes
    the scales of some of their blocks and passes them on by shuffles (``codes.SharedBlocks``).
-4. Scales. A row of the 128x4 layout has 4 bytes in every 512. Stored row by row, each 4 bytes are an L2 request, which
-   costs 6 % at large sizes on an H200. So a group takes the four rows that share 16 bytes (a *quad*) one after the
-   other, collects their scales in shared memory, and stores 16 bytes at a time, one row later. Rows that do not fill a
-   round of quads over the whole grid, such as all rows of a small batch, are distributed one by one, and their scales
-   are stored as single bytes. Padding rows are zeroed while the first copies are in flight.
+4. Scales. A row of the 128x4 layout occupies 4 bytes of every 512. Stored row by row, each 4 bytes are an L2 request,
+   which costs 6 % at large sizes on an H200. So a group takes the four rows that share 16 bytes (a *quad*) one after
+   the other, collects their scales in shared memory, and stores 16 bytes at a time, one row later. Rows that do not
+   fill a round of quads over the whole grid, such as all rows of a small batch, are distributed one by one, and their
+   scales are stored as single bytes. Padding rows are zeroed while the first copies are in flight.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.row_quant.config import Config
 class SharedBlocks:
     """Blocks that neighbouring lanes of a warp share. One lane computes the values of a whole block, not all lanes.
 
-    Each of ``lanes`` neighbours has a part of each of ``count`` blocks. A butterfly reduction of every block would
+    Each of ``lanes`` neighbours holds a part of each of ``count`` blocks. A butterfly reduction of every block would
     leave each lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks
     among themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions for
     its scale are computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.

@@ -145,7 +145,7 @@ class RowQuantSpec:
 
     @property
     def reduces_amax(self) -> bool:
-        """True if a row has one scale, so that its amax is reduced over its threads."""
+        """True for one scale per row, so that its amax is reduced over its threads."""
         return self.fmt == FP8_TOKEN
 
     @property
@@ -211,12 +211,12 @@ class Config:
 
     @property
     def blocks_per_thread(self) -> int:
-        """Largest number of blocks of a row that one thread has."""
+        """Largest number of blocks of a row of a thread."""
         return ceil_div(self.slice_blocks, self.threads_per_row)
 
     @property
     def has_short_block(self) -> bool:
-        """True if the last FP8 block of a row has 64 elements instead of 128."""
+        """True if the last FP8 block of a row holds 64 elements instead of 128."""
         return self.spec.fmt == FP8_BLOCK128 and self.spec.width % FP8_BLOCK128.block_size != 0
 
     @property

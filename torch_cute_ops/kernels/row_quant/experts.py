@@ -46,7 +46,7 @@ def table_at(memory: cute.Pointer) -> ExpertRows:
 
 @cute.jit
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
-    """Fill the table. ``offsets`` may be None. The buffer has ``rows`` rows.
+    """Fill the table. ``offsets`` may be None. ``rows`` is the size of the buffer.
 
     All ``threads`` of the CTA call it, and need a barrier before they read the table.
     """

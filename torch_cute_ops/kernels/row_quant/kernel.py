@@ -374,7 +374,7 @@ class RowQuantKernel:
 
         Returns:
             Products v · w and their amax for each block; amax of the FP8 block whose scale this thread computes, if
-                blocks of 128 have scales; and the thread's partial results of ``RowQuantSpec.reductions``.
+                blocks of 128 are scaled; and the thread's partial results of ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec

@@ -194,7 +194,7 @@ class Rows:
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
         """Return the values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
 
-        A gate has values in fp32 only, and no words. ``again`` is True for a second read of the row, after its sums
+        A gate returns values in fp32 only, and no words. ``again`` is True for a second read of the row, after its sums
         have overwritten the residual.
         """
         spec = self.config.spec

@@ -61,7 +61,8 @@ class Stores:
         cute.arch.cp_async_bulk_commit_group()
 
     def _norm_buffer(self, iteration, row, smem) -> cute.Pointer:
-        """Return the buffer of a normalised row of the group. Each row has two, for even and odd iterations."""
+        """Return the buffer of a normalised row of the group. Each row alternates between two, for even and odd
+        iterations."""
         c = self.config
         slot = iteration % 2 * c.group_rows + row
         return smem.norms + cute.assume(slot * c.slice_width, divby=16)

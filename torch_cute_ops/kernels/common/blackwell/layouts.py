@@ -111,7 +111,7 @@ class BlockScaledStage:
 
 BARRIER_BYTES: Final = 512
 MAX_STAGES: Final = 9
-"""Largest number of stages. With few rows of activations a stage has 20 KB; nine of them cover the latency of memory
+"""Largest number of stages. With few rows of activations a stage takes 20 KB; nine of them cover the latency of memory
 at 54 bytes/ns (data sheet)."""
 
 

@@ -178,7 +178,7 @@ class TokenListLayout:
 
     Attributes:
         token_block: number of tokens of a token block.
-        tile_m: number of tokens of an m tile; a list has room for whole m tiles.
+        tile_m: number of tokens of an m tile; a list holds whole m tiles.
         k_tiles: number of k tiles of a token, if the list holds the activations too; otherwise 0.
         token_bytes: bytes of a token in a k tile of rearranged activations.
     """
@@ -195,7 +195,7 @@ class TokenListLayout:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that a list has room for: whole m tiles."""
+        """Number of tokens that a list can hold: whole m tiles."""
         return -(-self.token_block // self.tile_m) * self.tile_m
 
     @property

@@ -11,8 +11,8 @@ slots) in shared memory, and a rank is a population count. So no result depends 
 
 - Few slots: one CTA does all the work, in one launch.
 - Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs for
-  each expert in a workspace. Each CTA of a second kernel has the same slots. It adds up the counts of all earlier CTAs,
-  and of all CTAs, and gives each pair its row.
+  each expert in a workspace. Each CTA of a second kernel takes the same slots. It adds up the counts of all earlier
+  CTAs, and of all CTAs, and gives each pair its row.
 
 Each expert's rows begin at the running sum of the experts' counts, each rounded up; if masked, at equal distances. The
 CTAs divide the rows without a pair among themselves and set them to -1.
@@ -243,7 +243,7 @@ class ExpertPlacer:
         All threads of the CTA call it. ``inputs`` are the values that the subclass passed to ``launch``.
 
         Returns:
-            Expert of the pair, negative for none, and its rank in the CTA; arbitrary if the thread has no pair.
+            Expert of the pair, negative for none, and its rank in the CTA; arbitrary for a thread without a pair.
         """
         raise NotImplementedError
 

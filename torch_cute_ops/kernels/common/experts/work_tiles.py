@@ -192,8 +192,8 @@ class MTileLists(NamedTuple):
 class ExpertMTiles:
     """M tiles of a token block.
 
-    With several ``classes``, an expert's class is its number modulo ``classes``. A CTA has the m tiles of up to two
-    ranges of classes, one range after the other.
+    With several ``classes``, an expert's class is its number modulo ``classes``. A CTA computes the m tiles of up to
+    two ranges of classes, one range after the other.
     """
 
     def __init__(self, token_block: int, tile_m: int, classes: int = 1):
@@ -277,7 +277,7 @@ class ExpertMTiles:
             counts[i] = Int32(0)
             if first + i < experts:
                 counts[i] = lists.counts[first + i]
-        # All lanes have read the counts, which the lists overwrite.
+        # The lists overwrite the counts, which all lanes have read.
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
         for which in range_constexpr(2 if self.classes > 1 else 1):
