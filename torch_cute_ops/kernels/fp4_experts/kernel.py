@@ -83,7 +83,7 @@ class FP4ExpertsKernel:
         c = self.config
         tiles = cute.ceil_div(out.shape[0], c.token_block)
         experts = alpha.shape[1]
-        # As in ``Config.workspace_bytes``
+        # The layout of the workspace matches ``Config.workspace_bytes``.
         arranged, pairs, after = self.lister.workspace_tensors(workspace.iterator, tiles, experts)
         partial_sums = None
         if const_expr(c.classes > 1):

@@ -89,9 +89,10 @@ class GatedEpilogue:
 
     def reason_unsupported(self) -> str | None:
         """Reason that the epilogue is not supported, or None."""
-        is_fp4 = isinstance(self.out, FP4Format)
-        if is_fp4 == (self.out_layout is None):
-            return f"a result in {self.out} with scales in {self.out_layout}: codes have scales, others none"
+        if isinstance(self.out, FP4Format) and self.out_layout is None:
+            return f"a result in {self.out} needs a scale layout"
+        if not isinstance(self.out, FP4Format) and self.out_layout is not None:
+            return f"a result in {self.out} takes no scale layout; got {self.out_layout}"
         if self.global_scale is not None and not (isinstance(self.out, FP4Format) and self.out.has_global_scale):
             return f"a result in {self.out} has no global scale"
         return None

@@ -175,7 +175,7 @@ class FP4GatedExpertsKernel:
         tiles = cute.ceil_div(a.shape[0], c.token_block)
         experts = routing.shape[1]
         m = a.shape[0]
-        # As in ``Config.workspace_bytes``
+        # The layout of the workspace matches ``Config.workspace_bytes``.
         row_bytes = c.k_tiles * self.lister.token_bytes
         arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
         after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)

@@ -107,7 +107,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         m_tiles, n_tiles = cute.ceil_div(m, MMA_M), cute.ceil_div(n, c.tile_n)
         num_work_tiles = m_tiles * n_tiles * c.classes
         words = cute.ceil_div(experts, c.classes * EXPERTS_PER_WORD)
-        # As in ``Config.workspace_bytes``
+        # The layout of the workspace matches ``Config.workspace_bytes``.
         partial_sums = touched = None
         if const_expr(c.has_partial_sums):
             size = Int64(num_work_tiles) * cutlass.min(m, MMA_M) * c.tile_n

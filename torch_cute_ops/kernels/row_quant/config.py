@@ -378,7 +378,7 @@ class Config:
             # A thread without a block can only read its neighbour's half of a short block instead.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
-                return f"{self.threads_per_row} threads share {self.spec.slices(self.splits)[1]} blocks of a row"
+                return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Registers for products and weight, plus registers for addresses and intermediate values: the fewest with which
@@ -391,7 +391,7 @@ class Config:
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
         if wanted > registers:
-            return f"rows of {self.spec.width} elements need {wanted} registers a thread; {registers} can be had"
+            return f"rows of {self.spec.width} elements need {wanted} registers a thread; {registers} are available"
         if self.smem_bytes > arch.smem_per_cta:
             return (
                 f"rows of {self.spec.width} elements need {self.smem_bytes} bytes of shared memory in each of "

@@ -270,7 +270,7 @@ class ExpertPlacer:
             stream: CUDA stream.
         """
         placement = self.placement
-        # As in ``ExpertPlacement.workspace_words``
+        # The number of CTAs matches ``ExpertPlacement.workspace_words``.
         wanted = cutlass.max(
             cute.ceil_div(slots, placement.slots_per_cta), cute.ceil_div(rows.permuted.shape[0], ROWS_PER_CTA)
         )
