@@ -83,7 +83,7 @@ DIMS = {
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }
 """Extents and strides of a small GEMM, dense or with two experts, by the kernels' names for them."""
-NUMBERS = {"num_ctas": 3, "workers": 3, "shares": 1, "max_ctas": 8, "ctas": 4}
+NUMBERS = {"num_ctas": 3, "has_partial_sums": 1, "max_ctas": 8}
 
 
 def gemm_call(kernel: Any, **changes: int) -> Any:

@@ -9,11 +9,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.epilogue import biases_argument, factors_argument, load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
-from torch_cute_ops.kernels.common.experts.factors import biases_argument, factors_argument
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import Activations

@@ -10,10 +10,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
-from torch_cute_ops.kernels.common.experts.factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, K_TILE, SCALE_TILE_ROWS

@@ -17,10 +17,9 @@ from torch_cute_ops.kernels.common.blackwell.block_scaled import (
 )
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K, MMA_M
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.epilogue import biases_argument, factor_counts, factors_argument, load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (

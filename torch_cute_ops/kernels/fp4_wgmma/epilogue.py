@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, factor_counts
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.partial_sums import (
@@ -16,7 +16,6 @@ from torch_cute_ops.kernels.common.core.partial_sums import (
     thread_columns,
 )
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
-from torch_cute_ops.kernels.common.experts.factors import factor_counts
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp4_wgmma.load import existing_sizes

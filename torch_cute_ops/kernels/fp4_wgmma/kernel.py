@@ -8,12 +8,11 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.activation_tiles.config import Config as ActivationTilesConfig
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, factors_argument
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.memory import clear, prefetch_argument
 from torch_cute_ops.kernels.common.core.partial_sums import reduced_rows
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline
-from torch_cute_ops.kernels.common.experts.factors import factors_argument
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, K_TILE
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages

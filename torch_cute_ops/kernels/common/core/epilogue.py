@@ -1,11 +1,12 @@
-"""The epilogue of a GEMM on the device, for accumulators in registers, and activation functions."""
+"""The epilogue of a GEMM on the device: alpha, bias, factors of experts, and activation functions."""
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32
+import torch
+from cutlass import Float32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -118,6 +119,23 @@ def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: in
         starts = range(0, size, 8)
         words = [word for start in starts for word in ptx.load_if(at, exists, min(size, 8) // 4, offset + start)]
     return unpack(words, dtype)[:count]
+
+
+def factors_argument(m: Dim) -> TensorArg:
+    """Return the argument for factors (M, experts), float32, with any strides."""
+    strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
+    return TensorArg("Float32", (m, Dim("experts")), strides, align=4)
+
+
+def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
+    """Return the argument for biases (experts, N), or None without biases."""
+    return None if dtype is None else TensorArg(DSL_DTYPES[dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
+
+
+def factor_counts(factor):
+    """Return whether a pair of a token and an expert is computed: False for a factor of zero of either sign, True for
+    NaN."""
+    return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
 
 def silu_mul(gate: Float32, up: Float32) -> Float32:

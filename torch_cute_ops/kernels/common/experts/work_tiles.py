@@ -20,8 +20,8 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import factor_counts
 from torch_cute_ops.kernels.common.core.memory import store_words
-from torch_cute_ops.kernels.common.experts.factors import factor_counts
 from torch_cute_ops.kernels.common.experts.layouts import (
     M_TILE_LIST_BYTES,
     MAX_SCANNED_TOKENS,
