@@ -26,7 +26,7 @@ class Work(NamedTuple):
     Attributes:
         m, n: sizes of the result.
         cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
-        tile, first_token: index of the token block, and its first token.
+        block_index, first_token: index of the token block, and its first token.
         experts: number of experts.
         lists: lists of routed tokens, from the first kernel.
         partial_sums: partial sums of CTAs, and their flags; or None.
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     n: Int32
     cta: Int32
     num_ctas: Int32
-    tile: Int32
+    block_index: Int32
     first_token: Int32
     experts: Int32
     lists: TokenLists
@@ -126,7 +126,7 @@ class Accumulators:
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
         """Return a CTA's partial sums in the workspace, as vectors of four, and its flag."""
         sums, flags = work.partial_sums
-        index = work.tile * work.num_ctas + cta
+        index = work.block_index * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=TILE_N * 4)
         return as_vectors(at, self.config.acc_bytes), flags.iterator + index
 

@@ -80,26 +80,26 @@ class FP4ExpertsKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas: Int32, stream):
         c = self.config
-        tiles = cute.ceil_div(out.shape[0], c.token_block)
+        num_blocks = cute.ceil_div(out.shape[0], c.token_block)
         experts = alpha.shape[1]
         # The layout of the workspace matches ``Config.workspace_bytes``.
-        arranged, pairs, after = self.lister.workspace_tensors(workspace.iterator, tiles, experts)
+        arranged, pairs, after = self.lister.workspace_tensors(workspace.iterator, num_blocks, experts)
         partial_sums = None
         if const_expr(c.classes > 1):
-            sum_bytes = Int64(tiles) * num_ctas * c.acc_bytes
+            sum_bytes = Int64(num_blocks) * num_ctas * c.acc_bytes
             sums = cute.make_tensor(after, cute.make_layout((sum_bytes,)))
             after = after + cute.assume(sum_bytes, divby=TILE_N * 4)
-            flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * num_ctas,)))
+            flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((num_blocks * num_ctas,)))
             partial_sums = sums, flags
-            after = after + tiles * num_ctas * 4
-        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
+            after = after + num_blocks * num_ctas * 4
+        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((num_blocks * experts,)))
         lists = TokenLists(arranged, pairs, counts)
         listed = ctas_unless_overlapping(experts, (out, workspace), (a, a_scale, b, b_scale, alpha, bias))
         self.list_kernel(a, a_scale, alpha, lists, partial_sums, out.shape[0]).launch(
-            grid=[listed, tiles, 1], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
+            grid=[listed, num_blocks, 1], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         self.kernel(self.weight.maps(b, b_scale, experts), alpha, bias, lists, partial_sums, out).launch(
-            grid=[num_ctas, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+            grid=[num_ctas, num_blocks, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
     # Lists
@@ -110,20 +110,22 @@ class FP4ExpertsKernel:
         activations."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        expert, tile, _ = cute.arch.block_idx()
+        expert, block_index, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
         # The next kernel may start to read weights and factors.
         pdl_start(c.pdl)
         if const_expr(c.classes > 1):
             flags = partial_sums[1]
             ctas = experts * cute.arch.grid_dim()[1]
-            for i in range((tile * experts + expert) * c.lists.threads + tid, flags.shape[0], ctas * c.lists.threads):
+            for i in range(
+                (block_index * experts + expert) * c.lists.threads + tid, flags.shape[0], ctas * c.lists.threads
+            ):
                 flags[i] = Int32(0)
         token_ids, num_tokens = self.lister.list_tokens(
-            alpha, lists, tile, expert, experts, m, self.accumulators.token_offset
+            alpha, lists, block_index, expert, experts, m, self.accumulators.token_offset
         )
-        entry = self.lister.entry(tile, expert, experts)
-        first_token, first_k = tile * c.token_block, expert * c.expert_k
+        entry = self.lister.entry(block_index, expert, experts)
+        first_token, first_k = block_index * c.token_block, expert * c.expert_k
         self.lister.arrange(
             a,
             a_scale,
@@ -144,7 +146,7 @@ class FP4ExpertsKernel:
     def kernel(self, weight, alpha, bias, lists, partial_sums, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, tile, _ = cute.arch.block_idx()
+        cta, block_index, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         n_tiles, begins, ends = self._classes_of_cta(cta, num_ctas, out.shape[1])
@@ -153,8 +155,8 @@ class FP4ExpertsKernel:
             n=out.shape[1],
             cta=cta,
             num_ctas=num_ctas,
-            tile=tile,
-            first_token=tile * c.token_block,
+            block_index=block_index,
+            first_token=block_index * c.token_block,
             experts=alpha.shape[1],
             lists=lists,
             partial_sums=partial_sums,
@@ -176,7 +178,7 @@ class FP4ExpertsKernel:
         self.m_tiles.list_in_cta(
             alpha,
             lists.counts,
-            tile,
+            block_index,
             work.m,
             tid,
             warp,
@@ -287,7 +289,7 @@ class FP4ExpertsKernel:
         c = self.config
         m_tiles = smem.m_tiles
         position = (m_tile - m_tiles.begins[index]) * c.tile_m
-        entry = self.lister.entry(work.tile, m_tiles.experts[index], work.experts)
+        entry = self.lister.entry(work.block_index, m_tiles.experts[index], work.experts)
         tokens = cutlass.min(m_tiles.counts[index] - position, Int32(c.tile_m))
         target = smem.activations + cute.assume(stage * self.mma.activation_bytes, divby=self.mma.activation_bytes)
         pairs = c.tile_m * PAIR_BYTES

@@ -40,7 +40,7 @@ class Work(NamedTuple):
         m, n: rows of the activations, and rows of the weight.
         cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
         siblings: number of neighbouring CTAs whose n tiles share scale tiles.
-        tile: index of the token block.
+        block_index: index of the token block.
         experts, width: number of experts, and columns of an expert in the result.
         routing: (M, E), nonzero for routed pairs.
         lists: lists of routed tokens, from the first kernel.
@@ -54,7 +54,7 @@ class Work(NamedTuple):
     n: Int32
     cta: Int32
     num_ctas: Int32
-    tile: Int32
+    block_index: Int32
     experts: Int32
     width: Int32
     routing: cute.Tensor
@@ -172,7 +172,7 @@ class FP4GatedExpertsKernel:
         stream,
     ):
         c = self.config
-        tiles = cute.ceil_div(a.shape[0], c.token_block)
+        num_blocks = cute.ceil_div(a.shape[0], c.token_block)
         experts = routing.shape[1]
         m = a.shape[0]
         # The layout of the workspace matches ``Config.workspace_bytes``.
@@ -181,25 +181,25 @@ class FP4GatedExpertsKernel:
         after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
         pairs = counts = partial_sums = None
         if const_expr(not c.scans):
-            _, pairs, after = self.lister.workspace_tensors(after, tiles, experts)
+            _, pairs, after = self.lister.workspace_tensors(after, num_blocks, experts)
         if const_expr(c.split_k > 1):
-            size = Int64(tiles * num_ctas) * c.acc_bytes
+            size = Int64(num_blocks * num_ctas) * c.acc_bytes
             partial_sums = cute.make_tensor(after, cute.make_layout((size,)))
             after = after + cute.assume(size, divby=16)
         words = cute.recast_ptr(after, dtype=Int32)
         if const_expr(not c.scans):
-            counts = cute.make_tensor(words, cute.make_layout((tiles * experts,)))
-            words = words + tiles * experts
+            counts = cute.make_tensor(words, cute.make_layout((num_blocks * experts,)))
+            words = words + num_blocks * experts
         if const_expr(c.split_k > 1):
-            partial_sums = partial_sums, cute.make_tensor(words, cute.make_layout((tiles * num_ctas * c.n_warps,)))
+            partial_sums = partial_sums, cute.make_tensor(words, cute.make_layout((num_blocks * num_ctas * c.n_warps,)))
         lists = TokenLists(arranged, pairs, counts)
         pieces = Int64(m) * (c.k_tiles * self.activations.k_groups)
         if const_expr(c.scans):
             grid = cute.ceil_div(Int32(pieces), c.lists.threads), Int32(1), Int32(1)
         else:
-            threads = Int64(experts) * tiles * (c.lists.threads * PIECES_PER_THREAD)
+            threads = Int64(experts) * num_blocks * (c.lists.threads * PIECES_PER_THREAD)
             list_ctas = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_LIST_CTAS)))
-            grid = experts, tiles, list_ctas
+            grid = experts, num_blocks, list_ctas
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.swiglu) else None
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
@@ -208,7 +208,7 @@ class FP4GatedExpertsKernel:
             grid=[listed, *grid[1:]], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         self.kernel(self._weight_maps(b, b_scale), routing, lists, partial_sums, outputs).launch(
-            grid=[num_ctas, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+            grid=[num_ctas, num_blocks, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
     def _weight_maps(self, b, b_scale) -> tuple:
@@ -229,13 +229,13 @@ class FP4GatedExpertsKernel:
         flags."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        expert, tile, list_cta = cute.arch.block_idx()
-        experts, tiles, list_ctas = cute.arch.grid_dim()
+        expert, block_index, list_cta = cute.arch.block_idx()
+        experts, num_blocks, list_ctas = cute.arch.grid_dim()
         m = a.shape[0]
         # The next kernel may start to read weights and the routing.
         pdl_start(c.pdl)
-        thread = ((list_cta * tiles + tile) * experts + expert) * c.lists.threads + tid
-        threads = experts * tiles * list_ctas * c.lists.threads
+        thread = ((list_cta * num_blocks + block_index) * experts + expert) * c.lists.threads + tid
+        threads = experts * num_blocks * list_ctas * c.lists.threads
         if const_expr(partial_sums is not None):
             flags = partial_sums[1]
             for i in range(thread, flags.shape[0], threads):
@@ -247,9 +247,9 @@ class FP4GatedExpertsKernel:
             words = self.activations.read(a, a_scale, token, start, c.k - start, piece)
             self.activations.store_row(words, piece, self._row_at(lists.activations, token, k_tile))
         if const_expr(not c.scans):
-            first_token = tile * c.token_block
+            first_token = block_index * c.token_block
             # Several CTAs of an expert store the same list.
-            self.lister.list_tokens(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
+            self.lister.list_tokens(routing, lists, block_index, expert, experts, m, lambda token: first_token + token)
 
     def _row_at(self, arranged, token, k_tile) -> cute.Pointer:
         """Return the address of a k tile of a token in the workspace."""
@@ -262,7 +262,7 @@ class FP4GatedExpertsKernel:
     def kernel(self, weight, routing, lists, partial_sums, outputs):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, tile, _ = cute.arch.block_idx()
+        cta, block_index, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         experts = routing.shape[1]
@@ -275,7 +275,7 @@ class FP4GatedExpertsKernel:
             n=experts * width * 2,
             cta=cta,
             num_ctas=num_ctas,
-            tile=tile,
+            block_index=block_index,
             experts=experts,
             width=width,
             routing=routing,
@@ -300,7 +300,7 @@ class FP4GatedExpertsKernel:
         self.m_tiles.list_in_cta(
             routing,
             lists.counts,
-            tile,
+            block_index,
             work.m,
             tid,
             warp,
@@ -326,9 +326,9 @@ class FP4GatedExpertsKernel:
             cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
                 # Clear padding while the first k tiles are in flight. The kernels before the first kernel have ended.
-                _, tiles, _ = cute.arch.grid_dim()
-                threads, grid_cta = Int32(CONSUMER_WARPS * WARP), tile * num_ctas + cta
-                self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, tiles * num_ctas * threads)
+                _, num_blocks, _ = cute.arch.grid_dim()
+                threads, grid_cta = Int32(CONSUMER_WARPS * WARP), block_index * num_ctas + cta
+                self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
             self._consume(warp, tid, work, smem)
 
     def _allocate(self) -> Smem:
@@ -478,11 +478,11 @@ class FP4GatedExpertsKernel:
         The m tile begins at ``position`` of the expert's tokens.
         """
         if self.config.scans:
-            row = work.tile * self.config.token_block + lane
+            row = work.block_index * self.config.token_block + lane
             there = (lane < self.config.token_block) & (row < work.m)
             at = work.routing.iterator + work.routing.layout((row, expert))
             return ptx.load_if(at, there, 1)[0]
-        place = self.lister.entry(work.tile, expert, work.experts) + position
+        place = self.lister.entry(work.block_index, expert, work.experts) + position
         words = cute.recast_ptr(work.lists.pairs.iterator, dtype=Uint32) + place * 2 + lane * 2
         return ptx.load_if(words, exists, 1)[0]
 
@@ -500,7 +500,7 @@ class FP4GatedExpertsKernel:
             is_later = remaining >= passed
             remaining = ptx.select(is_later, remaining - passed, remaining)
             token = ptx.select(is_later, token + step, token)
-        return work.tile * self.config.token_block + token
+        return work.block_index * self.config.token_block + token
 
     def _load_weight(self, index, work_tile, k_tile, stage, weight, work, smem) -> None:
         """Start the copies of a k tile of the weight."""
@@ -508,8 +508,8 @@ class FP4GatedExpertsKernel:
         expert = smem.m_tiles.experts[index]
         blocks = Int32(c.k // c.operands.fmt.block_size)
         for half in range(2):
-            tile = (expert * 2 + half) * work.n_tiles + work_tile.n_tile
-            self.weight.load(tile, k_tile, 0, 2 * stage + half, smem.pipeline.full + stage, weight, work.n, blocks)
+            n_tile = (expert * 2 + half) * work.n_tiles + work_tile.n_tile
+            self.weight.load(n_tile, k_tile, 0, 2 * stage + half, smem.pipeline.full + stage, weight, work.n, blocks)
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
@@ -633,7 +633,7 @@ class FP4GatedExpertsKernel:
     def _partial_sums_of(self, cta, consumer, work) -> tuple[cute.Pointer, cute.Pointer]:
         """Return the address of a CTA's partial sums, and the flag for the consumer's rows."""
         sums, flags = work.partial_sums
-        index = work.tile * work.num_ctas + cta
+        index = work.block_index * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=16)
         return at, flags.iterator + (index * self.config.n_warps + consumer.n_warp)
 

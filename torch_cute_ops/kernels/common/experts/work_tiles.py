@@ -71,9 +71,9 @@ class TokenLister:
             pairs + pair_bytes,
         )
 
-    def entry(self, tile, expert, experts):
+    def entry(self, block_index, expert, experts):
         """Return the index of the first token of a list, over all lists."""
-        return (Int64(tile) * experts + expert) * self.layout.capacity
+        return (Int64(block_index) * experts + expert) * self.layout.capacity
 
     def group_at(self, activations, entry, k_tile, place) -> cute.Pointer:
         """Return the address in the workspace of a k tile of eight tokens, from the list's ``place``-th token on."""
@@ -82,7 +82,7 @@ class TokenLister:
         return activations.iterator + cute.assume(at * layout.token_bytes, divby=ATOM_M * layout.token_bytes)
 
     @cute.jit
-    def list_tokens(self, factors, lists, tile, expert, experts, m, number_of):
+    def list_tokens(self, factors, lists, block_index, expert, experts, m, number_of):
         """List the tokens as pairs of ``number_of(token)`` and their factors.
 
         Returns:
@@ -96,8 +96,8 @@ class TokenLister:
         found = cute.make_tensor(smem.allocate_array(Int32, warps), cute.make_layout(warps))
         token_ids = cute.make_tensor(smem.allocate_array(Int32, layout.capacity), cute.make_layout(layout.capacity))
         value = Float32(0.0)
-        if (tid < layout.token_block) & (tile * layout.token_block + tid < m):
-            value = factors[tile * layout.token_block + tid, expert]
+        if (tid < layout.token_block) & (block_index * layout.token_block + tid < m):
+            value = factors[block_index * layout.token_block + tid, expert]
         ballot = Uint32(cute.arch.vote_ballot_sync(factor_counts(value)))
         if lane == 0:
             found[warp] = Int32(cute.arch.popc(ballot))
@@ -107,7 +107,7 @@ class TokenLister:
         for i in range_constexpr(warps):
             before = before + ptx.select(warp > i, found[i], Int32(0))
             total = total + found[i]
-        entry = self.entry(tile, expert, experts)
+        entry = self.entry(block_index, expert, experts)
         if factor_counts(value):
             token_ids[before] = tid
             self._store_pair(lists.pairs, entry + before, number_of(tid), value)
@@ -115,7 +115,7 @@ class TokenLister:
         if (tid >= total) & (tid < cute.ceil_div(total, layout.tile_m) * layout.tile_m):
             self._store_pair(lists.pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
-            lists.counts[tile * experts + expert] = total
+            lists.counts[block_index * experts + expert] = total
         cute.arch.sync_threads()
         return token_ids, total
 
@@ -220,7 +220,7 @@ class ExpertMTiles:
         self,
         factors,
         counts,
-        tile,
+        block_index,
         m,
         tid,
         warp,
@@ -234,16 +234,16 @@ class ExpertMTiles:
         Args:
             factors: (M, experts), nonzero for routed pairs.
             counts: number of tokens for each token block and expert; unused if the CTA scans the factors itself.
-            tile, m: index of the token block, and number of tokens in all.
+            block_index, m: index of the token block, and number of tokens in all.
             warp, listing_warp: warp of the thread, and the warp that calls ``list_m_tiles``.
             class_ranges: begins and ends of the CTA's ranges of classes, for ``list_m_tiles``.
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):
             if const_expr(self.token_block <= MAX_SCANNED_TOKENS):
-                lists.counts[expert] = self.count(factors, expert, tile * self.token_block, m)
+                lists.counts[expert] = self.count(factors, expert, block_index * self.token_block, m)
             else:
-                lists.counts[expert] = counts[tile * experts + expert]
+                lists.counts[expert] = counts[block_index * experts + expert]
         cute.arch.sync_threads()
         if warp == listing_warp:
             self.list_m_tiles(tid % WARP, experts, *class_ranges, lists)
