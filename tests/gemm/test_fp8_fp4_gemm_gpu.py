@@ -94,7 +94,7 @@ def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
     """Compare a weight most of which is recoded while the GEMM runs with a weight that is recoded before.
 
     A call with another weight precedes each call: its numbers would be found if rows were not waited for. A call whose
-    kernels may start early follows. Hard weights contain rows whose k tiles are over exponents of their own.
+    kernels may start early follows. Hard weights contain rows whose k tiles are over their own exponents.
     """
     n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
     weight = {"scales": (0, 0x7F)} if is_hard else None

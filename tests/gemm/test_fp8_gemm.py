@@ -1,4 +1,4 @@
-"""``mm_fp8_block`` and ``grouped_mm_fp8``: exactness, padding, and who has which rows."""
+"""``mm_fp8_block`` and ``grouped_mm_fp8``: exactness, padding, and rows of experts."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ ROWS = (0, 1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 300)
 
 
 def exact(a, b, a_scale, b_scale):
-    """``a @ b.T`` of whole numbers and powers of two: no sum is rounded."""
+    """Compute ``a @ b.T`` of whole numbers and powers of two, so that no sum is rounded."""
     left = a.double() * a_scale.t().double().repeat_interleave(BLOCK, 1)
     right = b.double() * b_scale.double().repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
     return left @ right.t()
@@ -29,7 +29,7 @@ def exact(a, b, a_scale, b_scale):
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_numbers_are_exact(m, dtype, device):
-    """Whatever tactic the number of rows has."""
+    """Check exact sums for any tactic that the number of rows gets."""
     one = sample("", m, N, K, torch.device(device), exact=True)
     a, b, a_scale, b_scale = one.args
     got = torch_cute_ops.mm_fp8_block(*one.args, out_dtype=dtype)
@@ -39,7 +39,7 @@ def test_whole_numbers_are_exact(m, dtype, device):
 @pytest.mark.parametrize("counts", [[0, 0, 300, 0], [1, 0, 64, 65], [129, 128, 7, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("layout", ["contiguous", "uncounted", "masked"])
 def test_experts_have_their_rows(counts, layout, device):
-    """And nothing else is written."""
+    """Check that only rows of experts are written."""
     where = torch.device(device)
     if layout == "masked":
         one = masked("", counts, 300, N, K, where, exact=True)
@@ -73,8 +73,8 @@ def test_one_expert_is_the_plain_gemm(device):
 
 @pytest.mark.parametrize("m", [5, 130])
 def test_long_sums_do_not_lose_more(m, device):
-    """Of positive numbers, where tensor cores alone would lose what is small beside the total: within what a block may
-    lose, however many blocks there are."""
+    """Check long sums of positive numbers, in which tensor cores alone would lose small terms. The error stays within
+    the error of one k tile."""
     where = torch.device(device)
     k = 128 * BLOCK
     a, b = (torch.rand(rows, k, device=where).to(torch.float8_e4m3fn) for rows in (m, 128))
@@ -86,7 +86,7 @@ def test_long_sums_do_not_lose_more(m, device):
 
 @pytest.mark.parametrize("m", [3, 140])
 def test_nan_stays_where_it_is(m, device):
-    """In its row, or its column; a scale's, in its row or 128 columns."""
+    """Check that NaN spreads to its row or column, and from a scale to its row or 128 columns."""
     where = torch.device(device)
     a, b = integers(m, K, device=where), integers(N, K, device=where)
     a_scale, b_scale = powers(K // BLOCK, m, device=where), powers(3, K // BLOCK, device=where)
@@ -106,8 +106,8 @@ def test_nan_stays_where_it_is(m, device):
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 512)])
 @pytest.mark.parametrize("epilogue", ["none", "alpha", "bias", "both"])
 def test_every_tactic(name, m, k, epilogue):
-    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned: plain, and of
-    experts in each layout."""
+    """Compare every tactic bit for bit, with exact sums and a poisoned output, without experts and with each layout of
+    experts."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -133,7 +133,7 @@ def test_every_tactic(name, m, k, epilogue):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 40])
 def test_clusters_with_several_tiles(m):
-    """On few SMs: sums are sent where those of the tile before have been read."""
+    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -144,7 +144,7 @@ def test_clusters_with_several_tiles(m):
 
 @pytest.mark.gpu
 def test_a_replay_follows_the_counts():
-    """A captured call computes what offsets and counts hold then."""
+    """Check that a replayed call uses the current counts."""
     device = torch.device("cuda")
     one = masked("", [3, 0, 16], 16, N, K, device, exact=True)
     a, b, a_scale, b_scale = one.args
@@ -169,7 +169,7 @@ def test_a_replay_follows_the_counts():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 16, 60, 500])
 def test_the_same_sums_every_time(rows):
-    """Of operands that stay in L2, where copies come as early as they can."""
+    """Check that results repeat if operands stay in L2, so that copies arrive as early as possible."""
     one = contiguous("", [rows, 0, rows // 2, 1], 512, 4096, torch.device("cuda"))
     first = torch_cute_ops.grouped_mm_fp8(*one.args)
     used = used_rows(len(first), *one.args[4:])

@@ -177,7 +177,7 @@ def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
     return replace(of, prefetches=True)
 
 
-# Partial tiles, a last K tile of 64 elements, experts without rows or that begin within a tile of scales
+# Partial tiles, a last k tile of 64 elements, experts without rows or that begin within a tile of scales
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 136, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
@@ -200,7 +200,7 @@ RUNS = [
     Run(case(NVFP4, "128x4", "masked", (128, 128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 128, 1), FP32, "column", FP32), (200,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
-    # Two CTAs share a tile of many rows; a CTA without a K tile; a second warpgroup without rows
+    # Two CTAs share a tile of many rows; a CTA without a k tile; a second warpgroup without rows
     Run(case(NVFP4, "128x4", "plain", (128, 128, 2), BF16, "column", FP32), (140,), 136, 1344, 2),
     Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (200,), 72, 64, 4),
     # Each consumer warpgroup multiplies half of the rows of a.
@@ -217,7 +217,7 @@ RUNS = [
     Run(case(NVFP4, "linear", "masked", (80, 128, 1), FP16, "expert_column"), (81, 0, 37), 72, 640, 2, room=83),
     Run(case(NVFP4, "128x4", "offsets", (96, 128, 1), FP32, "expert_column", FP32), (0, 101, 5), 136, 448, 2),
     Run(case(MXFP4, "linear", "plain", (96, 64, 2), BF16, "column", BF16), (75,), 72, 640, 3),
-    # CTAs of a cluster without a K tile, and clusters without a tile
+    # CTAs of a cluster without a k tile, and clusters without a tile
     Run(case(NVFP4, "linear", "counted", (64, 128, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
@@ -252,7 +252,7 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# More K tiles than stages; a cluster with a CTA without a K tile
+# More k tiles than stages; a cluster with a CTA without a k tile
 STATIC = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 72, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
@@ -283,7 +283,7 @@ def test_a_recoded_weight_is_waited_for() -> None:
         assert torch.equal(got, want)
 
 
-# An odd number of K tiles, two ranges, two weight tiles, one of them partial, and rows over exponents of their own
+# An odd number of k tiles, two ranges, two weight tiles, one of them partial, and rows over their own exponents
 OVERLAPPED = Run(
     overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
 )
@@ -346,7 +346,7 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
     ],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None:
-    """Check one K tile, so that fp32 adds nothing up: numbers that are subnormal in e4m3, zero or NaN, and accumulators
+    """Check one k tile, so that fp32 adds nothing up: numbers that are subnormal in e4m3, zero or NaN, and accumulators
     whose units change."""
     for scales in FAR[fmt]:
         check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
@@ -354,7 +354,7 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
-    """Check half a K tile, one K tile, and one K tile for each K group."""
+    """Check half a k tile, one k tile, and one k tile for each K group."""
     for scales, k in itertools.product(FAR[NVFP4], (64, 128, 256)):
         check_hard_scales(in_registers(layout, "plain", (16, 128, 1), FP32), scales, k)
 
@@ -372,7 +372,7 @@ def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) ->
 )
 @pytest.mark.parametrize("seed", [None, 1])
 def test_codes_are_rounded_in_every_stage(tile: tuple[int, ...], k: int, seed: int | None) -> None:
-    """Check rounding in both K tiles of a stage and in half a K tile, in several orders of the decoders."""
+    """Check rounding in both k tiles of a stage and in half a k tile, in several orders of the decoders."""
     got, want = execute(Run(codes("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
@@ -385,12 +385,12 @@ CHANGES = [
     ((128, 128, 1), 7, 136, 704, 1),
     ((128, 64, 2), 67, 136, 704, 2),
 ]
-"""Tile, M, N, K, CTAs: several rounds of the pipeline, several tiles of a CTA, clusters, half a K tile at the end."""
+"""Tile, M, N, K, CTAs: several rounds of the pipeline, several tiles of a CTA, clusters, half a k tile at the end."""
 
 
 @pytest.mark.parametrize("run", CHANGES, ids=lambda run: f"{run[0]}-{run[2]}x{run[3]}")
 def test_units_change_in_every_k_tile(run: tuple) -> None:
-    """Check K tiles whose scales do not fit the units of their rows, including K tiles before the last."""
+    """Check k tiles whose scales do not fit the units of their rows, including k tiles before the last."""
     tile, m, n, k, ctas = run
     given = "linear" if tile[-1] > 1 else "128x4", "plain", tile, FP32
     of = in_registers(*given) if tile[0] < 32 else case(NVFP4, *given)
@@ -411,12 +411,12 @@ def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128)
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "linear", "counted", (128, 128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
-# Enough K tiles that every step of an unrolled round of the pipeline runs; and rows over exponents of their own, which
+# Enough k tiles that every step of an unrolled round of the pipeline runs; and rows over their own exponents, which
 # another loop multiplies.
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 1408, 1)
 OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 1, scales=(0, 0x7F))
 CODES = Run(codes("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 2304, 1, room=8)
-# Few K tiles, so that one K group may be a tile ahead of the other
+# Few k tiles, so that one K group may be a tile ahead of the other
 IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 768, 1, room=8)
 # Several tiles of a cluster; four decoder teams, and two K groups
 NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
@@ -464,7 +464,7 @@ LATE = {
 }
 """For each wait of decoders for a stage of another team: a run that needs it, and the bulk copy that must be late. The
 copy belongs to a stage that the team skips and mistakes for full a round later. To get that far, the team needs a stage
-that consumers release after the next K tile, or at the end of a tile."""
+that consumers release after the next k tile, or at the end of a tile."""
 SEEDS = (None, 0, 1)
 WAITS = {
     "swapped": (SWAPPED, 11),
@@ -481,7 +481,7 @@ WAITS = {
 BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
 """Waits for other teams in kernels with more teams; ``LATE`` covers the same code."""
 OF_OWN_UNITS = (6, 7)
-"""Waits of the loop for rows over exponents of their own. ``WRITTEN`` executes all other waits."""
+"""Waits of the loop for rows over their own exponents. ``WRITTEN`` executes all other waits."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
     "decoded before the MMAs": changed(r"fence\.proxy\.async", None),
@@ -538,7 +538,7 @@ def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) ->
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_warpgroup_that_is_late_is_waited_for(seed: int | None) -> None:
-    """Starve the warpgroup of the first CTA that sends. It has rows only in every other tile, and all K tiles fit in
+    """Starve the warpgroup of the first CTA that sends. It has rows only in every other tile, and all k tiles fit in
     the stages."""
     got, want = execute(EXCHANGED._replace(k=256), seed=seed, starved=range(4, 8))
     assert torch.equal(got, want)

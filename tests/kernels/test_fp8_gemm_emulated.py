@@ -137,7 +137,7 @@ def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
     return FP8GemmCase("fp8_mma", layout, (tokens,), Epilogue(*epilogue), arch)
 
 
-# Partial tiles, experts without rows, several tiles of a CTA, more K tiles than stages. Kernels of tiles of 128 rows
+# Partial tiles, experts without rows, several tiles of a CTA, more k tiles than stages. Kernels of tiles of 128 rows
 # take 3 s to compile, and serve several runs.
 RUNS = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
@@ -146,11 +146,11 @@ RUNS = [
     Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
     Run(wgmma("masked", (64, 128, 1), BF16, "expert_column"), (3, 0, 70), 136, 256, 4, room=72),
     Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
-    # Two K tiles in each of many tiles: four rounds of the pipeline
+    # Two k tiles in each of many tiles: four rounds of the pipeline
     Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
     Run(wgmma("counted", (128, 128, 1), BF16), (3, 130, 0), 136, 896, 2, seed=2),
     Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
-    # The second warpgroup has rows, no rows, and rows again; two K tiles, which start a tile together.
+    # The second warpgroup has rows, no rows, and rows again; two k tiles, which start a tile together.
     Run(wgmma("counted", (128, 128, 1), FP32, "expert_column", FP32), (70, 3, 130), 136, 256, 1),
     Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (140,), 200, 640, 2, seed=1),
@@ -173,7 +173,7 @@ RUNS = [
     Run(wgmma("masked", (32, 128, 1), FP32, "expert_column", FP32), (3, 0, 20), 136, 128, 2, room=24),
     Run(wgmma("offsets", (128, 64, 1), BF16, "expert_column", BF16), (70, 3), 136, 128, 2),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (70,), 136, 128, 2),
-    # The last K tile, or the only one, consists of 64 elements; 2,880 columns, as in gpt-oss
+    # The last k tile, or the only one, consists of 64 elements; 2,880 columns, as in gpt-oss
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (5,), 136, 1344, 1),
     Run(wgmma("counted", (16, 128, 1), BF16), (3, 0, 2), 2880, 64, 3, seed=1),
     Run(wgmma("offsets", (128, 128, 1), FP16), (70, 9), 136, 448, 1, seed=2),
@@ -181,7 +181,7 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
-    # Several tiles of a CTA, and clusters with a CTA without a K tile
+    # Several tiles of a CTA, and clusters with a CTA without a k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
 ]
@@ -242,7 +242,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
         assert layout != "plain" or ctas == min(max_ctas // split_k, tiles) * split_k
 
 
-# More K tiles than stages, several tiles of a CTA, a CTA of a cluster without a K tile, and one without a tile
+# More k tiles than stages, several tiles of a CTA, a CTA of a cluster without a k tile, and one without a tile
 STATIC = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
@@ -281,7 +281,7 @@ def test_many_experts(layout: str) -> None:
 
 @pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
 def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
-    """Check as many stages as scale loaders, or two pairs of stages. Tiles are not whole rounds of the pipeline."""
+    """Check a stage for each scale loader, or two pairs of stages. Tiles are not whole rounds of the pipeline."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
         got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)
@@ -323,7 +323,7 @@ def place_told_late(ptx: str) -> str:
         pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
         pytest.param(WARPS, changed(r"cp\.async\.wait_group", None), id="copies of warps there"),
         pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="K tile there for all"),
-        pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last K tile read"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last k tile read"),
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:

@@ -63,9 +63,9 @@ class Tile(NamedTuple):
 
         Args:
             problem, m, target: call.
-            k_tile_clocks: SM clocks of a K tile whose operands have arrived.
-            wait: share of a K tile's transfer time that the MMAs wait for it.
-            row_bytes: bytes of a row of the weight in a K tile.
+            k_tile_clocks: SM clocks of a k tile whose operands have arrived.
+            wait: share of a k tile's transfer time that the MMAs wait for it.
+            row_bytes: bytes of a row of the weight in a k tile.
             share_clocks: clocks to add up the partial sums of a tile, for each CTA that shares it except the first.
             read_again: share of the weight that is read from memory once more if row tiles run side by side.
         """

@@ -2,7 +2,7 @@
 FP8, and then multiplies as with an FP8 weight.
 
 Either the first kernel ends before the GEMM starts. Or it writes the rows that the GEMM's first tiles need, and another
-launch of few CTAs, each on an SM of its own, writes the rest while the GEMM runs, whose tiles wait for their rows.
+launch of few CTAs, each on its own SM, writes the rest while the GEMM runs, whose tiles wait for their rows.
 """
 
 from dataclasses import replace

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels import fp8_fp4_wgmma_codes
 
 
 class FP8FP4WgmmaCodes(FP8FP4WgmmaSS):
-    """Tactics are those of ``FP8FP4WgmmaSS`` with few rows. ``block_clocks`` were measured on an H200, except for 24
+    """Tactics are ``FP8FP4WgmmaSS`` tactics with few rows. ``block_clocks`` were measured on an H200, except for 24
     rows, which is interpolated."""
 
     name = "wgmma_codes"

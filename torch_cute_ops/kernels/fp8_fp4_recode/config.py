@@ -20,9 +20,9 @@ __all__ = ["Arguments", "Config", "plan"]
 
 RASTER: Final = 16
 """Row tiles that run side by side: more than in other kernels, so that weight rows which are recoded while the GEMM
-runs are needed later. L2 serves as many tiles with as much shared data."""
+runs are needed later. L2 then serves the same number of tiles with the same shared data."""
 NOTE_ROWS: Final = 128
-"""Weight rows whose notes lie together: those of an output tile."""
+"""Weight rows whose notes lie together: the rows of an output tile."""
 WARP_ROWS: Final = 4
 """Weight rows of a warp."""
 RANGE: Final = 16
@@ -33,7 +33,7 @@ ROW_THREADS: Final = 8
 """Threads that share a row."""
 TEAM_ROWS: Final = TEAM // ROW_THREADS
 RANGE_WORK: Final = NOTE_ROWS // TEAM_ROWS
-"""Work tiles of a range: a work tile is what a team recodes at once."""
+"""Work tiles of a range: a team recodes a work tile at once."""
 LINE_WORDS: Final = 32
 """Words of a cache line."""
 OVERLAP_TEAMS: Final = 3
@@ -86,10 +86,10 @@ class Notes:
     """Layout of the notes of ``NOTE_ROWS`` weight rows, in words from the first:
 
     1. the units as fp32;
-    2. for each ``RANGE`` of K tiles and ``WARP_ROWS`` of rows a word whose bits are the K tiles in which a row is over
+    2. for each ``RANGE`` of k tiles and ``WARP_ROWS`` of rows a word whose bits are the k tiles in which a row is over
        an exponent of its own;
-    3. 16-bit exponents of the units, and then of each K tile, of the rows whose bit is set;
-    4. in a cache line of its own, the number of work tiles that have been recoded.
+    3. 16-bit exponents of the units, and then of each k tile, of the rows whose bit is set;
+    4. in a separate cache line, the number of work tiles that have been recoded.
 
     Numbers are Python integers or device integers.
     """
@@ -101,12 +101,12 @@ class Notes:
 
     @staticmethod
     def owns(range_: Any) -> Any:
-        """Return the offset of the words of a range that say which rows are over exponents of their own."""
+        """Return the offset of the words of a range that say which rows are over their own exponents."""
         return NOTE_ROWS + range_ * (NOTE_ROWS // WARP_ROWS)
 
     @classmethod
     def exponents(cls, k_tiles: Any, place: Any) -> Any:
-        """Return the offset of exponents: ``place`` 0 of the units, ``i + 1`` of K tile i."""
+        """Return the offset of exponents: ``place`` 0 of the units, ``i + 1`` of k tile i."""
         return cls.owns(cls.ranges(k_tiles)) + place * (NOTE_ROWS // 2)
 
     @classmethod
@@ -181,5 +181,5 @@ class WeightConfig:
 
     @property
     def tile_scales(self) -> int:
-        """Scales of a row in a K tile."""
+        """Scales of a row in a k tile."""
         return K_TILE // self.fmt.block_size

@@ -97,7 +97,7 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source: scales of the rows of ``a``; and from the notes, factors for K tiles in which weight rows are over
+    """Scale source: scales of the rows of ``a``; and from the notes, factors for k tiles in which weight rows are over
     exponents of their own."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
@@ -106,7 +106,7 @@ class NoteScales:
     @cute.jit
     def begin(self, tile: Tile, lane, work) -> tuple:
         """Return the offset of the tile's notes; whether a lane's ``WARP_ROWS`` weight rows exist; and whether any row
-        of the tile is over an exponent of its own in some K tile."""
+        of the tile is over its own exponent in some k tile."""
         exists = tile.column + WARP_ROWS * lane < work.n
         notes = notes_of(tile.expert, tile.column, work)
         found = Uint32(0)
@@ -115,7 +115,7 @@ class NoteScales:
         return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
-        """Load the scales of ``a``, 32 rows at a time. Returns them and the K tile."""
+        """Load the scales of ``a``, 32 rows at a time. Returns them and the k tile."""
         return token_scales(self.config.tile_m, k_tile, tile, lane, work), k_tile
 
     @cute.jit
@@ -131,7 +131,7 @@ class NoteScales:
 
     @cute.jit
     def _store_own_units(self, notes, exists, k_tile, slot, lane, work, smem) -> Uint32:
-        """Store the powers that bring a K tile's results to the units of their rows. Returns the flags."""
+        """Store the powers that bring a k tile's results to the units of their rows. Returns the flags."""
         at, k_stages = work.b_scale.iterator + notes, work.k_stages
         (owns,) = ptx.load_if(at + (Notes.owns(k_tile // RANGE) + lane), exists, 1)
         has_own = (owns >> Uint32(k_tile % RANGE) & Uint32(1)) != Uint32(0)
@@ -155,7 +155,7 @@ class NoteScales:
 
 class RecodedLoop:
     """Main loop: ``fp8_wgmma``'s if all weight rows of the tile are over their units; otherwise one that brings the
-    results of each K tile to the units."""
+    results of each k tile to the units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):
         self.config, self.stages, self.units, self.results = config, stages, units, results

@@ -32,7 +32,7 @@ from torch_cute_ops.kernels.fp8_fp4_recode.config import (
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 PART = K_TILE // ROW_THREADS
-"""Elements of a K tile that a thread recodes."""
+"""Elements of a k tile that a thread recodes."""
 ALL_LANES = 0xFFFFFFFF
 ROW_LANES = (1 << ROW_THREADS) - 1
 """Lanes of a warp's first row."""
@@ -125,7 +125,7 @@ class RecodeWeightKernel:
         expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + index * TEAM_ROWS + tid // ROW_THREADS
         exists = row < n
         begin = range_ * RANGE
-        # A thread's parts of the range's K tiles, and their scales, are at constant distances.
+        # A thread's parts of the range's k tiles, and their scales, are at constant distances.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         codes_at = codes.iterator + (codes_at + begin * (K_TILE // 2) + part * (PART // 2))
         weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
@@ -152,7 +152,7 @@ class RecodeWeightKernel:
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
-                    # Of two K tiles, the first exists if the second does.
+                    # Of two k tiles, the first exists if the second does.
                     fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
                     of_row = scale, n, half, expert, row, notes_at
@@ -171,8 +171,8 @@ class RecodeWeightKernel:
     def _own_table(
         self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
     ) -> tuple:
-        """Return the two words of a thread's table of a range's ``i``-th K tile, and the K tile's bit if some row of
-        the warp is over an exponent of its own there. Note that exponent if the numbers do not fit the row's unit."""
+        """Return the two words of a thread's table of a range's ``i``-th k tile, and the k tile's bit if some row of
+        the warp is over its own exponent there. Note that exponent if the numbers do not fit the row's unit."""
         fmt, k_tile = self.config.fmt, begin + i
         there, _, byte = loaded
         low, high, owns = *table, Uint32(0)
@@ -191,7 +191,7 @@ class RecodeWeightKernel:
         return low, high, owns
 
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
-        """Load a thread's parts of ``at_once`` K tiles from ``first`` on: whether they exist, codes, and scales."""
+        """Load a thread's parts of ``at_once`` k tiles from ``first`` on: whether they exist, codes, and scales."""
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):
             there = count > i * (K_TILE // 2)
@@ -205,7 +205,7 @@ class RecodeWeightKernel:
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 
     def _row_scales(self, scale, n, half, expert, row, exists, k_tile) -> list:
-        """Load a row's scales in a K tile, as words of four scales."""
+        """Load a row's scales in a k tile, as words of four scales."""
         c = self.config
         left = half * 2 // c.fmt.block_size - k_tile * c.tile_scales
         words = self.weight.row_scales(scale, n, expert, row, exists, Int64(k_tile) * c.tile_scales, left)

@@ -1,6 +1,6 @@
 """MXFP4 codes as e4m3 numbers without their scale, and scales as fp32 factors.
 
-By definition, the numbers of a K tile are rounded to e4m3 over the unit ``2^t``; the largest scale of the K tile is
+By definition, the numbers of a k tile are rounded to e4m3 over the unit ``2^t``; the largest scale of the k tile is
 ``2^(t + 6)``. Subnormal numbers of e4m3 are multiples of ``2^(t - 9)``. In that unit, a block whose scale is ``2^d``
 below the largest scale consists of the numbers ``code · 2^(15 - d)``, which are integers up to ``d = 14``. From
 ``d = 15`` on they are rounded to 0, 1, 2, 3, 4 or 6, which are codes of the scale ``2^(t - 9)``.

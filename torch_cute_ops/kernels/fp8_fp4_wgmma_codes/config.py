@@ -21,7 +21,7 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 BLOCKS: Final = K_TILE // MXFP4.block_size
-"""Scale blocks of a K tile."""
+"""Scale blocks of a k tile."""
 TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16, 24) for split_k in SPLITS), (32, WIDE, 1))
 """Values of (tile_m, tile_n, split_k). The accumulators of each block leave registers for no more rows of ``a``."""
 

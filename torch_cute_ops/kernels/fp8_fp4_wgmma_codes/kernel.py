@@ -87,7 +87,7 @@ class CodeScales:
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, slot, lane, smem):
-        """Store the factors of a K tile. If scales are far apart, 0 or NaN, also store how decoders round codes.
+        """Store the factors of a k tile. If scales are far apart, 0 or NaN, also store how decoders round codes.
         ``count``: as ``begin`` returned it."""
         rows = [block_factors(word) for word in scales]
         is_hard = Boolean(False)
@@ -123,14 +123,14 @@ class CodeScales:
 
 
 class CodeDecoder:
-    """Decoder that rearranges the activations of a K tile in the order in which ``CodeMma`` extracts codes, and rounds
-    codes. Each warp of a team takes one K tile of a stage."""
+    """Decoder that rearranges the activations of a k tile in the order in which ``CodeMma`` extracts codes, and rounds
+    codes. Each warp of a team takes one k tile of a stage."""
 
     def __init__(self, config: Config, weight: FP4Weight, scales: CodeScales):
         self.config, self.weight, self.scales = config, weight, scales
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return which K tile of a stage the warp takes."""
+        """Return which k tile of a stage the warp takes."""
         return Int32(warp)
 
     @cute.jit
@@ -157,7 +157,7 @@ class CodeDecoder:
 
     @cute.jit
     def _round_row(self, slot, row, smem):
-        """Round the codes of a weight row in a K tile."""
+        """Round the codes of a weight row in a k tile."""
         (amounts,) = load_words(self.scales.amounts(slot, row, smem))
         for block in range_constexpr(BLOCKS):
             piece = piece_at(smem.b, self.weight.line_offset(slot, row, block, LINE_SPAN))
@@ -166,8 +166,8 @@ class CodeDecoder:
 
 
 class CodeMma:
-    """MMAs of a K tile whose A operand are codes as e4m3 numbers, in registers. Each scale block has accumulators of
-    its own."""
+    """MMAs of a k tile whose A operand are codes as e4m3 numbers, in registers. Each scale block uses separate
+    accumulators."""
 
     parts = BLOCKS
 
@@ -175,7 +175,7 @@ class CodeMma:
         self.config, self.weight = config, weight
 
     def begin(self, group, smem) -> Callable:
-        """Return the function that starts a consumer's MMAs of a K tile."""
+        """Return the function that starts a consumer's MMAs of a k tile."""
         c = self.config
         size = c.mma_n // 2
         tid, _, _ = cute.arch.thread_idx()
@@ -205,7 +205,7 @@ class CodeMma:
 
 
 class CodeLoop:
-    """Main loop: while the codes of a K tile are decoded, the MMAs of the previous K tile run.
+    """Main loop: while the codes of a k tile are decoded, the MMAs of the previous k tile run.
 
     No MMAs run from one pass of the loop to the next: ptxas would serialise them all.
     """

@@ -31,7 +31,7 @@ from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_wgmma_rs.config import Config
 
 LANES: Final = 4
-"""Lanes that share the rows of an MMA; each decodes a quarter of a K tile."""
+"""Lanes that share the rows of an MMA; each decodes a quarter of a k tile."""
 STEPS: Final = K_TILE // K_STEP
 BLOCKS: Final = 2
 """Scale blocks of a quarter."""
@@ -67,14 +67,14 @@ class FP8FP4WgmmaRSKernel:
 
 
 class QuarterDecoder:
-    """Decoder that rearranges the activations of a K tile: of the words of four elements the first of each quarter,
-    then the second of each, and so on. Each warp of a team takes one K tile of a stage."""
+    """Decoder that rearranges the activations of a k tile: of the words of four elements the first of each quarter,
+    then the second of each, and so on. Each warp of a team takes one k tile of a stage."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return which K tile of a stage the warp takes."""
+        """Return which k tile of a stage the warp takes."""
         return Int32(warp)
 
     @cute.jit
@@ -105,13 +105,13 @@ class QuarterDecoder:
 
 
 class RegisterMma:
-    """MMAs of a K tile whose A operand is the decoded weight, in registers."""
+    """MMAs of a k tile whose A operand is the decoded weight, in registers."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def begin(self, smem) -> Callable:
-        """Return the function that starts a consumer's MMAs of a K tile."""
+        """Return the function that starts a consumer's MMAs of a k tile."""
         c = self.config
         operand = token_operand(c, smem)
 
@@ -129,12 +129,12 @@ class RegisterMma:
 
 
 class Loaded(NamedTuple):
-    """What a lane decodes its quarter of a K tile from, for each of its two weight rows.
+    """Operands from which a lane decodes its quarter of a k tile, for each of its two weight rows.
 
     Attributes:
         codes: four words of codes.
         ones, one_and_halves: for each of its two blocks the e4m3 byte of the scale, and of 1.5 times it, over the row's
-            unit. If the row is over an exponent of its own, ``ones`` are the scales themselves.
+            unit. If the row is over its own exponent, ``ones`` are the scales themselves.
     """
 
     codes: cute.Tensor
@@ -143,16 +143,16 @@ class Loaded(NamedTuple):
 
 
 class DecodingLoop:
-    """Main loop of a K group: decodes a K tile of each stage to registers, multiplies and promotes it."""
+    """Main loop of a K group: decodes a k tile of each stage to registers, multiplies and promotes it."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
 
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
-        """Multiply a K group's K tiles of a tile, whose first stage is full. Returns the next stage, and its parity.
+        """Multiply a K group's k tiles of a tile, whose first stage is full. Returns the next stage, and its parity.
 
-        The codes of a K tile are loaded while the MMAs of the previous K tile run.
+        The codes of a k tile are loaded while the MMAs of the previous k tile run.
         """
         acc.fill(0.0)
         partial = cute.make_rmem_tensor((self.config.mma_n // 2,), Float32)
@@ -177,7 +177,7 @@ class DecodingLoop:
         return stage, parity
 
     def _load(self, loaded: Loaded, slot, consumer, smem) -> Uint32:
-        """Load what a K tile is decoded from. Returns its flags."""
+        """Load the codes and scales of a k tile. Returns its flags."""
         for r in range(ROWS):
             row = consumer.row + 8 * r
             codes = load_words(piece_at(smem.b, self.weight.line_offset(slot, row, consumer.quad, LINE_SPAN)))
@@ -189,7 +189,7 @@ class DecodingLoop:
 
     def _bytes(self, slot, row, which: int, consumer, smem) -> Uint32:
         """Load the bytes of a lane's blocks from the first or second word of a row's record that belongs to the
-        quarter's half of the K tile."""
+        quarter's half of the k tile."""
         record = cute.recast_ptr(record_words(self.config, self.stages, slot, row, smem).iterator, dtype=Uint8)
         at = consumer.quad // 2 * 8 + which * 4 + consumer.quad % 2 * BLOCKS
         pointer = cute.recast_ptr(record + cute.assume(at, divby=BLOCKS), dtype=Uint16)
@@ -197,7 +197,7 @@ class DecodingLoop:
 
     @cute.jit
     def _decode(self, words, loaded: Loaded, flags, slot, consumer, smem):
-        """Decode a lane's part of the A operands of a K tile."""
+        """Decode a lane's part of the A operands of a k tile."""
         fmt = self.config.fmt
         tables = cute.make_rmem_tensor((ROWS * BLOCKS * 2,), Uint32)
         for r in range_constexpr(ROWS):
@@ -205,7 +205,7 @@ class DecodingLoop:
                 table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
                 self._set_table(tables, r, block, table)
         if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
-            # The record holds the scales themselves, and the exponent of the K tile's own.
+            # The record holds the scales themselves, and the exponent of the k tile's own.
             for r in range_constexpr(ROWS):
                 exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
                 for block in range_constexpr(BLOCKS):
@@ -224,7 +224,7 @@ class DecodingLoop:
 
 
 class KGroupConsumers:
-    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows by one K tile of each stage. After
+    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows by one k tile of each stage. After
     the last stage the first group adds the second group's accumulators to its own."""
 
     def __init__(self, config: Config, stages: Stages, mma: RegisterMma, loop: DecodingLoop, results: Results):

@@ -11,12 +11,12 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 | stages | decoded weight | decoders | consumer warps | decoded_arrivals | consumer_warps * cluster_m | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes, 64 bytes a row and K tile. The scale loaders load the block scales,
-   and store what the decoders' tables follow from (``common.fp8.units``).
-2. Accumulators of a weight row are over a unit, a power of two that follows from the scales of the first K tile. As
-   long as a row's numbers of a K tile are the same over that unit as over ``2^t``, except for the power, they are
+1. The producer copies ``a`` and the weight's codes, 64 bytes a row and k tile. The scale loaders load the block scales,
+   and store the bytes that the decoders' tables follow from (``common.fp8.units``).
+2. Accumulators of a weight row are over a unit, a power of two that follows from the scales of the first k tile. As
+   long as a row's numbers of a k tile are the same over that unit as over ``2^t``, except for the power, they are
    decoded over the unit. If a row does not fit, its 32 rows are decoded over ``2^t`` of their own, and consumers
-   multiply the results of that K tile by powers of two that the scale loaders leave; and after the last K tile all
+   multiply the results of that k tile by powers of two that the scale loaders leave; and after the last k tile all
    accumulators, which leads back to the unit 1.
 3. Teams of decoders take the stages in turn. A thread decodes a row, or half of a row: for each block scale it makes a
    table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A

@@ -33,7 +33,7 @@ TILES: Final = (
     *((MANY, tile_n, 2) for tile_n in (WGMMA_M, WIDE)),
     *((tile_m, WGMMA_M, split_k) for tile_m in (LEAST, 48, WGMMA_M, 80, 96) for split_k in NARROW_SPLITS),
 )
-"""Values of (tile_m, tile_n, split_k); ``tile_m`` is that of a cluster."""
+"""Values of (tile_m, tile_n, split_k); here ``tile_m`` counts the rows of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Config(FP8GemmConfig):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a weight row of a K tile. If two CTAs share the decoded weight, each decodes half of the
+        """Threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each decodes half of the
         rows, and a thread half of a row."""
         return self.cluster_m
 
@@ -73,7 +73,7 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # All warps but the consumers give some up: the consumers use at most what the launch gives each thread.
+        # All warps except the consumers give some of their registers to the consumers.
         if not self.is_swapped:
             return 168, 56, 40
         return (144, 72, 40) if self.mma_n > LEAST else (136, 80, 40)

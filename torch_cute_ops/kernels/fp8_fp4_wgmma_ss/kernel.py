@@ -70,7 +70,7 @@ class SmemDecoder:
 
     @cute.jit
     def _share_rows(self, stage, first, rows: int, work, smem):
-        """Send decoded rows, from ``first`` on, to the other CTA, and expect as many from there."""
+        """Send decoded rows, from ``first`` on, to the other CTA, and expect the same number of rows from there."""
         decoded = smem.workspace + cute.assume((stage * self.config.tile_n + first) * K_TILE, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
             ptx.expect_and_send(decoded, smem.stages.full + stage, rows * K_TILE, work.m_rank ^ 1)

@@ -21,9 +21,9 @@ class Config:
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
-        epilogue: what is done to an accumulator before it is stored.
+        epilogue: operations on an accumulator before it is stored.
         tile_m: rows of ``a`` of a tile, 16 or 64.
-        stages: stages of the pipeline, a K tile each.
+        stages: stages of the pipeline, a k tile each.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a K tile of both operands."""
+        """Shared memory of a k tile of both operands."""
         return (self.tile_m + TILE_N) * K_TILE
 
     @property

@@ -27,7 +27,7 @@ class Work(NamedTuple):
         tid, lane: index of the thread in its CTA and in its warp.
         row, column: first row and column of the warp in a tile.
         n, k: sizes of the GEMM.
-        k_tiles: number of K tiles; the last may be half of one.
+        k_tiles: number of k tiles; the last may be half of one.
         a, b, a_scale, b_scale: operands and their scales, of all experts.
     """
 
@@ -110,7 +110,7 @@ class FP8MmaKernel:
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 factors = self._factors(k_tile, tile, work)
                 cute.arch.cp_async_wait_group(c.stages - 2)
-                # All copies of this K tile have arrived, and all warps have read the previous one, whose stage is
+                # All copies of this k tile have arrived, and all warps have read the previous one, whose stage is
                 # next.
                 cute.arch.sync_threads()
                 ahead = k_tile + c.stages - 1
@@ -118,7 +118,7 @@ class FP8MmaKernel:
                     self._load(ahead, ahead % c.stages, base, tile, work)
                 cute.arch.cp_async_commit_group()
                 self._multiply(k_tile % c.stages, factors, acc, base, work)
-            # All warps have read the last K tile, whose stage the next tile may use.
+            # All warps have read the last k tile, whose stage the next tile may use.
             cute.arch.sync_threads()
             epilogue = self.epilogue.of_tile(*terms, n, None if const_expr(c.rows.is_plain) else tile.expert)
             for i in range_constexpr(c.warp_m // 16):
@@ -144,7 +144,7 @@ class FP8MmaKernel:
 
     @cute.jit
     def _load(self, k_tile, stage, base, tile, work):
-        """Start this thread's copies of a K tile; missing elements become zeros."""
+        """Start this thread's copies of a k tile; missing elements become zeros."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=K_TILE)
         piece = work.tid % PIECES
@@ -185,7 +185,7 @@ class FP8MmaKernel:
 
     @cute.jit
     def _multiply(self, stage, factors, acc, base, work):
-        """Add the products of a K tile to the accumulators."""
+        """Add the products of a k tile to the accumulators."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=K_TILE)
         row = work.row + work.lane // 4

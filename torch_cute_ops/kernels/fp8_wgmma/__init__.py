@@ -10,22 +10,22 @@ the current tile is multiplied.
 | stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer fills the stages. A stage holds a K tile of 128 elements of the tile's rows of ``a`` and ``b``, copied
-   in boxes with the 128-byte swizzle, its scales, and a barrier that counts bytes. The last K tile may have 64
+1. The producer fills the stages. A stage holds a k tile of 128 elements of the tile's rows of ``a`` and ``b``, copied
+   in boxes with the 128-byte swizzle, its scales, and a barrier that counts bytes. The last k tile may have 64
    elements; TMA fills the rest with zeros. The producer also finds the tiles, and records in each stage which tile it
-   belongs to. The scale loaders take the K tiles in turn: each loads the scales of several K tiles at once and stores
+   belongs to. The scale loaders take the k tiles in turn: each loads the scales of several k tiles at once and stores
    the scales of each in its stage. Bulk copies cannot do that, since rows of ``a_scale`` begin anywhere. (With one
    scale loader, all other warps waited for its loads.) In tiles of few rows without experts, the producer starts to
    copy a static weight before the previous kernel has ended.
 2. A consumer multiplies 64 rows of the M side by all of the N side, in four MMAs of 32 elements of K, into registers.
-   Tensor cores add up e4m3 products with less than fp32's precision. So the results of each K tile are multiplied by
-   both scales and added to accumulators in fp32 (promotion). The MMAs of two K tiles are started together: the results
+   Tensor cores add up e4m3 products with less than fp32's precision. So the results of each k tile are multiplied by
+   both scales and added to accumulators in fp32 (promotion). The MMAs of two k tiles are started together: the results
    of the first are promoted while the MMAs of the second run, and the results of the second while the other consumer's
    MMAs run. In the largest tiles a pass of the loop is a whole round of the pipeline, so that addresses are constants.
    (If power limits the clock, every instruction that is left out saves time.)
 3. A consumer whose rows of the M side do not exist only releases the stages.
 4. The epilogue finishes the accumulators. They are stored in whole lines, only in rows that the expert owns; with ``a``
-   on the M side, while the first MMAs of the next tile run (0.7 % faster on an H200, with sixteen K tiles,
+   on the M side, while the first MMAs of the next tile run (0.7 % faster on an H200, with sixteen k tiles,
    32,768 x 7,168 x 2,048).
 5. If tiles are few, the CTAs of a cluster share one: each multiplies a part of K (``split_k``) and finishes a part of
    the rows of ``a``. They send each other their partial sums of these rows (``st.async``), whose bytes each CTA's full

@@ -4,11 +4,11 @@
 kernel's own), promotes their results to the accumulators in fp32, and releases stages; then ``Results`` stores the
 accumulators, or exchanges partial sums with the cluster.
 
-A *promotion* says how the MMAs' result of a K tile, ``partial``, is added to the accumulators ``acc``:
+A *promotion* says how the MMAs' result of a k tile, ``partial``, is added to the accumulators ``acc``:
 
 - ``factors``: load the factors of a lane's elements, while the MMAs run;
 - ``flags``: load flags of the stage, while the MMAs run;
-- ``prepare``: do what the flags ask for, before the stage is released;
+- ``prepare``: change units if the flags ask for it, before the stage is released;
 - ``promote``: ``acc += partial * factors``.
 """
 
@@ -85,14 +85,14 @@ def tiled_mma(mma_n: int, m_source: Any) -> cute.TiledMma:
 
 
 class SmemMma:
-    """MMAs of a K tile with both operands in shared memory.
+    """MMAs of a k tile with both operands in shared memory.
 
     Args:
         config: configuration of the kernel.
         is_decoded: whether the weight is in the workspace, decoded, instead of in the stages as copied.
     """
 
-    parts = 1  # accumulators of an element in a K tile
+    parts = 1  # accumulators of an element in a k tile
 
     def __init__(self, config: FP8GemmConfig, is_decoded: bool = False):
         self.config, self.is_decoded = config, is_decoded
@@ -131,7 +131,7 @@ class SmemMma:
         return multiply
 
 
-# Weights in registers, in stages of several K tiles
+# Weights in registers, in stages of several k tiles
 
 
 def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
@@ -173,7 +173,7 @@ def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consum
 
 
 def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, factors: list) -> None:
-    """Add the MMAs' result of a K tile, times the factors, to the accumulators."""
+    """Add the MMAs' result of a k tile, times the factors, to the accumulators."""
     for i in range(config.mma_n // 2):
         which = i // 4 * 2 + i % 2 if config.is_swapped else i // 2 % 2
         acc[i] = ptx.fma_rn(factors[which], partial[i], acc[i])
@@ -202,7 +202,7 @@ class TokenScaled:
 
 
 class MainLoop:
-    """Multiplies the K tiles of a tile and promotes them.
+    """Multiplies the k tiles of a tile and promotes them.
 
     Args:
         config: configuration of the kernel.
@@ -257,11 +257,11 @@ class MainLoop:
     def _add_together(
         self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
     ) -> tuple:
-        """Multiply as many stages as there are ``partials``, the first of which is full, and promote each while the
-        MMAs of the later ones run. ``meanwhile`` is called when all MMAs have been started. Returns the next stage, and
+        """Multiply one stage for each of ``partials``, and promote each while the MMAs of later stages run. The first
+        stage is full. ``meanwhile`` is called after all MMAs have started. Returns the next stage, and
         its parity.
 
-        While a consumer promotes its last K tile, the tensor cores run only the other consumer's MMAs. So everything
+        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. So everything
         else is done before its MMAs end: factors are loaded, and the first of the stages that ``follow`` is awaited.
         """
         rule, reads = self.promotion, []
@@ -295,9 +295,9 @@ class Consumers:
     Args:
         config: configuration of the kernel.
         stages: pipeline.
-        mma: MMAs of a K tile.
+        mma: MMAs of a k tile.
         loop: main loop.
-        results: what happens to finished accumulators.
+        results: stores or exchanges finished accumulators.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
@@ -370,7 +370,7 @@ class GemmEpilogue:
 
 
 class Results:
-    """What consumers do with finished accumulators: store them, or exchange partial sums with the cluster first.
+    """End of a tile: stores finished accumulators, or first exchanges partial sums with the cluster.
 
     Args:
         config: configuration of the kernel.
@@ -388,7 +388,7 @@ class Results:
         its expert.
 
         They are read from the record of the stage, because finding a tile takes some 1,000 clocks. But under split-K a
-        CTA may have no K tile of the output tile, and so no record.
+        CTA may have no k tile of the output tile, and so no record.
         """
         if const_expr(self.config.split_k == 1):
             smem.stages.wait_full(stage, parity)

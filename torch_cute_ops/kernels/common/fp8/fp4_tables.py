@@ -4,12 +4,12 @@ A weight row is decoded over a *unit*, a power of two. Each block scale gives a 
 e2m1 magnitudes, ``magnitude · scale / unit``, rounded to e4m3. One PRMT then looks up four codes, which are its
 selectors; the signs are added afterwards.
 
-By definition, a row's K tile of 128 elements is over its own unit ``2^t``, the smallest with which no number exceeds
-448. Over a larger unit the numbers are equal except for that power, if none is subnormal. So the K tiles of a row share
+By definition, a row's k tile of 128 elements is over its own unit ``2^t``, the smallest with which no number exceeds
+448. Over a larger unit the numbers are equal except for that power, if none is subnormal. So the k tiles of a row share
 a unit in most cases. A table then follows from two bytes, e4m3 of the scale and of 1.5 times the scale: the other bytes
 are their multiples by powers of two.
 
-Numbers over a K tile's own unit, and scales of NVFP4, are computed in float16, which is exact: a product has at most 6
+Numbers over a k tile's own unit, and scales of NVFP4, are computed in float16, which is exact: a product has at most 6
 significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
 """
 
@@ -28,18 +28,18 @@ _ONE_AND_A_HALF = 0x3E003E00
 _LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's smallest number, in float16
 _SIGNS = 0x80808080
 _HEADROOM = 3
-"""Powers of two by which a row's unit exceeds the smallest unit of its first K tile. Scales of other K tiles may then
+"""Powers of two by which a row's unit exceeds the smallest unit of its first k tile. Scales of other k tiles may then
 be 8 times as large, or 1/160 (0.5 · scale has to be normal)."""
 _MXFP4_UNITS = (-40, 7)
 """Exponents of units of MXFP4 rows. A byte holds the bias of a scale's exponent, and accumulators do not overflow
-unless scales are above 2^60 (the results of a K tile, over the unit, are below 2^103)."""
+unless scales are above 2^60 (the results of a k tile, over the unit, are below 2^103)."""
 
 
 class SharedUnit(NamedTuple):
-    """Scales of a row's K tile over the unit of the row.
+    """Scales of a row's k tile over the unit of the row.
 
     Attributes:
-        ones, one_and_halves: for each half of the K tile, e4m3 bytes of its scales, and of 1.5 times its scales.
+        ones, one_and_halves: for each half of the k tile, e4m3 bytes of its scales, and of 1.5 times its scales.
         fits: whether tables follow from these bytes: no scale is negative or NaN, and no number is subnormal or too
             large.
     """
@@ -50,7 +50,7 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return ``t`` of a row's K tile from the bytes of its scales; any exponent if all are zero or NaN."""
+    """Return ``t`` of a row's k tile from the bytes of its scales; any exponent if all are zero or NaN."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
@@ -64,7 +64,7 @@ def own_exponent(words: list, fmt: FP4Format) -> Int32:
 
 
 def shared_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return the exponent of a row's unit from the scales of its first K tile."""
+    """Return the exponent of a row's unit from the scales of its first k tile."""
     exponent = own_exponent(words, fmt) + _HEADROOM
     if fmt == MXFP4:
         least, most = _MXFP4_UNITS
@@ -74,7 +74,7 @@ def shared_exponent(words: list, fmt: FP4Format) -> Int32:
 
 
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
-    """Return the scales of a row's K tile over ``2^exponent``."""
+    """Return the scales of a row's k tile over ``2^exponent``."""
     if fmt == MXFP4:
         # Exponents in e4m3, a byte each: differences modulo 256, without borrows
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
@@ -95,7 +95,7 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
 
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
-    """Return the tables of half a K tile that fits its row's unit: two words each, the smaller magnitudes first."""
+    """Return the tables of half a k tile that fits its row's unit: two words each, the smaller magnitudes first."""
     return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
 
 
@@ -108,7 +108,7 @@ def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the tables of half a K tile over its own unit ``2^exponent``, from the bytes of its scales."""
+    """Return the tables of half a k tile over its own unit ``2^exponent``, from the bytes of its scales."""
     if fmt == MXFP4:
         numbers = []
         for i in range(2):

@@ -49,8 +49,8 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: sizes of the result, of all experts together.
-        k_stages: stages that cover K, ``FP8GemmConfig.span`` K tiles each. The last may hold fewer K tiles, and its
-            last K tile may be half of one.
+        k_stages: stages that cover K, ``FP8GemmConfig.span`` k tiles each. The last may hold fewer k tiles, and its
+            last k tile may be half of one.
         width: bytes of a row of the weight.
         begin, end: range of these stages that the CTA multiplies: all, or its part under split-K.
         first, num_clusters, num_tiles: first tile of the CTA's cluster; number of clusters, and so the step to its next
@@ -93,9 +93,9 @@ class Smem:
         stores: memory in which warps assemble lines of the result, or leave partial sums.
         received: partial sums that CTAs of the cluster have sent.
         table: table of experts.
-        copies: pipeline from the producer and the scale loaders to the decoders, or to the consumers if there are no
+        copies: pipeline from the producer and the scale loaders to the decoders, or to the consumers without
             decoders.
-        stages: pipeline to the consumers: stages that can be multiplied. Its empty barriers are those of ``copies``.
+        stages: pipeline to the consumers: stages that can be multiplied. It shares its empty barriers with ``copies``.
         partial_sums: full when a cluster's partial sums have arrived here; empty when all CTAs have read theirs.
         k_groups: accumulators that consumers of the second K group leave to the first.
     """
@@ -115,13 +115,13 @@ class Smem:
 
 
 def k_tiles_layout(rows: int, count: int):
-    """Return the layout of K tiles in shared memory: (rows, ``K_TILE``, count), with the 128-byte swizzle."""
+    """Return the layout of k tiles in shared memory: (rows, ``K_TILE``, count), with the 128-byte swizzle."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
     return cute.tile_to_shape(atom, (rows, K_TILE, count), order=(0, 1, 2))
 
 
 def k_tiles(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
-    """View shared memory as ``count`` K tiles of ``rows`` rows."""
+    """View shared memory as ``count`` k tiles of ``rows`` rows."""
     layout = k_tiles_layout(rows, count)
     return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float8E4M3FN), layout.outer)
 
@@ -333,8 +333,8 @@ class FP8Gemm:
 class Producer:
     """The producer warp: copies every stage of the CTA's tiles, in order.
 
-    The first tile's stages of a static weight, as many as the pipeline has, are copied before the previous kernel has
-    ended (``core.pipeline``). Their barriers also expect the activations, which are copied afterwards. After the last
+    The first tile's stages of a static weight, up to the depth of the pipeline, are copied before the previous kernel
+    ends (``core.pipeline``). Their barriers also expect the activations, which are copied afterwards. After the last
     copy the producer may bring its share of a later launch's operands into L2.
     """
 
@@ -408,7 +408,7 @@ class ScaleLoader:
     """The scale-loader warps: each loads the scales of every ``SCALE_WARPS``-th stage.
 
     A load takes as long as the MMAs of several stages, so a warp keeps the loads of several of its stages in flight.
-    The pipeline has at least as many stages as there are scale loaders. So a warp's previous stage was at most one
+    The pipeline is at least as deep as the number of scale loaders. So a warp's previous stage was at most one
     round ago, and a stage that it waits for cannot seem empty because the warp is two rounds late.
     """
 
@@ -475,7 +475,7 @@ class Decoders:
 
         If the teams exchange stages from round to round, wait until the stage has arrived: a warp that does not wait
         could mistake the phase of two rounds before for the awaited one. The stage becomes full only when all teams
-        have seen it arrive, so that no team falls behind.
+        have seen it arrive, so that no team is late by a round.
         """
         c = self.config
         if const_expr(c.teams_meet):
@@ -499,7 +499,7 @@ def tell_decoded(stage, lane, smem: Smem) -> None:
 
 
 def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
-    """Load the scales of a K tile of ``a``, 32 rows at a time; zeros for rows that the expert does not own."""
+    """Load the scales of a k tile of ``a``, 32 rows at a time; zeros for rows that the expert does not own."""
     at = work.a_scale.iterator + (Int64(k_tile) * work.a_scale.stride[0] + tile.row + lane)
     words = []
     for place in range(0, tile_m, 32):
@@ -509,7 +509,7 @@ def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
 
 @cute.jit
 def store_token_scales(tile_m: int, scales: cute.Tensor, of_rows: list, lane) -> None:
-    """Store what ``token_scales`` has loaded in the words of a slot."""
+    """Store scales that ``token_scales`` has loaded in the words of a slot."""
     for i in range_constexpr(len(of_rows)):
         if lane < tile_m - 32 * i:
             scales[lane + 32 * i] = of_rows[i]

@@ -42,10 +42,10 @@ class ExpertLayout:
 
     Attributes:
         has_offsets: whether offsets are given. An expert's rows begin at its offset. They end where its count says, or
-            at the next offset if there are no counts.
+            without counts at the next offset.
         has_counts: whether counts are given. Without offsets each expert owns an equal part of the buffer.
 
-    With neither there is one expert, which owns all rows.
+    With neither, one expert owns all rows.
     """
 
     has_offsets: bool = False
@@ -115,9 +115,9 @@ RECORD_WORDS: Final = 4
 the epilogue does not depend on the expert."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
 LINE_SPAN: Final = 2
-"""K tiles of a stage whose FP4 codes are whole cache lines: 128 bytes a weight row, which is what L2 reads at once."""
+"""K tiles of a stage whose FP4 codes are whole cache lines: 128 bytes of a weight row, which L2 reads at once."""
 FLAG_WORDS: Final = 4
-"""Words for the flags of a K tile: one is used, in a piece of 16 bytes."""
+"""Words for the flags of a k tile: one is used, in a piece of 16 bytes."""
 
 
 def unit_words(tile_n: int) -> int:
@@ -128,19 +128,19 @@ def unit_words(tile_n: int) -> int:
 
 def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
     """Reason that no FP8 x FP4 kernel reads weight scales in this layout, or None."""
-    return None if layout.tile_rows in (0, 128) else f"a weight has no scales in the layout {layout.name}"
+    return None if layout.tile_rows in (0, 128) else f"weight scales in the layout {layout.name} are not supported"
 
 
 @dataclass(frozen=True)
 class FP8GemmConfig:
     """Everything static about an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
 
-    A *stage* of the pipeline holds ``span`` K tiles of ``a`` and of the weight, with their scales and a record of the
-    output tile that they belong to. A *slot* is the place of one K tile in the pipeline.
+    A *stage* of the pipeline holds ``span`` k tiles of ``a`` and of the weight, with their scales and a record of the
+    output tile that they belong to. A *slot* is the place of one k tile in the pipeline.
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
-        epilogue: what is done to an accumulator before it is stored.
+        epilogue: operations on an accumulator before it is stored.
         tile_m, tile_n: rows of ``a`` and of the weight in a CTA's output tile.
         split_k: CTAs of a cluster that share the K of a tile.
         stages: stages of the pipeline.
@@ -150,12 +150,12 @@ class FP8GemmConfig:
         prefetches: whether the producer brings memory into L2 after its last copy.
         tiles: (tile_m, tile_n, split_k) that the kernel is built for.
         stage_counts: numbers of stages to choose from, the largest first.
-        registers: registers per thread of consumers, of the producer's warpgroup, and of decoders if there are any.
+        registers: registers per thread of consumers, of the producer's warpgroup, and of any decoders.
         in_flight: K tiles whose MMAs a consumer starts before it waits for the first.
         slot_words: fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
         span: K tiles of a stage.
-        k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th K tile of each stage, and
+        k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th k tile of each stage, and
             the accumulators of the sets are added up after the last stage of a tile.
         scales_ahead: stages whose scales a scale loader loads together.
         prefetch_tile_m: largest ``tile_m`` whose producer brings memory into L2.
@@ -224,8 +224,8 @@ class FP8GemmConfig:
 
     @property
     def m_parts(self) -> int:
-        """Parts of a swapped tile's rows of ``a``, one for each consumer warpgroup, if its 64 weight rows are those of
-        a single warpgroup."""
+        """Parts of a swapped tile's rows of ``a``, one for each consumer warpgroup, if the tile has 64 weight
+        rows, which each warpgroup multiplies."""
         return WIDE // self.tile_n if self.is_swapped else 1
 
     @property
@@ -290,7 +290,7 @@ class FP8GemmConfig:
 
     @property
     def boxes(self) -> int:
-        """Largest number of copies that bring a K tile of ``a``."""
+        """Largest number of copies that bring a k tile of ``a``."""
         return -(-self.tile_m // WGMMA_M)
 
     @property
@@ -329,7 +329,7 @@ class FP8GemmConfig:
         if (rows, self.tile_n, self.split_k) not in self.tiles:
             return f"no tile has tile_m={rows}, tile_n={self.tile_n} and split_k={self.split_k}"
         if self.stages < SCALE_WARPS:
-            return f"{SCALE_WARPS} scale loaders take stages in turn and need one each; there are {self.stages}"
+            return f"{SCALE_WARPS} scale loaders take stages in turn and need one each; stages={self.stages}"
         if self.unrolls and self.stages % self.in_flight:
             return f"{self.in_flight} K tiles are multiplied together; {self.stages} stages are not a multiple of that"
         if self.smem_bytes > arch.smem_per_cta:

@@ -223,7 +223,7 @@ def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) 
 
     Args:
         matrix: (E, rows, columns); if ``is_plain`` (rows, columns), or transposed (columns, rows).
-        is_plain: whether there is no dimension of experts.
+        is_plain: whether ``matrix`` lacks a dimension of experts.
         is_transposed: whether a plain matrix is transposed.
     """
     if not is_plain:

@@ -1,12 +1,12 @@
 """FP4 weights over units: accumulators of a weight row are over a power of two, the row's *unit*.
 
-As long as a row's numbers fit its unit in e4m3 (``common.fp8.fp4_tables``), K tiles are decoded over that unit, and
-consumers promote without changing units. If some row of a group of 32 does not fit in a K tile, the group is decoded
-over exponents of that K tile's own. Then ``Units`` multiplies the K tile's MMA results by powers of two that the scale
-loaders leave in the stage; and after the last K tile of a tile, all accumulators, which brings them to the unit 1.
+As long as a row's numbers fit its unit in e4m3 (``common.fp8.fp4_tables``), k tiles are decoded over that unit, and
+consumers promote without changing units. If some row of a group of 32 does not fit in a k tile, the group is decoded
+over exponents of that k tile's own. Then ``Units`` multiplies the k tile's MMA results by powers of two that the scale
+loaders leave in the stage; and after the last k tile of a tile, all accumulators, which brings them to the unit 1.
 
-From word ``units_at`` of a slot on there are: for each weight row the factor of the accumulators, for each row the
-factor of the K tile's results, and a word of flags.
+A slot stores from word ``units_at`` on: for each weight row the factor of the accumulators, for each row the
+factor of the k tile's results, and a word of flags.
 """
 
 from typing import Any, Final
@@ -29,24 +29,24 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, load_stage_scales
 
 ACC, PARTIAL = 0, 1
-"""Factors of accumulators, and of a K tile's MMA results."""
+"""Factors of accumulators, and of a k tile's MMA results."""
 IS_LAST: Final = 0x10
-"""Flag of the last K tile of a tile."""
+"""Flag of the last k tile of a tile."""
 HAS_OWN: Final = 0x20
-"""Flag of a tile some of whose K tiles are over exponents of their own."""
+"""Flag of a tile some of whose k tiles are over their own exponents."""
 
 
 class Units:
     """Promotion of accumulators over units. The configuration's ``units_at`` is the first word of a slot that it reads.
 
-    Scale sources write what it reads: ``store_powers`` and ``flag_word``.
+    Scale sources write the words that it reads: ``store_powers`` and ``flag_word``.
     """
 
     def __init__(self, config: Any, stages: Stages):
         self.config, self.stages = config, stages
 
     def powers(self, slot, smem: Smem, which: int) -> cute.Tensor:
-        """Return the factors of all weight rows, of accumulators (``ACC``) or of a K tile's results (``PARTIAL``)."""
+        """Return the factors of all weight rows, of accumulators (``ACC``) or of a k tile's results (``PARTIAL``)."""
         c = self.config
         at = self.stages.scales(slot, smem).iterator + (c.units_at + c.tile_n * which)
         return cute.make_tensor(at, cute.make_layout(c.tile_n))
@@ -73,7 +73,7 @@ class Units:
 
     @cute.jit
     def prepare(self, acc, partial, flags, slot, consumer, smem):
-        """Change the units of accumulators, and bring the results of a K tile to these units."""
+        """Change the units of accumulators, and bring the results of a k tile to these units."""
         if flags != Uint32(0):
             if const_expr(self.config.is_swapped):
                 for values, which in ((acc, ACC), (partial, PARTIAL)):
@@ -99,8 +99,8 @@ class Units:
 class UnitScales:
     """Scale source of an FP4 weight over units: leaves records for the decoder, and factors for ``Units``.
 
-    A record is four words of a weight row, two for each half of the K tile: bytes that tables of the shared unit follow
-    from (``SharedUnit``), or the scales themselves and the K tile's own exponent.
+    A record is four words of a weight row, two for each half of the k tile: bytes that tables of the shared unit follow
+    from (``SharedUnit``), or the scales themselves and the k tile's own exponent.
     """
 
     def __init__(self, config: Any, stages: Stages, weight: FP4Weight, units: Units):
@@ -121,17 +121,17 @@ class UnitScales:
         return load_stage_scales(self.config, self.weight, k_stage, tile, lane, work)
 
     def store(self, loaded: list, begun: tuple, is_last, stage, lane, work, smem) -> None:
-        # With two K groups each has a last K tile.
+        # With two K groups each has a last k tile.
         for i, of_slot in enumerate(loaded):
             slot = stage if self.config.span == 1 else stage * self.config.span + i
             self._store_slot(of_slot, begun, is_last, slot, lane, work, smem)
 
     @cute.jit
     def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
-        """Store the scales of a K tile.
+        """Store the scales of a k tile.
 
-        If all rows of a group fit their units, records are of the shared units; otherwise of the K tile's own. Then
-        consumers have to change units; and after the last K tile of a tile too, whose accumulators end in the unit 1.
+        If all rows of a group fit their units, records are of the shared units; otherwise of the k tile's own. Then
+        consumers have to change units; and after the last k tile of a tile too, whose accumulators end in the unit 1.
         """
         c = self.config
         of_tokens, of_weight = loaded
@@ -155,7 +155,7 @@ class UnitScales:
 
     @cute.jit
     def _store_changes(self, words, unit, flags, group, slot, row, work, smem):
-        """Store the factors that change units, and if the group is over exponents of its own, the records of these."""
+        """Store the factors that change units, and if the group is over its own exponents, the records of these."""
         after = ptx.select((flags & Uint32(IS_LAST)) != Uint32(0), Int32(0), unit)
         of_partial = unit
         if (flags & Uint32(1 << group)) != Uint32(0):

@@ -26,7 +26,7 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 SLOT_PIECES = K_TILE // 2 // VECTOR_BYTES
-"""Pieces of 16 bytes that a weight row's FP4 codes fill in a K tile."""
+"""Pieces of 16 bytes that a weight row's FP4 codes fill in a k tile."""
 
 
 def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
@@ -129,7 +129,7 @@ class FP4Weight:
         """Return at once: the weight is complete."""
 
     def line_offset(self, slot, row, index, span: int) -> Int32:
-        """Return the offset of a row's ``index``-th piece of codes of a slot, in stages of ``span`` K tiles whose rows
+        """Return the offset of a row's ``index``-th piece of codes of a slot, in stages of ``span`` k tiles whose rows
         are lines of 128 bytes. The swizzle permutes the pieces of a line by the number of the row."""
         of_row = (slot // span * self.copied_n + row) * self.line
         return of_row + (slot % span * SLOT_PIECES + index ^ row % 8) * VECTOR_BYTES
@@ -137,14 +137,14 @@ class FP4Weight:
     # Scales in memory
 
     def row_scales(self, scale: cute.Tensor, n, expert, row, exists, first, left) -> list:
-        """Load a K tile's scales of a weight row as words of four scales; zeros where none exist.
+        """Load a k tile's scales of a weight row as words of four scales; zeros where none exist.
 
         Args:
             scale: as ``views`` returns it.
             n: rows of an expert's weight.
             expert, row: which row.
             exists: whether the row exists.
-            first: the K tile's first scale, an Int64.
+            first: the k tile's first scale, an Int64.
             left: number of scales of the row from there on.
         """
         words = self.tile_scales // 4
@@ -166,14 +166,14 @@ class FP4Weight:
         return offset + self.scale_layout.block_offset(place)
 
     def without_padding(self, words: list, left) -> list:
-        """Replace the scales after the end of a row, which may be anything, by the scales of the K tile's first half,
-        which fit the same unit. ``left``: number of scales that exist, half of a K tile's or all."""
+        """Replace the scales after the end of a row, which may be anything, by the scales of the k tile's first half,
+        which fit the same unit. ``left``: number of scales that exist, half of a k tile's or all."""
         if self.fmt == MXFP4:
             return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
         return [words[0], ptx.select(left > 4, words[1], words[0])]
 
     def lane_scales(self, tile_n: int, tile: Tile, lane, k_tile, work) -> list:
-        """Load the scales of a lane's weight rows in a K tile, every 32nd row from ``lane`` on. Returns for each row
+        """Load the scales of a lane's weight rows in a k tile, every 32nd row from ``lane`` on. Returns for each row
         its words of four scales; anything for rows that do not exist."""
         layout, scale = self.scale_layout, work.b_scale
         words = self.tile_scales // 4
@@ -201,11 +201,11 @@ def piece_at(base: cute.Pointer, offset) -> cute.Tensor:
 
 
 def load_stage_scales(config: FP8GemmConfig, weight: FP4Weight, k_stage, tile: Tile, lane, work) -> list:
-    """Load the scales of a stage: for each of its K tiles the scales of ``a``, 32 rows at a time, and of a lane's rows
+    """Load the scales of a stage: for each of its k tiles the scales of ``a``, 32 rows at a time, and of a lane's rows
     of the weight (``FP4Weight.lane_scales``).
 
-    A K tile beyond the end of K has zeros for ``a``'s scales, and the weight's scales of the last K tile; its codes are
-    zeros.
+    A k tile beyond the end of K gets zeros for ``a``'s scales, and the weight's scales of the last k tile; its codes
+    are zeros.
     """
     if config.span == 1:
         of_rows = token_scales(config.tile_m, k_stage, tile, lane, work)
