@@ -122,7 +122,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def existing_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+        raise argparse.ArgumentTypeError(f"file {text} does not exist")
     return path
 
 

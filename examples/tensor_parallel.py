@@ -239,9 +239,9 @@ def decoder_problems(options: argparse.Namespace, mesh: DeviceMesh, device: torc
         y = model(mine)
     gathered, in_bf16 = traffic.nbytes("all_gather"), 2 * options.layers * mine.nbytes
     error = relative(y, want.tensor_split(world)[rank])
-    say(f"gathered   {gathered:,} bytes of a rank; bf16 would be {in_bf16:,}, {in_bf16 / gathered:.2f} times as many")
+    say(f"gathered   {gathered:,} bytes of a rank; bf16 would take {in_bf16:,}, a factor of {in_bf16 / gathered:.2f}")
     say(f"scattered  {traffic.nbytes('reduce_scatter'):,} bytes of a rank, sums in float32")
-    say(f"result     {error:.5f} from that of one rank (limit {MAX_ERROR})")
+    say(f"result     {error:.5f} from one rank (limit {MAX_ERROR})")
     problems = [] if error <= MAX_ERROR else [f"the decoder is off by {error:.3g}"]
     if in_bf16 / gathered < LEAST_SAVED[options.scheme]:
         problems.append(f"{gathered:,} bytes were gathered")

@@ -100,7 +100,7 @@ def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monk
     ("options", "message"),
     [
         (["--requests", "0"], "'0': expected an integer, 1 or more"),
-        (["--config", "typo.json"], "--config: there is no file typo.json"),
+        (["--config", "typo.json"], "--config: file typo.json does not exist"),
         (["--config", __file__, "--size", "8b"], "not allowed with argument --config"),
     ],
 )

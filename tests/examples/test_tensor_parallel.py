@@ -61,7 +61,7 @@ def assert_said(out: str, world: int) -> None:
     assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
     assert f"{world} on gloo" in out
     elements = 2 * 16 // world * 256
-    gathered = f"gathered   {elements * 9 // 16:,} bytes of a rank; bf16 would be {elements * 2:,}, 3.56 times as many"
+    gathered = f"gathered   {elements * 9 // 16:,} bytes of a rank; bf16 would take {elements * 2:,}, a factor of 3.56"
     assert gathered in out
     assert f"scattered  {2 * 16 * 256 * 4:,} bytes" in out
     (error,) = re.findall(r"result +([\d.]+)", out)
