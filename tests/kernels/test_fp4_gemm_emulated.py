@@ -140,10 +140,10 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
 def test_gemm(one: Mma) -> None:
-    """If sums are exact, results have the expected bits. Scales beyond the matrix are NaN, and alpha and bias have N
-    elements.
+    """If sums are exact, results equal the expected bits. Scales beyond the matrix are NaN, and alpha and bias end
+    after N elements.
 
-    MMAs of codes, which no GPU has run yet, run in two orders of threads.
+    MMAs of codes, which no GPU ran yet, run in two orders of threads.
     """
     for seed in (one.seed,) if one.case.a_layout is None else (one.seed, 5):
         got, want = multiply(one._replace(seed=seed), exact=True)
@@ -156,7 +156,7 @@ UNFOUND = {"copies not waited for": Unfound(1, "after the last k tile, when no c
 def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequest) -> None:
     """The emulator finds missing or altered copies, waits, barriers, loads and block-scaled MMAs.
 
-    The GEMM has more k tiles than stages, and two CTAs divide k.
+    K consists of more k tiles than stages, and two CTAs divide it.
     """
     (one,) = native(NVFP4, "128x4", 16, 2, epilogue=(FP32, "one"), sizes=(16, 128, 2112), seed=0).values
     all_tried = request.config.getoption("more_emulated")
@@ -506,7 +506,7 @@ def multiply_by_warpgroups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernels' output and the expected output.
 
-    ``late`` names arguments that a previous kernel writes, which has not ended yet.
+    ``late`` names arguments that a previous kernel writes, which is still running.
     """
     m, n, k = one.sizes
     torch.manual_seed(k)
@@ -534,7 +534,7 @@ def multiply_by_warpgroups(
 
 @pytest.mark.parametrize("one", WGMMAS)
 def test_gemm_by_warpgroups(one: Wgmma) -> None:
-    """If sums are exact, results have the expected bits. Elements beyond the matrices do not affect them."""
+    """If sums are exact, results equal the expected bits. Elements beyond the matrices do not affect them."""
     got, want = multiply_by_warpgroups(one, edit=None)
     assert torch.equal(got, want)
 
@@ -609,7 +609,7 @@ def test_nothing_is_launched_on_overlap(case: MmaCase | WgmmaCase) -> None:
 
 
 def freed_early(ptx: str) -> str:
-    """Edit PTX so that a stage of codes is released as soon as the loads from it have been issued."""
+    """Edit PTX so that a stage of codes is released as soon as the loads from it are issued."""
     warps_meet = r"bar\.warp\.sync[^;]*;(?:(?!bar\.warp)[\s\S])*?mbarrier\.arrive[^;]*;\}"
     free = list(re.finditer(warps_meet, ptx))[1]
     ptx = ptx[: free.start()] + ptx[free.end() :]
@@ -624,7 +624,7 @@ def unmet(number: int) -> Any:
 
 
 def half_a_group(ptx: str) -> str:
-    """Edit PTX so that a stage of activations is full when one warp of a pair of decoders has arrived."""
+    """Edit PTX so that a stage of activations is full when one warp of a pair of decoders arrives."""
     (two,) = re.findall(r"mov\.b32\s+(%r\d+), 2;", ptx)
     ptx, count = re.subn(rf"(mbarrier\.init\S+\s+\[[^\]]+\]), {two};", r"\1, 1;", ptx)
     assert count
@@ -634,16 +634,16 @@ def half_a_group(ptx: str) -> str:
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 PARTIAL_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
-# A CTA has more k tiles than stages. Its waits, from the end: for the other CTAs' partial sums, for activations, for
-# codes, for an empty stage of activations. A warp synchronises when it has rearranged activations, read codes, and read
-# activations. The consumers synchronise when they have rearranged the first activations, read all codes, and stored
+# A CTA multiplies more k tiles than stages. Its waits, from the end: for the other CTAs' partial sums, for activations,
+# for codes, for an empty stage of activations. A warp synchronises after rearranging activations, reading codes, and
+# reading activations. The consumers synchronise after rearranging the first activations, reading all codes, and storing
 # partial sums.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 STREAM_K = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
 PAIRS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 16, Epilogue(FP32), 2), (16, 136, 2560), 0, False, None)
 CODES = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", "128x4", 1, Epilogue(FP32), 2), (1, 136, 3584), 0, False, None)
-# There is no memory for received partial sums.
+# Memory does not suffice for received partial sums.
 SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), (64, 136, 1024), 0, False, None)
 
 
@@ -700,5 +700,5 @@ def test_each_wait_of_wgmma_is_needed(one: Wgmma, edit: Any) -> None:
 
 @pytest.mark.parametrize("one", [STAGES_AGAIN, PARTIAL_SUMS, WARPS, STREAM_K, WARPGROUPS, PAIRS, CODES, SUMS_READ])
 def test_the_waits_of_wgmma_are_enough(one: Wgmma) -> None:
-    """The unedited kernels have no race, and their results are right."""
+    """The unedited kernels are free of races, and their results are right."""
     check_in_orders(multiply_by_warpgroups, one, 2)

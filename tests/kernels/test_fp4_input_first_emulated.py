@@ -84,7 +84,7 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
 
 @pytest.mark.parametrize("one", GATED)
 def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
-    """Results have the bits of ``silu_mul`` and a GEMM without the gate. Launches overlap in every second case."""
+    """Results equal ``silu_mul`` and a GEMM without the gate, bit for bit. Launches overlap in every second case."""
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(n)
     rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
@@ -120,7 +120,7 @@ def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# A CTA has more k tiles than stages. See ``test_fp4_gemm_emulated`` for its waits.
+# A CTA multiplies more k tiles than stages. See ``test_fp4_gemm_emulated`` for its waits.
 ROW = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate=True), (1, 136, 7168), 0, False, None
 )
@@ -149,7 +149,7 @@ def test_each_wait_for_gated_activations_is_needed(one: Wgmma, edit: Any) -> Non
 
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 def test_the_waits_for_gated_activations_are_enough(one: Wgmma) -> None:
-    """The unedited kernels have no race, and their results are right."""
+    """The unedited kernels are free of races, and their results are right."""
     check_in_orders(multiply_by_warpgroups, one, 2)
 
 
@@ -228,7 +228,7 @@ def multiply_e2m1(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernel's output and the expected output. Sums are exact.
 
-    ``late`` names arguments that a previous kernel writes, which has not ended yet.
+    ``late`` names arguments that a previous kernel writes, which is still running.
     """
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(k)
@@ -247,7 +247,7 @@ def multiply_e2m1(
 
 @by_quantised
 def test_sums_of_quantised_rows(one: Wgmma) -> None:
-    """If sums are exact, results have the expected bits, in two orders of threads."""
+    """If sums are exact, results equal the expected bits, in two orders of threads."""
     for seed in (None, 0):
         got, want = multiply_e2m1(one._replace(seed=seed))
         assert torch.equal(got, want)
@@ -283,7 +283,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
-    """For blocks of any magnitude, results have the bits of two kernels, in two orders of threads."""
+    """For blocks of any magnitude, results equal two kernels' bits, in two orders of threads."""
     (m, _, k), case = one.sizes, one.case
     for seed in (0, 1):
         size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
@@ -298,8 +298,8 @@ def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
 def special_rows(m: int, k: int) -> torch.Tensor:
     """Return rows with special blocks.
 
-    Row 0 has a NaN, row 1 an infinity, row 2 only zeros of both signs, row 3 an amax too small for a scale, row 4 an
-    amax that saturates the scale, and row 5 amax values around the smallest scale.
+    Row 0 contains a NaN, row 1 an infinity, row 2 only zeros of both signs, row 3 an amax too small for a scale, row 4
+    an amax that saturates the scale, and row 5 amax values around the smallest scale.
     """
     value = torch.randn(m, k)
     value[0, k - 2], value[1, 17] = torch.nan, -torch.inf
@@ -312,8 +312,8 @@ def special_rows(m: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4, 6)])
 def test_special_values_are_quantised(one: Wgmma) -> None:
-    """Special values are quantised as specified, and results have the bits of the two kernels."""
-    # Every CTA of a cluster has a k tile.
+    """Special values are quantised as specified, and results equal the two kernels' bits."""
+    # Every CTA of a cluster needs a k tile.
     one = one._replace(sizes=(6, 136, 768 if one.case.layout == "linear" else 288), seed=0)
     (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)
     torch.manual_seed(n)
@@ -388,5 +388,5 @@ def test_each_wait_for_quantised_activations_is_needed(one: Wgmma, edit: Any) ->
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 def test_the_waits_for_quantised_activations_are_enough(one: Wgmma) -> None:
-    """The unedited kernels have no race, and their results are right."""
+    """The unedited kernels are free of races, and their results are right."""
     check_in_orders(multiply_e2m1, one, 2)

@@ -64,7 +64,7 @@ def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
 
 
 def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: Any = None) -> None:
-    """Check that a run has the expected result in ``orders`` orders of its threads.
+    """Check that a run yields the expected result in ``orders`` orders of its threads.
 
     ``execute`` runs a kernel whose PTX is edited, and returns the result and the expected result.
     """
@@ -79,7 +79,7 @@ def to_prefetch(case: Any) -> torch.Tensor | None:
 
 
 def check_prefetched(machines: Sequence[Machine], matrix: torch.Tensor | None) -> None:
-    """Check that the CTAs of the last launch have prefetched each byte of the matrix once, and nothing else."""
+    """Check that the CTAs of the last launch prefetched each byte of the matrix once, and nothing else."""
     requests = sorted(machines[-1].prefetched)
     ends = [address + size for address, size in requests]
     assert [address for address, _ in requests[1:]] == ends[:-1]
@@ -90,7 +90,7 @@ def check_prefetched(machines: Sequence[Machine], matrix: torch.Tensor | None) -
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
-    """Check that tensors have the same bits. All NaNs of 16-bit and 32-bit dtypes count as equal."""
+    """Check that tensors are equal bit for bit. All NaNs of 16-bit and 32-bit dtypes count as equal."""
     if want is not None:
         if want.dtype in (BF16, FP16, FP32):
             got, want = (t.masked_fill(t.isnan(), torch.nan) for t in (got, want))

@@ -1,6 +1,6 @@
 """Block-scaled ``mma.sync`` of FP4 codes: both operands as they lie in memory, scales applied by the MMA.
 
-Of 64 elements of k, lane ``t`` of the four that share a row holds eight from 8 t on and eight from 32 + 8 t on: a word
+Lane ``t`` of the four that share a row holds, of 64 elements of k, eight from 8 t on and eight from 32 + 8 t on: a word
 each. Words that a warp reads at once are in different banks, because vectors of 16 bytes are permuted within a row's
 line. The activations' scales are copied to shared memory as rows of a k tile's blocks, from any layout.
 """

@@ -216,17 +216,17 @@ class Config:
 
     @property
     def rearranges(self) -> bool:
-        """Whether the CTAs rearrange the activations, instead of a kernel before this one."""
+        """Return whether the CTAs rearrange the activations, instead of a kernel before this one."""
         return rearranges(self.tile_m, self.split_k)
 
     @property
     def by_codes(self) -> bool:
-        """Whether one row is multiplied as codes."""
+        """Return whether one row is multiplied as codes."""
         return by_codes(self.operands, self.tile_m, self.tile_n)
 
     @property
     def by_warp(self) -> bool:
-        """Whether the MMAs are warp-level (mma.sync), not wgmma."""
+        """Return whether the MMAs are warp-level (mma.sync), not wgmma."""
         return self.tile_m <= WARP_MMA_TILE_M and not self.by_codes
 
     @property
@@ -243,7 +243,7 @@ class Config:
 
     @property
     def reduces(self) -> bool:
-        """Whether accumulators go through shared memory: of clusters, of warps that divide k, and of one row."""
+        """Return whether accumulators go through shared memory: of clusters, of warps that divide k, and of one row."""
         return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
     @property
@@ -292,7 +292,7 @@ class Config:
 
     @property
     def sends(self) -> bool:
-        """Whether the CTAs of a cluster send their partial sums."""
+        """Return whether the CTAs of a cluster send their partial sums."""
         return sends(self.tile_m, self.split_k)
 
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:

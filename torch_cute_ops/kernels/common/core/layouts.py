@@ -93,13 +93,13 @@ class Epilogue:
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
+        """Return whether ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
         return self.alpha in ("expert", "expert_column")
 
     def reason_unsupported(self, *, is_grouped: bool = False) -> str | None:
         """Return the reason that a GEMM, grouped or not, cannot apply this epilogue, or None if it can."""
         if self.bias_dtype not in (None, torch.float32, self.out_dtype):
-            return f"bias has dtype {self.bias_dtype}; it has to be float32 or that of the result, {self.out_dtype}"
+            return f"bias has dtype {self.bias_dtype}; it has to be float32 or the result's, {self.out_dtype}"
         if self.alpha == "expert_half":
             return "alpha is 'expert_half', but the GEMM is not gated"
         if self.is_by_expert and not is_grouped:

@@ -27,8 +27,8 @@ and 3.5. The significand distinguishes the two kinds: 1.0 or 1.25 for "down", 1.
 3. ``min(|p|, 6)`` saturates; adding half a code step rounds; the code is then bits 11..9 of each half, the sign bit 15.
 4. Byte permutes and masks gather the nibbles.
 
-That is 3 floating-point and 2.4 integer instructions per element, exact for every finite fp32 input. Tests compare the
-encoder with the definition over all bf16 and fp16 values and the fp32 neighbours of each boundary.
+This takes 3 floating-point and 2.4 integer instructions per element, and is exact for every finite fp32 input. Tests
+compare the encoder with the definition over all bf16 and fp16 values and the fp32 neighbours of each boundary.
 """
 
 from typing import Final

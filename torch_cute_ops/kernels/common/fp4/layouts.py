@@ -165,7 +165,7 @@ class FP4Operands:
 
     @property
     def decodes_both(self) -> bool:
-        """Whether activations, too, are multiplied as decoded FP4 numbers."""
+        """Return whether activations, too, are multiplied as decoded FP4 numbers."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
