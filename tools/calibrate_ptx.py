@@ -1,11 +1,12 @@
-"""Run kernels of NVIDIA that are known to be right in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
+"""Run NVIDIA's kernels, which are known to be right, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
-Their results are compared bit for bit with float64, on inputs whose sums are exact: where a kernel that works on a GPU
-differs here, or is found at fault, the emulator is wrong. ``--on-gpu`` compares the emulator with this machine's GPU
-instead: the same kernel, the same inputs, the same bits. Without a path the kernels are our own for Hopper
-(``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs nothing but the GPU and this repository.
+Results are compared bit for bit with float64, on inputs whose partial sums are exact. If a kernel that works on a GPU
+differs here, or the emulator reports a fault in it, the emulator is wrong. ``--on-gpu`` compares the emulator with this
+machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own Hopper kernels run
+(``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
-``--write`` keeps the table: a page for CUTLASS's kernels without a GPU, and one for each kind of kernels on a GPU.
+``--write`` saves the table. CUTLASS's kernels without a GPU, CUTLASS's kernels on a GPU, and our kernels on a GPU each
+get a page.
 """
 
 import argparse
@@ -37,13 +38,13 @@ from ptx_emulator.values import E2M1, SCALES, TINY  # noqa: E402
 
 NOTES = ROOT / "docs" / "notes"
 SEEDS = (None, 0, 1)
-"""Of the order of warps and copies: in step, and twice at random."""
+"""Seeds of the order of warps and copies: None runs them in lockstep; a number draws a random order."""
 NAN = {E4M3: 0x7F, E8M0: 0xFF}
-"""The code of a scale that is not to be used."""
+"""NaN codes of the scale formats, put where a kernel must not use the scale."""
 
 
 class Operand(NamedTuple):
-    """Bytes of a matrix and of its scales, and the numbers that they stand for."""
+    """Bytes of a matrix and of its scales, and the decoded numbers."""
 
     data: Any
     scales: Any
@@ -51,7 +52,7 @@ class Operand(NamedTuple):
 
 
 def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Operand:
-    """A random matrix."""
+    """Return a random matrix (rows, k) in the formats of ``case``."""
     if not case.block:
         numbers = random.integers(-4, 5, (rows, k)).astype(np.float64)
         if case.operand is E4M3:
@@ -65,7 +66,8 @@ def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Opera
 
 
 def in_blocks(scales: Any, nan: int) -> Any:
-    """The 128x4 order: 512 bytes for each 128 rows and 4 scales. Padded rows are NaN, padded columns 0."""
+    """Return scales in the 128x4 layout: 512 bytes for each 128 rows × 4 scales. Padding rows are ``nan``, padding
+    columns 0."""
     rows, columns = scales.shape
     padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
     padded[rows:] = nan
@@ -75,7 +77,7 @@ def in_blocks(scales: Any, nan: int) -> Any:
 
 
 class Problem(NamedTuple):
-    """Buffers, C last, and what is to be in C, as bits."""
+    """Sizes (m, n, k), buffers (C is the last), and the expected bits of C."""
 
     sizes: tuple[int, int, int]
     buffers: list[Any]
@@ -83,7 +85,7 @@ class Problem(NamedTuple):
 
 
 def problem(case: Case, m: int, n: int, k: int) -> Problem:
-    """Random operands whose sums are exact in fp32 in any order."""
+    """Return random operands whose partial sums are exact in fp32 in any order."""
     random = np.random.default_rng([m, n, k])
     a, b = operand(case, m, k, random), operand(case, n, k, random)
     quantum = 2.0**-6 if case.block else 1.0
@@ -97,14 +99,14 @@ def problem(case: Case, m: int, n: int, k: int) -> Problem:
 
 
 class Emulated(NamedTuple):
-    """C's bits, and how long it took."""
+    """Bits of C, and the time that the emulator took."""
 
     bits: Any
     seconds: float
 
 
 def emulate(compiled: Any, given: Problem, seed: int | None) -> Emulated:
-    """Execute a compiled kernel's launches in the emulator."""
+    """Execute the launches of a compiled kernel in the emulator."""
     programs = programs_of(compiled.artifacts.PTX)
     memory = GlobalMemory()
     addresses = [
@@ -122,7 +124,7 @@ def emulate(compiled: Any, given: Problem, seed: int | None) -> Emulated:
 
 
 def on_gpu(case: Case, compiled: Any, given: Problem) -> Any:
-    """C's bits by the GPU."""
+    """Run a compiled kernel on the GPU and return the bits of C."""
     import cutlass.cute as cute
     from cuda.bindings.driver import CUstream
     from cutlass.cute.runtime import make_ptr
@@ -140,13 +142,13 @@ def on_gpu(case: Case, compiled: Any, given: Problem) -> Any:
 
 
 def difference(found: Any, expected: Any) -> str:
-    """What is wrong, or nothing."""
+    """Return the share of elements that differ as text, or an empty string if all are equal."""
     share = float((found != expected).mean())
     return f"{share:.1%} of elements differ" if share else ""
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """A line of the table."""
 
     name: str
     arch: str
@@ -172,7 +174,7 @@ def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
 
 
 def calibrate_own(case: OwnCase, gpu: bool) -> Row:
-    """The same of one of our kernels, whose results are fp32."""
+    """Run one of our kernels, whose results are fp32."""
 
     def emulated(seed: int | None) -> Emulated:
         start = time.perf_counter()
@@ -186,8 +188,11 @@ def calibrate_own(case: OwnCase, gpu: bool) -> Row:
 def compare(
     name: str, arch: str, size: str, emulated: Callable[[int | None], Emulated], expected: Any, gpu: Any
 ) -> Row:
-    """Run the emulator with each of ``SEEDS``; its bits against the GPU's, if there are any, and these against what is
-    expected."""
+    """Run the emulator with each of ``SEEDS`` and compare bits.
+
+    Without results of a GPU, the emulator is compared with ``expected``. With them, the emulator is compared with the
+    GPU, and the GPU with ``expected``.
+    """
     wrong, seconds = [], 0.0
     for seed in SEEDS:
         try:
@@ -210,7 +215,7 @@ def _first_line(error: Exception) -> str:
 
 
 def revision(root: Path) -> str:
-    """The checkout's version, as far as it says."""
+    """Return the revision of a checkout, if git knows it."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(
             ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
@@ -219,7 +224,7 @@ def revision(root: Path) -> str:
 
 
 def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
-    """The table as it is kept; ``kernels``: whose they are, and of which version."""
+    """Return the page with the table; ``kernels`` is its sentence on the kernels' origin and version."""
     against = "with float64" if gpu is None else f"with an {gpu}'s, and these with float64's"
     lines = [
         f"# Calibration of the PTX emulator{'' if gpu is None else f' on an {gpu}'}",
@@ -241,34 +246,34 @@ def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
 
 
 def main() -> None:
-    """Run the cases; exit with a message if one is not right."""
+    """Run the cases; exit with a message if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "cutlass", type=Path, nargs="?", metavar="PATH_TO_CUTLASS", help="a checkout of NVIDIA/cutlass; default: ours"
+        "cutlass", type=Path, nargs="?", metavar="PATH_TO_CUTLASS", help="checkout of NVIDIA/cutlass; default: ours"
     )
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name contains this")
-    parser.add_argument("--revision", default="", help="CUTLASS's revision, where the checkout has no git directory")
-    parser.add_argument("--on-gpu", action="store_true", help="compare with this machine's GPU: the cases it can run")
-    parser.add_argument("--write", action="store_true", help=f"keep the table in {NOTES.relative_to(ROOT)}")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="run only cases whose name contains this text")
+    parser.add_argument("--revision", default="", help="revision of CUTLASS, for a checkout without a git directory")
+    parser.add_argument("--on-gpu", action="store_true", help="compare with this machine's GPU, if it can run the case")
+    parser.add_argument("--write", action="store_true", help=f"save the table in {NOTES.relative_to(ROOT)}")
     given = parser.parse_args()
     if given.write and (given.only or not (given.cutlass or given.on_gpu)):
-        parser.error("only whole tables are kept, of CUTLASS's kernels or from a GPU")
+        parser.error("--write saves whole tables only: drop --only, and give PATH_TO_CUTLASS or --on-gpu")
     rows: list[Row] = []
     for row in measured(given.cutlass, given.only, given.on_gpu):
         print(f"{row.arch:8s} {row.name:50s} {row.size:14s} {row.seconds:5.1f} s  {row.result}", flush=True)
         rows.append(row)
     if not rows:
-        raise SystemExit("no such case")
+        raise SystemExit(f"no case to run has {given.only!r} in its name")
     if given.write:
         write(rows, given.cutlass, given.revision, given.on_gpu)
     wrong = sum(not row.right for row in rows)
     if wrong:
-        raise SystemExit(f"{wrong} of {len(rows)} problems are not right")
-    print(f"{len(rows)} problems, all right")
+        raise SystemExit(f"{wrong} of {len(rows)} problems are wrong")
+    print(f"all {len(rows)} problems are right")
 
 
 def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
-    """The rows of all cases whose name contains ``only``, and that the GPU can run."""
+    """Yield the rows of all cases whose name contains ``only`` and, if ``gpu``, that this machine's GPU can run."""
     arch = "sm_{}{}a".format(*torch.cuda.get_device_capability()) if gpu else None
     if cutlass is not None:
         for case in CASES:
@@ -279,7 +284,7 @@ def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
 
 
 def write(rows: list[Row], cutlass: Path | None, given_revision: str, on_gpu: bool) -> None:
-    """Keep the table."""
+    """Save the table in ``NOTES``."""
     gpu = torch.cuda.get_device_name() if on_gpu else None
     options = ["PATH_TO_CUTLASS"] * (cutlass is not None) + ["--on-gpu"] * on_gpu + ["--write"]
     command = " ".join(["tools/calibrate_ptx.py", *options])

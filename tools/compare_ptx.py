@@ -53,7 +53,7 @@ def main() -> int:
     changed = [name for name in found if known.get(name) != found[name]]
     for name in changed:
         print("differs" if name in known else "new", name)
-    print(f"{len(found) - len(changed)} of {len(found)} kernels have the same PTX")
+    print(f"PTX of {len(found) - len(changed)} of {len(found)} kernels is unchanged")
     return bool(changed)
 
 

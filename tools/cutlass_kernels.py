@@ -1,7 +1,7 @@
-"""Kernels among CUTLASS's CuTe DSL examples that ``calibrate_ptx.py`` runs, and how they are compiled without a GPU.
+"""Compile kernels of CUTLASS's CuTe DSL examples without a GPU, for ``calibrate_ptx.py``.
 
-All compute ``C = A @ B.T`` of row-major A ``(m, k)``, B ``(n, k)`` and C ``(m, n)``, with their code unchanged: the
-examples query a GPU in their ``run`` functions alone, and these are not called.
+All kernels compute ``C = A @ B.T`` with row-major A ``(m, k)``, B ``(n, k)`` and C ``(m, n)``. The examples are not
+changed: only their ``run`` functions query a GPU, and these are never called.
 """
 
 import importlib.util
@@ -21,23 +21,23 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 EXAMPLES = "examples/python/CuTeDSL/cute"
 CLUSTERS = 2
-"""Of persistent kernels: so few that each works on several tiles of a problem that can be emulated."""
+"""Clusters of persistent kernels, few enough that each computes several tiles of a problem small enough to emulate."""
 
 
 class Case(NamedTuple):
     """One kernel with its configuration.
 
     Attributes:
-        name: what ``--only`` matches.
-        arch: what it is compiled for.
-        file: below ``EXAMPLES``.
-        make: the kernel, of its module and of ``config``.
-        config: what ``make`` takes: tile, cluster and such.
-        operand: the type of A and B.
-        scale: the type of block scales, if there are any.
-        block: numbers to a scale.
-        out: the type of C.
-        sizes: ``(m, n, k)`` of problems.
+        name: text that ``--only`` searches.
+        arch: target architecture, such as ``sm_100a``.
+        file: path of the example, relative to ``EXAMPLES``.
+        make: function that builds the kernel from the example's module and ``config``.
+        config: arguments of ``make``, such as tile and cluster shapes.
+        operand: DSL type of A and B.
+        scale: DSL type of the block scales, or None for a kernel without scales.
+        block: elements per block scale, or 0 for a kernel without scales.
+        out: DSL type of C.
+        sizes: ``(m, n, k)`` of each problem to run.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Case(NamedTuple):
 
 @cache
 def example(root: Path, file: str) -> Any:
-    """An example's module."""
+    """Import an example and return its module."""
     for folder in (root / EXAMPLES, root / EXAMPLES / Path(file).parent, (root / EXAMPLES).parent):
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # some import their neighbours
+            sys.path.append(str(folder))  # some examples import modules next to them
     name = "cutlass_example_" + Path(file).stem
     spec = importlib.util.spec_from_file_location(name, root / EXAMPLES / file)
     if spec is None or spec.loader is None or not (root / EXAMPLES / file).exists():
@@ -68,8 +68,13 @@ def example(root: Path, file: str) -> Any:
     return module
 
 
+def row_major(pointer: cute.Pointer, rows: Any, columns: Any) -> cute.Tensor:
+    """Return a row-major tensor (rows, columns, 1)."""
+    return cute.make_tensor(pointer, cute.make_ordered_layout((rows, columns, 1), order=(1, 0, 2)))
+
+
 class Dense:
-    """Pointers and sizes to what a kernel without scales takes."""
+    """Entry point, with pointers and sizes as arguments, of a kernel without scales that expects tensors."""
 
     def __init__(self, kernel: Any, *rest: Any):
         self.kernel = kernel
@@ -86,21 +91,23 @@ class Dense:
         k: cutlass.Int32,
         stream: CUstream,
     ) -> None:
-        """Launch."""
+        """Launch the kernel."""
         k, n_out = cute.assume(k, 32), cute.assume(n, 16)
-        a = cute.make_tensor(a_ptr, cute.make_ordered_layout((m, k, 1), order=(1, 0, 2)))
-        b = cute.make_tensor(b_ptr, cute.make_ordered_layout((n, k, 1), order=(1, 0, 2)))
-        c = cute.make_tensor(c_ptr, cute.make_ordered_layout((m, n_out, 1), order=(1, 0, 2)))
-        self.kernel(a, b, c, *self.rest, stream)
+        tensors = row_major(a_ptr, m, k), row_major(b_ptr, n, k), row_major(c_ptr, m, n_out)
+        self.kernel(*tensors, *self.rest, stream)
 
 
 class BlockScaled:
-    """Pointers and sizes to what a block-scaled kernel takes: of scales, it uses the address alone."""
+    """Entry point, with pointers and sizes as arguments, of a block-scaled kernel. Subclasses define ``launch``."""
 
     def __init__(self, kernel: Any, *rest: Any):
         self.kernel = kernel
         self.rest = rest
 
+    def launch(self, pointers: tuple[cute.Pointer, ...], sizes: tuple[cutlass.Int32, ...], stream: CUstream) -> None:
+        """Launch the kernel on pointers to A, B, their scales and C, and on the sizes ``(m, n, k)``."""
+        raise NotImplementedError
+
     @cute.jit
     def __call__(
         self,
@@ -114,46 +121,34 @@ class BlockScaled:
         k: cutlass.Int32,
         stream: CUstream,
     ) -> None:
-        """Launch."""
+        """Launch the kernel."""
+        self.launch((a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr), (m, n, k), stream)
+
+
+class OfTensors(BlockScaled):
+    """Entry point of a kernel that expects tensors. The kernel ignores the shapes of the scales."""
+
+    def launch(self, pointers: tuple[cute.Pointer, ...], sizes: tuple[cutlass.Int32, ...], stream: CUstream) -> None:
+        (m, n, k), (a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr) = sizes, pointers
         k, n_out = cute.assume(k, 32), cute.assume(n, 8)
-        a = cute.make_tensor(a_ptr, cute.make_ordered_layout((m, k, 1), order=(1, 0, 2)))
-        b = cute.make_tensor(b_ptr, cute.make_ordered_layout((n, k, 1), order=(1, 0, 2)))
-        c = cute.make_tensor(c_ptr, cute.make_ordered_layout((m, n_out, 1), order=(1, 0, 2)))
-        a_scale = cute.make_tensor(a_scale_ptr, cute.make_ordered_layout((m, k, 1), order=(1, 0, 2)))
-        b_scale = cute.make_tensor(b_scale_ptr, cute.make_ordered_layout((n, k, 1), order=(1, 0, 2)))
+        a, b, c = row_major(a_ptr, m, k), row_major(b_ptr, n, k), row_major(c_ptr, m, n_out)
+        a_scale, b_scale = row_major(a_scale_ptr, m, k), row_major(b_scale_ptr, n, k)
         self.kernel(a, b, a_scale, b_scale, c, *self.rest, stream)
 
 
-class OfPointers:
-    """The same of a kernel that takes pointers and a problem's size."""
+class OfPointers(BlockScaled):
+    """Entry point of a kernel that expects pointers and the size of the problem."""
 
-    def __init__(self, kernel: Any, layouts: bool):
-        self.kernel = kernel
-        self.layouts = (OperandMajorMode.K, OperandMajorMode.K, utils.LayoutEnum.ROW_MAJOR) if layouts else None
-
-    @cute.jit
-    def __call__(
-        self,
-        a_ptr: cute.Pointer,
-        b_ptr: cute.Pointer,
-        a_scale_ptr: cute.Pointer,
-        b_scale_ptr: cute.Pointer,
-        c_ptr: cute.Pointer,
-        m: cutlass.Int32,
-        n: cutlass.Int32,
-        k: cutlass.Int32,
-        stream: CUstream,
-    ) -> None:
-        """Launch."""
-        problem = (m, n, k, cutlass.Int32(1))
-        if cutlass.const_expr(self.layouts is None):
-            self.kernel(a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr, problem, stream)
+    def launch(self, pointers: tuple[cute.Pointer, ...], sizes: tuple[cutlass.Int32, ...], stream: CUstream) -> None:
+        problem = (*sizes, cutlass.Int32(1))
+        if self.rest:
+            self.kernel(*pointers, *self.rest, problem, CLUSTERS, stream)
         else:
-            self.kernel(a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr, self.layouts, problem, CLUSTERS, stream)
+            self.kernel(*pointers, problem, stream)
 
 
 def compile_case(root: Path, case: Case, optimised: bool) -> Any:
-    """The compiled function, which takes pointers, ``m``, ``n``, ``k`` and a stream; with its PTX."""
+    """Return the compiled function, with its PTX. It takes pointers, ``m``, ``n``, ``k`` and a stream."""
     kernel = case.make(example(root, case.file), *case.config)
     scales = [make_ptr(case.scale, 0, cute.AddressSpace.gmem, assumed_align=32)] * 2 if case.block else []
     pointers = [
@@ -167,7 +162,7 @@ def compile_case(root: Path, case: Case, optimised: bool) -> Any:
             options += " --ptxas-options=-O0"
         sizes = [cutlass.Int32(0)] * 3
         compiled = cute.compile(kernel, *pointers, *sizes, make_fake_stream(), options=options)
-        compiled.artifacts.PTX  # noqa: B018  (read before the folder goes)
+        compiled.artifacts.PTX  # noqa: B018  (reads the file before the folder is deleted)
     return compiled
 
 
@@ -182,37 +177,38 @@ HOPPER = "hopper/kernel/dense_gemm/{}.py"
 
 
 def persistent(module: Any, *config: Any) -> Any:
-    """Data-center Blackwell's persistent kernel of (block, tile, cluster)."""
-    return OfPointers(module.Sm100BlockScaledPersistentDenseGemmKernel(*config), layouts=True)
+    """Return the persistent kernel for data-centre Blackwell; ``config`` is (block, tile, cluster)."""
+    kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(*config)
+    return OfPointers(kernel, (OperandMajorMode.K, OperandMajorMode.K, utils.LayoutEnum.ROW_MAJOR))
 
 
 def prefetching(module: Any, *config: Any) -> Any:
-    """The same with prefetches to L2."""
-    return BlockScaled(module.Sm100BlockScaledPersistentDenseGemmKernel(*config), CLUSTERS)
+    """Return the persistent kernel for data-centre Blackwell that prefetches into L2."""
+    return OfTensors(module.Sm100BlockScaledPersistentDenseGemmKernel(*config), CLUSTERS)
 
 
 def ultra(module: Any, *config: Any) -> Any:
-    """That of sm_103a, whose MMAs have K = 96."""
-    return BlockScaled(module.Sm103BlockScaledPersistentDenseGemmKernel(*config, True), CLUSTERS)
+    """Return the persistent kernel for sm_103a, which uses MMAs with K = 96."""
+    return OfTensors(module.Sm103BlockScaledPersistentDenseGemmKernel(*config, True), CLUSTERS)
 
 
 def tutorial(module: Any) -> Any:
-    """A kernel of one tile a CTA."""
-    return OfPointers(module.Sm100BlockScaledDenseGemmKernel(), layouts=False)
+    """Return a tutorial's kernel, in which each CTA computes one tile."""
+    return OfPointers(module.Sm100BlockScaledDenseGemmKernel())
 
 
 def consumer(module: Any, block: int) -> Any:
-    """Consumer Blackwell's kernels."""
-    return BlockScaled(module.Sm120BlockScaledGemmKernel(F32, block, (128, 128, 128), (64, 32)), CLUSTERS)
+    """Return a kernel for consumer Blackwell."""
+    return OfTensors(module.Sm120BlockScaledGemmKernel(F32, block, (128, 128, 128), (64, 32)), CLUSTERS)
 
 
 def wgmma(module: Any, tile: tuple[int, int], cluster: tuple[int, int]) -> Any:
-    """Hopper's kernel of one tile a CTA."""
+    """Return the Hopper kernel in which each CTA computes one tile."""
     return Dense(module.HopperWgmmaGemmKernel(F32, tile, cluster))
 
 
 def wgmma_persistent(module: Any, tile: tuple[int, int], cluster: tuple[int, int]) -> Any:
-    """Hopper's persistent kernel."""
+    """Return the persistent Hopper kernel."""
     return Dense(module.HopperWgmmaGemmPersistentKernel(F32, tile, cluster, 1, True), CLUSTERS)
 
 

@@ -1,10 +1,10 @@
-"""Run the suite, the sanitizer and the benchmarks on a GPU that these kernels have not run on, and pack what they say.
+"""Run the suite, the sanitizer and the benchmarks on a new type of GPU, and pack their logs and results.
 
-    python tools/first_run.py                  # all of it, in the folder first-run; an hour or so
-    python tools/first_run.py suite benchmarks # part of it
+    python tools/first_run.py                  # all steps, in the folder first-run; about an hour
+    python tools/first_run.py suite benchmarks # some steps
 
-Every step has its own log, and the others run though one fails. The archive at the end is what to attach to an issue.
-Exits with 1 if any step failed.
+Each step writes a log. A failed step does not stop the others. Attach the final archive to an issue. The exit status is
+1 if any step failed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PYTHON = sys.executable
 
 
 def steps(folder: Path) -> dict[str, list[str]]:
-    """The command of each step, by name, in order."""
+    """Return the command of each step by name, in the order in which they run."""
     each = ["-n", str(min(os.cpu_count() or 1, 16)), "--dist", "loadgroup", "--max-worker-restart", "0"]
     results = str(folder / "results")
     return {
@@ -34,7 +34,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run what was asked for; print a line for each step."""
+    """Run the steps that the command line names, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=Path("first-run"), help="folder of logs and results")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(steps(Path())))
@@ -56,7 +56,11 @@ def main() -> None:
 
 
 def run(name: str, command: list[str], folder: Path) -> dict[str, object]:
-    """Run one step with its output in a log; its exit status, or why it did not start, and its time."""
+    """Run a step with its output in a log.
+
+    Returns:
+        Command, exit status (or the reason that it did not start), and seconds.
+    """
     print(f"{name}: {' '.join(command)}", flush=True)
     started = time.monotonic()
     with (folder / f"{name}.log").open("wb") as log:

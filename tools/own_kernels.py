@@ -1,8 +1,7 @@
-"""Our own kernels by warpgroup MMA, for ``calibrate_ptx.py`` where there is no checkout of CUTLASS: GEMMs whose sums
-are exact, in the PTX emulator, on a GPU, and by the reference.
+"""Run our own wgmma GEMMs in the PTX emulator, on a GPU, and by the reference: ``calibrate_ptx.py`` without CUTLASS.
 
-A case is a problem, a number of rows, and a tactic of a backend. The backend's launcher computes it, on a GPU as ever,
-or with kernels that the emulator executes.
+Partial sums are exact, so that all results must be equal. A case is a problem, a number of rows, and a tactic of a
+backend. The backend's launcher computes the case on a GPU, or with kernels that the emulator executes.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,12 +30,12 @@ Tensor = torch.Tensor
 ARCH = "sm_90a"
 CPU = torch.device("cpu")
 SMS = 6
-"""CTAs that share the work, on the GPU too: the order of sums depends on it."""
+"""SMs that backends plan for. Also given on a GPU, because the order of additions depends on it."""
 FP32 = torch.float32
 
 
 class OwnCase(NamedTuple):
-    """A GEMM of ``m`` rows by a tactic of the backend of that name."""
+    """A GEMM with ``m`` rows, computed by a tactic of the named backend."""
 
     name: str
     backend: str
@@ -46,7 +45,7 @@ class OwnCase(NamedTuple):
 
     @property
     def size(self) -> str:
-        """M, N and K."""
+        """M, N and K as text."""
         return f"{self.m}×{self.problem.n}×{self.problem.k}"
 
 
@@ -78,7 +77,7 @@ OWN_CASES = (
 
 
 def operands(case: OwnCase) -> tuple[Operands, Tensor]:
-    """Random operands whose sums are exact, and a result that nobody has written."""
+    """Return random operands whose partial sums are exact, and a result full of NaN."""
     problem, m = case.problem, case.m
     torch.manual_seed(problem.k)
     a_scale = alpha = None
@@ -105,14 +104,14 @@ def _fp4_matrix(rows: int, k: int, operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def by_reference(case: OwnCase) -> Tensor:
-    """The result, by float64."""
+    """Return the result of the reference, computed in float64."""
     given, out = operands(case)
     Reference().launcher(case.problem, (), Target(CPU, None, 1))(given, out)
     return out
 
 
 def by_emulator(case: OwnCase, seed: int | None) -> Tensor:
-    """The result, by the emulator, with one order of warps and copies."""
+    """Return the result of the emulator; ``seed`` chooses the order of warps and copies."""
     given, out = operands(case)
     with _emulated(seed):
         _launcher(case, CPU)(given, out)
@@ -120,7 +119,7 @@ def by_emulator(case: OwnCase, seed: int | None) -> Tensor:
 
 
 def by_gpu(case: OwnCase) -> Tensor:
-    """The result, by this machine's GPU."""
+    """Return the result of this machine's GPU."""
     given, out = operands(case)
     device = torch.device("cuda", torch.cuda.current_device())
     result = out.to(device)
@@ -130,7 +129,7 @@ def by_gpu(case: OwnCase) -> Tensor:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, with the same strides."""
+    """Copy a tensor to the device with the same strides."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
@@ -141,7 +140,7 @@ def _launcher(case: OwnCase, device: torch.device) -> Callable[..., Any]:
 
 @contextmanager
 def _emulated(seed: int | None) -> Iterator[None]:
-    """Have backends' kernels executed by the emulator."""
+    """Execute the backends' kernels in the emulator."""
 
     def compile_kernel(kernel: Any, arch: Any) -> Callable[..., Any]:
         return lambda *call: run_kernel(kernel.make(), arch, *call, seed=seed, max_steps=2_000_000)

@@ -1,6 +1,7 @@
-"""Run every op on its sample inputs on the GPU, with each of its backends, and compare with the reference: the program
-that ``tools/sanitize.py`` sanitises. ``--device cpu`` runs the references alone; ``--part 2/4``, the second of every
-four samples.
+"""Run every op on its sample inputs on the GPU, with each of its backends, and compare with the reference.
+
+``tools/sanitize.py`` runs this program under compute-sanitizer. ``--device cpu`` runs only the references. ``--part
+2/4`` runs the second of every four samples.
 """
 
 import argparse
@@ -20,22 +21,22 @@ from samples import Sample, sample_inputs
 from support.parts import part_of
 
 NAMES = sorted({backend.name for backend in BACKENDS})
-"""Of the backends of all ops."""
+"""Names of the backends of all ops."""
 
 
 def main() -> None:
     """Run the samples; exit with a message at the first wrong output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="not with these backends")
-    parser.add_argument("--only", choices=NAMES, metavar="BACKEND", help="with this backend alone")
-    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="every Nth sample from the Ith on")
-    parser.add_argument("ops", nargs="*", metavar="OP", help="of these ops alone")
+    parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="leave out these backends")
+    parser.add_argument("--only", choices=NAMES, metavar="BACKEND", help="run only this backend")
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="run every Nth sample from the Ith")
+    parser.add_argument("ops", nargs="*", metavar="OP", help="run only these ops")
     given = parser.parse_args()
     device, (first, step) = torch.device(given.device), given.part
     calls = 0
     for spec in [OPS[name] for name in given.ops or OPS]:
-        # Twice the same, because some ops update an argument.
+        # Each sample is made twice, because some ops update an argument.
         pairs = list(zip(samples(spec, device), samples(spec, device), strict=True))
         for sample, same in pairs[first - 1 :: step]:
             results = as_tuple(spec.reference(*same.args, **same.kwargs))
@@ -45,7 +46,8 @@ def main() -> None:
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
                 for name, output, reference in zip((*spec.outputs, *spec.updated), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
-                    # A norm's sum has another order than the reference's: one in a thousand, more in a small tensor.
+                    # A norm adds in another order than the reference: about one element in 1,000 rounds differently,
+                    # a larger share in a small tensor.
                     if share > 2e-2:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
                 calls += 1
@@ -53,20 +55,20 @@ def main() -> None:
 
 
 def relative(spec: OpSpec) -> float:
-    """What numbers may differ by, of themselves, whatever their dtype. (Terms of a dot product may cancel.)"""
+    """Return the relative tolerance, apart from the output dtype's. It is larger for GEMMs: their terms may cancel."""
     return 2.0**-18 if not spec.has_backends else 2.0**-14
 
 
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
-    """What a sum of FP8 products may lack besides, at most; of other ops ``None``.
+    """Return a bound on the absolute error of FP8 tensor cores per output element, or None for other ops.
 
-    Tensor cores align the 32 terms of a step, and the sum before them, to the largest, of which they keep 14 bits. A
-    scale's block has four steps, and the magnitudes of all terms add up to no less than the largest.
+    An MMA step aligns its 32 products and the accumulator to the largest of them, and keeps 14 bits. A scale's block
+    takes four steps. The bound replaces the largest term by the sum of all magnitudes, which is at least as large.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
-    if given["b"].dtype == torch.uint8:  # packed FP4 codes, as those of this dtype
+    if given["b"].dtype == torch.uint8:  # packed FP4 codes
         given["b"] = given["b"].view(torch.float4_e2m1fn_x2)
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
@@ -74,7 +76,7 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
 
 
 def magnitude(argument: Any) -> Any:
-    """Numbers without their sign; anything else as it is."""
+    """Return the magnitudes of a floating-point tensor, or any other argument unchanged."""
     if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
         return argument
     if argument.dtype == torch.float8_e4m3fn:
@@ -85,14 +87,17 @@ def magnitude(argument: Any) -> Any:
 
 
 def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
-    """The op's samples, with the same data in each call."""
+    """Return the op's samples, with the same data in each call."""
     torch.manual_seed(0)
     return list(sample_inputs(spec.name, device))
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
-    """The argument that names a backend, for each that can compute the call; none to add where the call names one, or
-    the op has none. A call is left out where what it names cannot compute it, or is not wanted."""
+    """Return keyword arguments to run the sample with: one dict for each backend that can compute it.
+
+    The dict is empty if the sample names a backend, or the op takes no ``backend``. No dict is returned if the named
+    backend cannot compute the sample or is left out.
+    """
     if not spec.has_backends:
         return [] if only else [{}]
     device = sample.args[0].device
@@ -104,7 +109,7 @@ def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None)
     if only:
         return [{}] if named == only and named in able else []
     if named == "auto" and device.type == "cuda":
-        # It takes no reference on a GPU, and might take what shall be left out.
+        # "auto" never chooses the reference on a GPU, and might choose a backend that is left out.
         return [{}] if able != ["reference"] and not without else []
     return [{}] if named in ("auto", *able) else []
 
@@ -112,7 +117,10 @@ def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None)
 def called(
     spec: OpSpec, sample: Sample, choice: dict[str, Any], like: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """The op's outputs, written over 0xFF bytes: initcheck does not see what bulk copies write."""
+    """Return the op's outputs, written over 0xFF bytes.
+
+    The bytes initialise the outputs for initcheck, which does not see the writes of bulk copies.
+    """
     op = getattr(torch.ops.cute, spec.name)
     outputs = tuple(torch.empty_like(result) for result in like)
     for output in outputs:
@@ -123,12 +131,12 @@ def called(
 
 
 def defined(spec: OpSpec, sample: Sample, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs with zeros where the op leaves them unspecified."""
+    """Return the outputs, with zeros in the elements that the op leaves unspecified."""
     return outputs if spec.defined is None else spec.defined(outputs, *sample.args, **sample.kwargs)
 
 
 def updated(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
-    """The arguments that the op updates."""
+    """Return the arguments that the op updates."""
     return tuple(arguments(spec, sample)[name] for name in spec.updated)
 
 
@@ -139,8 +147,11 @@ def arguments(spec: OpSpec, sample: Sample) -> dict[str, Any]:
 
 
 def differing(output: torch.Tensor, reference: torch.Tensor, least: float, more: torch.Tensor | None) -> float:
-    """Which part of the elements differs: of codes and integers at all, of other numbers by more than a few ulps, or
-    ``least`` of themselves, and ``more``."""
+    """Return the fraction of elements that differ.
+
+    Codes and integers must be equal. Other numbers may differ by a few ulps or the relative tolerance ``least``, or by
+    the absolute tolerance ``more``.
+    """
     if not output.numel():
         return 0.0
     if not output.dtype.is_floating_point and output.dtype.itemsize > 1:

@@ -1,13 +1,14 @@
-"""Run the samples of every op under compute-sanitizer, in processes of some samples each, or tests, a process each, and
-report what each found.
+"""Run the samples of every op, or tests, under compute-sanitizer, and report its findings.
+
+Each process runs some samples of an op, or one test.
 
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
     python tools/sanitize.py mm_fp4 --only wgmma              # by one backend
     python tools/sanitize.py --tests tests/gemm/test_fp8_fp4_gemm_gpu.py::test_every_tactic
 
-First each runs without a tool, which fills the kernel cache: compiling under a tool takes long. Exits with 1 if any run
-failed or found something.
+Each process first runs without a tool to fill the kernel cache, because compiling under a tool is slow. The exit status
+is 1 if any run failed or a tool reported an error.
 """
 
 import argparse
@@ -27,25 +28,30 @@ from torch_cute_ops.registry import OPS
 
 SAMPLES = Path(__file__).with_name("run_samples.py")
 OURS = ("--kernel-name", "kns=torch_cute_ops")
-"""Instruments our kernels alone; PyTorch's are what takes the time."""
+"""Option to instrument only our kernels: instrumented kernels of PyTorch would take most of the time."""
 WITHOUT_CUBLAS = ("--without", "cublas")
 TOOLS = {
-    # Where something is compiled under the tool, the DSL asks the driver for functions that it lacks, and each answer
-    # would count as an error. Calls of ours that fail raise anyhow.
+    # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and each answer
+    # would count as an error. Our own failing API calls raise in any case.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
-    # Whatever the filter names, a plain torch.mm ends in the tool's "failed to handle a hardware exception".
+    # With any filter, a plain torch.mm ends in the tool's "failed to handle a hardware exception".
     "racecheck": (OURS, WITHOUT_CUBLAS),
     "synccheck": (OURS, ()),
-    # It has to see what PyTorch's kernels write, and does not see what cuBLAS stores in bulk: a plain torch.mm whose
-    # result is read shows 65,436 errors.
+    # No kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
+    # reading the result of a plain torch.mm gives 65,436 errors.
     "initcheck": ((), WITHOUT_CUBLAS),
 }
-"""By tool: its own options, and those of the program."""
+"""Options of each tool, and options of ``run_samples.py`` under that tool."""
 
 
 class Run(NamedTuple):
-    """A program to sanitise: what it is called in the report and its log; whether it is ``run_samples.py``, and so has
-    options of its own; and the command."""
+    """A program to run under the tools.
+
+    Attributes:
+        name: name in the report and of the log.
+        is_samples: True for ``run_samples.py``, which takes further options.
+        command: command line.
+    """
 
     name: str
     is_samples: bool
@@ -53,25 +59,25 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    """Run what was asked for; print a line for each run, with the last of its output."""
+    """Run the named ops or tests; print a line for each run, with the last line of its output."""
     parser = argparse.ArgumentParser(description=__doc__.split(".")[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
-    parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
+    parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the logs")
     parser.add_argument(
         "--only",
         choices=sorted({backend.name for backend in BACKENDS}),
         metavar="BACKEND",
-        help="with this backend alone",
+        help="run only this backend",
     )
-    parser.add_argument("--tests", nargs="+", metavar="TEST", help="these tests, as pytest takes them, and no samples")
-    parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
+    parser.add_argument("--tests", nargs="+", metavar="TEST", help="run these tests, named as for pytest, not samples")
+    parser.add_argument("ops", nargs="*", metavar="OP", help="run only these ops")
     given = parser.parse_args()
     if given.parts < 1:
         parser.error(f"--parts is {given.parts}; expected a positive number")
     if given.tests and (given.ops or given.only):
-        parser.error("--tests goes with neither ops nor --only")
+        parser.error("--tests cannot be combined with ops or --only")
     given.logs.mkdir(parents=True, exist_ok=True)
     runs = runs_of_tests(given.tests) if given.tests else runs_of_ops(given.ops or OPS, given.parts, given.only)
     failed = 0
@@ -84,7 +90,7 @@ def main() -> None:
 
 
 def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
-    """The samples of ops, in so many parts each."""
+    """Return the runs of ops' samples, with each op's samples divided into ``parts`` runs."""
     runs = []
     for op, part in itertools.product(ops, range(1, parts + 1)):
         command = sys.executable, str(SAMPLES), op, "--part", f"{part}/{parts}", *(("--only", only) if only else ())
@@ -93,7 +99,7 @@ def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
 
 
 def runs_of_tests(named: Sequence[str]) -> list[Run]:
-    """Each of the tests that pytest finds by these names."""
+    """Return a run for each test that pytest finds by these names."""
     pytest = sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"
     found = subprocess.run([*pytest, "--collect-only", *named], stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
@@ -103,7 +109,11 @@ def runs_of_tests(named: Sequence[str]) -> list[Run]:
 
 
 def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
-    """Run a program under a tool, or alone; what came of it in a line, and whether that is good."""
+    """Run a program under a tool, or alone if ``tool`` is None.
+
+    Returns:
+        A line for the report, and True if the run passed.
+    """
     command = list(run.command)
     if tool is not None:
         own, program = TOOLS[tool]
@@ -115,7 +125,7 @@ def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
     (logs / f"{file}.{tool or 'alone'}.log").write_text(done.stdout)
     last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
     line = f"{run.name:60} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
-    # A test that is skipped, for want of a GPU say, shows nothing.
+    # A skipped test proves nothing; it may lack a GPU, for example.
     return line, done.returncode == 0 and " skipped in " not in last
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make the project's virtual environment, or keep it as it is when nothing changed; then run a command in it.
+"""Make the project's virtual environment, or keep it if nothing has changed; then run a command in it.
 
     python3 tools/setup_env.py [--venv .venv] [--extras dev,bench] [-- ARGUMENTS OF ITS PYTHON ...]
 
-A torch that is already right is kept. If the Python that runs this script has one (in a CUDA container, say, or in a
-virtual environment of its own), that Python's packages are made visible in the new environment, and only what is
-missing is installed. Otherwise torch is installed as constraints.txt pins it. An environment that already stands at
---venv is completed, not replaced. Needs nothing but the standard library.
+A suitable torch is kept. If the Python that runs this script can import one (in a CUDA container, for example, or in
+another virtual environment), that Python's packages are made visible in the new environment, and only missing packages
+are installed. Otherwise torch is installed at the version in constraints.txt. An existing environment at --venv is
+completed, not replaced. This script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 
-# Run by the Python in question. `foreign` names the packages that it sees but that lie outside its own environment.
+# Program for the Python to be examined. `foreign` lists the packages that it imports from outside its environment.
 PROBE = """
 import importlib.metadata, json, os, platform, site, sys
 found = {"python": platform.python_version(), "torch": None, "cuda": None}
@@ -51,7 +51,7 @@ def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command = sys.argv[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment is (default: .venv)")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv)")
     parser.add_argument("--extras", default="dev", help="extras of pyproject.toml, comma-separated (default: dev)")
     args = parser.parse_args(sys.argv[1:at])
 
@@ -75,25 +75,25 @@ def main() -> None:
 
 
 def create(venv: Path, python: Path) -> None:
-    """Make an empty environment at `venv` unless a working one stands there, and link a right torch into it."""
+    """Make an environment at `venv` unless one exists, and make a suitable torch of this Python visible in it."""
     if python.exists():
         return
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        sys.exit(f"{venv} exists and is not a virtual environment: name another with --venv (make VENV=...)")
+        sys.exit(f"{venv} exists and is not a virtual environment: name another folder with --venv (make VENV=...)")
     print(f"making {venv}", flush=True)
     base = probe(sys.executable)
     if subprocess.call([sys.executable, "-m", "venv", "--clear", str(venv)]):
-        # Debian without its python3-venv leaves an environment that has no pip.
+        # Debian without its package python3-venv leaves an environment without pip.
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(1)
     if torch_is_right(base["torch"]):
-        # Not --system-site-packages: from inside a virtual environment that shows the packages of the Python below it.
+        # Not --system-site-packages: inside a virtual environment, that shows the packages of the system's Python.
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
         Path(site_packages(python), "base_packages.pth").write_text("".join(lines))
 
 
 def install(python: Path, extras: set[str]) -> dict[str, Any]:
-    """Install torch, then the project with `extras`, and say what is there."""
+    """Install torch, then the project with `extras`; return `probe(python)`."""
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     found = probe(python)
     if torch_is_right(found["torch"]):
@@ -113,42 +113,42 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         extras.add("torch29")
     target = f"{ROOT}[{','.join(sorted(extras))}]"
     print(f"installing {target}", flush=True)
-    # What comes from outside this environment keeps its version, and so does torch.
+    # Packages from outside this environment keep their versions, and so does torch.
     kept = {"torch", *map(_name, found["foreign"])}
     pins = [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in kept]
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder, "constraints.txt")
         constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
-        # No build isolation: pip's isolated build would see a linked environment's setuptools, perhaps too old, first.
+        # No build isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
-    # pip compiles in one process; this takes all processors. Some packages carry files that do not compile.
+    # pip compiles in one process; compileall uses all processors. Some packages contain files that do not compile.
     subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
 
 
 def probe(python: str | Path) -> dict[str, Any]:
-    """Say which torch `python` has, and where its packages are."""
+    """Return the versions, CUDA version and package folders that `python` reports."""
     output = subprocess.check_output([python, "-c", PROBE], text=True, stderr=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
 def site_packages(python: Path) -> str:
-    """Where `python`'s own packages are."""
+    """Return the folder of `python`'s own packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
     return subprocess.check_output([python, "-c", code], text=True)
 
 
 def requirement(package: str) -> str:
-    """Give pyproject.toml's own words about a package; tomllib came only with Python 3.11."""
+    """Return pyproject.toml's requirement of a package. It is searched as text: tomllib needs Python 3.11."""
     match = re.search(rf'"({package}>=[^"]+)"', PYPROJECT.read_text())
     if match is None:
-        sys.exit(f"{PYPROJECT} does not say which {package} it needs")
+        sys.exit(f"{PYPROJECT} does not require {package}>=VERSION")
     return match.group(1)
 
 
 def torch_is_right(version: str | None) -> bool:
-    """Whether pyproject.toml admits this torch; like pip, it does not take 2.9.0a0 for 2.9."""
+    """Check that pyproject.toml admits this torch. As for pip, 2.9.0a0 is older than 2.9."""
     pattern = r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?"
     have = re.match(pattern, version or "0.0")
     want = re.match(pattern, requirement("torch").removeprefix("torch>="))

@@ -1,4 +1,4 @@
-"""``tools/calibrate_ptx.py`` with our own kernels, which it runs without a checkout of CUTLASS."""
+"""Test ``tools/calibrate_ptx.py`` with our own kernels, which need no checkout of CUTLASS."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_one_case(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Compare the emulator with the reference, and check that a wrong result is reported."""
     run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
     (row, last) = capsys.readouterr().out.splitlines()
-    assert row.split()[0] == "sm_90a" and row.endswith("s  exact") and last == "1 problems, all right"
+    assert row.split()[0] == "sm_90a" and row.endswith("s  exact") and last == "all 1 problems are right"
     monkeypatch.setattr(tool, "by_emulator", lambda case, seed: torch.zeros(case.m, case.problem.n))
-    with pytest.raises(SystemExit, match="1 of 1 problems are not right"):
+    with pytest.raises(SystemExit, match="1 of 1 problems are wrong"):
         run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
-    with pytest.raises(SystemExit, match="no such case"):
+    with pytest.raises(SystemExit, match="no case to run has 'nothing'"):
         run(tool, monkeypatch, "--only", "nothing")
 
 
