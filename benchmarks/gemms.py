@@ -26,8 +26,8 @@ def problem_of(op: str, **properties: Any) -> GemmProblem:
     """Return the problem of an op's calls with these static properties."""
     spec = OPS[op]
     assert isinstance(spec.path, BackendPath)
-    args, kwargs = spec.path.example(**properties, device="meta")
-    problem: GemmProblem = spec.path.problem(spec.bind(*args, **kwargs))
+    kwargs = spec.path.example(**properties, device="meta")
+    problem: GemmProblem = spec.path.problem(spec.bind(**kwargs))
     return problem
 
 

@@ -152,7 +152,7 @@ def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return the calls of a GEMM op and of its Python function with `out`. Operands are zeros; experts have no rows."""
     spec = OPS[name]
-    _, arguments = spec.path.example(**properties, device=device)
+    arguments = spec.path.example(**properties, device=device)
     given = (arguments.get(parameter) for parameter in spec.signature.names)
     tensors = tuple(takewhile(lambda value: isinstance(value, torch.Tensor), given))
     op, function = getattr(torch.ops.cute, name), spec.function

@@ -123,7 +123,8 @@ def by_gpu(case: OwnCase) -> Tensor:
     given, out = operands(case)
     device = torch.device("cuda", torch.cuda.current_device())
     result = out.to(device)
-    _launcher(case, device)(Operands(*(None if one is None else _moved(one, device) for one in given)), result)
+    moved: list[Any] = [None if one is None else _moved(one, device) for one in given]
+    _launcher(case, device)(Operands(*moved), result)
     torch.cuda.synchronize()
     return result.cpu()
 

@@ -117,13 +117,13 @@ def _check(spec: OpSpec, job: Job) -> None:
         ValueError, TypeError: as the op does.
     """
     try:
-        args, kwargs = spec.path.example(**dict(job.properties), device="meta")
+        given = spec.path.example(**dict(job.properties), device="meta")
     except (RuntimeError, OverflowError) as error:  # from torch, for example for sizes beyond 64 bits
         raise ValueError(f"{job}: {str(error).splitlines()[0]}") from None
     refusals: list[Exception] = []
     for arch in ARCHS.values():
         try:
-            spec.kernels(arch, *args, **kwargs)
+            spec.kernels(arch, **given)
             return
         except (TypeError, ValueError) as error:
             refusals.append(error)

@@ -14,13 +14,11 @@ import torch
 
 from torch_cute_ops import ops
 from torch_cute_ops.ops._backend_path import BackendPath
-from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._checks import check_dense
 from torch_cute_ops.ops._define import NAMESPACE, OpSpec, as_tuple, refuse_gradient
 from torch_cute_ops.ops._define import OPS as _DEFINED
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property
-from torch_cute_ops.ops._properties import properties_of as _properties_of
 from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import Arch, arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
@@ -187,8 +185,7 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
-        args, kwargs = spec.path.example(**properties)
-        call = spec.bind(*args, **kwargs)
+        call = spec.bind(**spec.path.example(**properties))
         spec.path.run(None, None, *call)
         torch.cuda.synchronize(call[0].device)
 
@@ -223,8 +220,7 @@ def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
     spec, target = _spec_of(op), arch_named(arch)
     if "device" in properties:
         raise TypeError(f"cute::{op}: kernels are compiled for an architecture; only warmup takes device")
-    args, kwargs = _example(spec, {**properties, "device": "meta"})
-    return spec.kernels(target, *args, **kwargs)
+    return spec.kernels(target, **_example(spec, {**properties, "device": "meta"}))
 
 
 def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
@@ -258,8 +254,7 @@ def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, s
         raise TypeError(f"cute::{op}: got device={named!r} and arch={arch!r}; pass only one of them")
     else:
         where = arch_named(arch)
-    args, kwargs = _example(spec, {**properties, "device": "meta"})
-    return spec.backends(where, *args, **kwargs)
+    return spec.backends(where, **_example(spec, {**properties, "device": "meta"}))
 
 
 def properties_of(op: str) -> dict[str, Property]:
@@ -268,18 +263,17 @@ def properties_of(op: str) -> dict[str, Property]:
     Raises:
         ValueError: for an unknown op.
     """
-    spec = _spec_of(op)
-    return _properties_of(spec.path, spec.function)
+    return dict(_spec_of(op).path.statics)
 
 
-def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
-    """Return a call with these properties.
+def _example(spec: OpSpec, properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with these properties.
 
     Raises:
-        TypeError, ValueError: as ``_check_properties``, and for properties that the op refuses.
+        TypeError, ValueError: as ``_check_properties``, and if the op refuses a value.
     """
     _check_properties(spec, properties)
-    arguments: Arguments = spec.path.example(**properties)
+    arguments: dict[str, Any] = spec.path.example(**properties)
     return arguments
 
 
@@ -287,10 +281,10 @@ def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
     """Check that the op's calls can have these properties.
 
     Raises:
-        TypeError: for an unknown or missing property, or a property of the wrong type.
-        ValueError: for a number that is no size, or a name that is no choice.
+        TypeError: if the op lacks a property, or a value has the wrong type.
+        ValueError: if a number is no size, or a string is not one of the choices.
     """
-    known = properties_of(spec.name)
+    known = spec.path.statics
     for name, value in properties.items():
         if name == "device":
             continue
@@ -302,8 +296,8 @@ def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
             raise ValueError(text) if type(value) is known[name].kind else TypeError(text)
     missing = [name for name, each in known.items() if each.is_required and name not in properties]
     if missing:
-        what = "property" if len(missing) == 1 else "properties"
-        raise TypeError(f"cute::{spec.name} needs the {what} {', '.join(missing)}")
+        label = "property" if len(missing) == 1 else "properties"
+        raise TypeError(f"cute::{spec.name} needs the {label} {', '.join(missing)}")
 
 
 def _spec_of(op: str) -> OpSpec:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
@@ -464,38 +463,21 @@ def test_a_property_is_of_one_kind():
     assert len(kinds) == len(dict(kinds))
 
 
-Colour = Literal["red", "green"]
-
-
-def example_of_a_new_op(
-    *,
-    width: int,
-    shade: Colour | None = None,
-    glossy: bool = False,
-    ink: torch.dtype = torch.float16,
-    frame: str = "oak",
-    lid: bool = False,
-    device: object = None,
-):
-    return (), {}
-
-
-def new_op(canvas: torch.Tensor, width: torch.Tensor, frame: Literal["oak", "ash"] = "oak"):
-    """Parameters give the types of the properties with the same names, except for tensors."""
+NEW_PROPERTIES = {
+    "width": Property(int, inspect.Parameter.empty, False),
+    "shade": Property(str, None, True, ("red", "green")),
+    "glossy": Property(bool, False, False),
+    "ink": Property(torch.dtype, torch.float16, False),
+    "frame": Property(str, "oak", False, ("oak", "ash")),
+}
 
 
 def test_a_new_op_needs_no_edit(monkeypatch, capsys):
     """The command line takes, checks and shows the properties of an op that it does not know."""
-    path = SimpleNamespace(example=example_of_a_new_op, has_property=lambda name: name != "lid")
-    spec = SimpleNamespace(name="new_op", path=path, function=new_op, kernels=lambda arch: (), has_backends=False)
+    path = SimpleNamespace(example=lambda **_: {}, statics=NEW_PROPERTIES)
+    spec = SimpleNamespace(name="new_op", path=path, kernels=lambda arch: (), has_backends=False)
     monkeypatch.setitem(OPS, "new_op", spec)
-    assert torch_cute_ops.properties_of("new_op") == {
-        "width": Property(int, inspect.Parameter.empty, False),
-        "shade": Property(str, None, True, ("red", "green")),
-        "glossy": Property(bool, False, False),
-        "ink": Property(torch.dtype, torch.float16, False),
-        "frame": Property(str, "oak", False, ("oak", "ash")),
-    }
+    assert torch_cute_ops.properties_of("new_op") == NEW_PROPERTIES
     given = []
     monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: given.extend(jobs) or (outcome for outcome in ()))
     arguments = ["warmup", "new_op", "--width", "7", "8", "--shade", "red", "--no-glossy", "--ink", "bf16"]

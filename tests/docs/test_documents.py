@@ -159,8 +159,8 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
     given = {"block_size": 32} if "MXFP4" in row["GEMM"] else {}
     for op in re.findall(r"`(\w+)`", row["GEMM"]):
         spec = OPS[op]
-        args, kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op), **given)
-        problem = spec.path.problem(spec.bind(*args, **kwargs))
+        kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op), **given)
+        problem = spec.path.problem(spec.bind(**kwargs))
         for arch, column in columns.items():
             reasons = select.reasons(problem, cost.usual_targets(ARCHS[arch])[0])
             able = [name for name, reason in reasons.items() if reason is None and name != "reference"]
@@ -175,8 +175,8 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
     """Check docs/gemm.md on the choice without tuning."""
 
     def chosen(op: str, m: int, **properties: int) -> str:
-        args, kwargs = OPS[op].path.example(n=size, k=size, m=m, device="meta", **properties)
-        problem = OPS[op].path.problem(OPS[op].bind(*args, **kwargs))
+        kwargs = OPS[op].path.example(n=size, k=size, m=m, device="meta", **properties)
+        problem = OPS[op].path.problem(OPS[op].bind(**kwargs))
         return select.choose(problem, m, cost.usual_targets(arch)[0]).backend.name
 
     few, many = (1, 16), (1024, 4096)

@@ -148,12 +148,10 @@ def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
 @by_op
 def test_the_example_is_a_call(op):
     """What ``warmup`` calls has the sizes and dtypes of the properties."""
-    args, kwargs = op.path.example(
-        n=48, k=64, m=3, alpha="column", block_size=32, out_dtype=torch.float32, device="cpu"
-    )
-    given = inspect.signature(op.function).bind(*args, **kwargs)
+    kwargs = op.path.example(n=48, k=64, m=3, alpha="column", block_size=32, out_dtype=torch.float32, device="cpu")
+    given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (48,)
-    out = op.function(*args, **kwargs)
+    out = op.function(**kwargs)
     assert out.shape == (3, 48) and out.dtype == torch.float32 and not out.any()
 
 

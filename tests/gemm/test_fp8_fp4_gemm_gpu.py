@@ -11,7 +11,7 @@ from samples.mm_fp8_fp4 import sample
 from support.tactics import backend_for, check_every_tactic, operands_of, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.gemm.backends.fp8_fp4_recode import WRITERS
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import RECODE_SMS
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
@@ -105,7 +105,7 @@ def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
     problem = op.path.problem(calls[0])
     backend = backend_for("recode", problem)
     tactics = backend.tactics(problem, bucket(2100), target)
-    assert [tactic[-1] for tactic in tactics] == [0, *WRITERS]
+    assert [tactic.recode_sms for tactic in tactics] == [0, *RECODE_SMS]
     launchers = {tactic: backend.launcher(problem, tactic, target) for tactic in tactics}
     outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
     wants = [out.clone() for out in outs]
@@ -147,7 +147,7 @@ def test_where_the_weight_is_recoded_changes_nothing(name, target):
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
     found = dict(results(op, "wgmma_ss", one, given, target))
     ((_, recoded),) = results(op, "recode", one, given, target)
-    alone = {tactic: out for tactic, out in found.items() if tactic[-1] == 1}  # split-K adds in another order
+    alone = {tactic: out for tactic, out in found.items() if tactic.split_k == 1}  # split-K adds in another order
     assert alone
     for tactic, out in alone.items():
         assert torch.equal(out.nan_to_num(7.5), recoded.nan_to_num(7.5)), tactic

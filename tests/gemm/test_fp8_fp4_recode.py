@@ -7,7 +7,7 @@ import torch
 from support.gemm_problems import H100, backend_for
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends.fp8_fp4_recode import WRITERS, first_tiles, weight_tiles
+from torch_cute_ops.gemm.backends.fp8_fp4_recode import RECODE_SMS, first_tiles, weight_tiles
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
@@ -25,32 +25,32 @@ MEASURED = {
     ("H100", 4096, 28672, 4096): (972, 967, 949),
     ("H100", 2048, 57344, 8192): (2190, 2147, 1781),
 }
-"""Microseconds of MXFP4, by GPU, M, N and K: with all of the weight written before the GEMM, and by each of ``WRITERS``
-(docs/notes/fp8_fp4_wgmma_ss.md)."""
+"""Microseconds of MXFP4, by GPU, M, N and K: with the whole weight recoded before the GEMM, and with each of
+``RECODE_SMS`` (docs/notes/fp8_fp4_wgmma_ss.md)."""
 
 
 def problem(n: int, k: int, op: str = "mm_fp8_fp4", **properties) -> GemmProblem:
     path = OPS[op].path
-    args, kwargs = path.example(n=n, k=k, m=64, block_size=32, device="meta", **properties)
-    return path.problem(OPS[op].bind(*args, **kwargs))
+    kwargs = path.example(n=n, k=k, m=64, block_size=32, device="meta", **properties)
+    return path.problem(OPS[op].bind(**kwargs))
 
 
-def writer_sms(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
-    return [tactic[-1] for tactic in backend_for("recode", of).tactics(of, m, target)]
+def recode_sms(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
+    return [tactic.recode_sms for tactic in backend_for("recode", of).tactics(of, m, target)]
 
 
 def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
     """Check that overlap is offered only if the GEMM's first tiles need a small part of the weight, without experts, if
     few SMs write, and if launches overlap."""
     large = problem(28672, 4096)
-    assert writer_sms(large, 2048) == writer_sms(large, 4096) == [0, *WRITERS]
-    assert writer_sms(large, 64) == writer_sms(problem(4096, 14336), 4096) == [0]
-    assert writer_sms(large, 2048, replace(HOPPER, sms=40)) == [0, 8]
-    assert writer_sms(large, 2048, replace(HOPPER, sms=16)) == [0]
+    assert recode_sms(large, 2048) == recode_sms(large, 4096) == [0, *RECODE_SMS]
+    assert recode_sms(large, 64) == recode_sms(problem(4096, 14336), 4096) == [0]
+    assert recode_sms(large, 2048, replace(HOPPER, sms=40)) == [0, 8]
+    assert recode_sms(large, 2048, replace(HOPPER, sms=16)) == [0]
     for how in ({"masked": True}, {"counts": False}):
-        assert writer_sms(problem(4096, 7168, "grouped_mm_fp8_fp4", experts=8, **how), 32768) == [0]
+        assert recode_sms(problem(4096, 7168, "grouped_mm_fp8_fp4", experts=8, **how), 32768) == [0]
     monkeypatch.setattr(settings, "PDL", False)
-    assert writer_sms(large, 2048) == [0]
+    assert recode_sms(large, 2048) == [0]
 
 
 @pytest.mark.parametrize("m", [1, 1024, 2048, 16384])
@@ -66,8 +66,8 @@ def test_the_choice_is_near_the_best_that_was_measured(case):
     gpu, m, n, k = case
     target, of = GPUS[gpu], problem(n, k)
     backend = backend_for("recode", of)
-    measured = dict(zip((0, *WRITERS), MEASURED[case], strict=True))
+    measured = dict(zip((0, *RECODE_SMS), MEASURED[case], strict=True))
     tactics = backend.tactics(of, m, target)
-    estimates = {tactic[-1]: 1e6 * backend.estimate(of, m, tactic, target) for tactic in tactics}
+    estimates = {tactic.recode_sms: 1e6 * backend.estimate(of, m, tactic, target) for tactic in tactics}
     assert measured[min(estimates, key=estimates.get)] <= 1.04 * min(measured.values())
     assert all(0.8 < seconds / measured[sms] < 1.2 for sms, seconds in estimates.items()), estimates

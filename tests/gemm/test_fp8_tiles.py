@@ -87,8 +87,10 @@ def test_expected_tiles(mean, tile_m):
 
 
 def test_random_routing_takes_larger_tiles():
-    """Check the tile under random routing, where half of the experts have more rows than the mean. If rows may be
-    padded, nothing is known of their distribution."""
+    """Check the tile under random routing, where half of the experts have more rows than the mean.
+
+    If rows may be padded, nothing is known of their distribution.
+    """
     packed = fp8_problem(4096, 7168, ExpertLayout(True, False), 32)
     assert choose(packed, 32 * 16, HOPPER).tactic == (32, 128, 1)
     assert choose(packed, 32 * 4, HOPPER).tactic == (16, 128, 1)

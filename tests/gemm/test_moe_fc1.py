@@ -376,10 +376,10 @@ def test_both_gemms_are_a_layer(activations, swiglu, device):
 def test_the_example_is_a_call(op):
     """What ``warmup`` calls has the sizes of the properties."""
     given = {"n": 192, "k": 96, "m": 3, "experts": 3, "block_size": 32, "alpha": "expert_half", "swiglu": True}
-    args, kwargs = op.path.example(**given, bias_dtype=torch.float32, device="cpu")
-    sample = op.bind(*args, **kwargs)
+    kwargs = op.path.example(**given, bias_dtype=torch.float32, device="cpu")
+    sample = op.bind(**kwargs)
     assert sample.routing.shape == (3, 3) and sample.alpha.shape == (3, 2) and sample.bias.shape == (3, 128)
     assert op.path.properties(sample).items() >= given.items()
-    out = op.function(*args, **kwargs)
+    out = op.function(**kwargs)
     first = out[0] if isinstance(out, tuple) else out
     assert first.shape[0] == 3 and first.numel() == 3 * 192 // (2 if isinstance(out, tuple) else 1)

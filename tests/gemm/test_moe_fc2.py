@@ -92,9 +92,9 @@ def test_exact_sums_with_biases(op, dtype, device):
 
 def test_who_adds_biases():
     """Of a GPU's backends for experts over K, those that cannot say so."""
-    args, kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
+    kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
     assert kwargs["bias"].shape == (4, 256)
-    problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(*args, **kwargs))
+    problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(**kwargs))
     hopper, blackwell = (select.reasons(problem, usual_targets(ARCHS[name])[0]) for name in ("sm_90a", "sm_100a"))
     assert hopper["routed"] is blackwell["tcgen05"] is None
     assert hopper["wgmma"] == "its kernel adds no bias to the sums of experts"
@@ -344,10 +344,10 @@ def test_rows_do_not_see_each_other(op, device):
 @by_op
 def test_the_example_is_a_call(op):
     """What ``warmup`` calls has the sizes and dtypes of the properties."""
-    args, kwargs = op.path.example(n=48, k=192, m=3, experts=3, block_size=32, out_dtype=torch.float32, device="cpu")
-    given = inspect.signature(op.function).bind(*args, **kwargs)
+    kwargs = op.path.example(n=48, k=192, m=3, experts=3, block_size=32, out_dtype=torch.float32, device="cpu")
+    given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (3, 3)
-    out = op.function(*args, **kwargs)
+    out = op.function(**kwargs)
     assert out.shape == (3, 48) and out.dtype == torch.float32 and not out.any()
 
 

@@ -117,10 +117,10 @@ def test_kernels(name, dtype, given):
     """Of two launches the first is the kernel of the op that makes the activations, and the second that of the GEMM
     alone; the kernel of one launch differs from it in its operands."""
     arch, op, rows = HOPPER.arch, OPS[name], 8 if name == GATE else 1
-    args, kwargs = op.path.example(
-        n=4096, k=1024, m=rows, dtype=dtype, device="meta", global_scale="global_scale" in given, **without_scale(given)
+    kwargs = op.path.example(
+        n=4096, k=1024, m=rows, dtype=dtype, device="meta", **scale_given(given), **without_scale(given)
     )
-    problem = op.path.problem(op.bind(*args, **kwargs))
+    problem = op.path.problem(op.bind(**kwargs))
     backend = select.candidates(problem)["wgmma"]
     maker = OPS[{GATE: "silu_mul", QUANTISE: "fp4_quantize", BOTH: "silu_mul_fp4quant"}[name]]
     a = torch.empty(rows, 1024 * (1 + (name != QUANTISE)), dtype=dtype, device="meta")
@@ -140,6 +140,11 @@ def test_kernels(name, dtype, given):
     assert (operands.a_dtype, operands.a_layout) == (dtype, None)
     assert replace(one.config, operands=fp4_operands(problem.without_prologue)) == second.config
     assert backend.checks_operands(problem, tactic)
+
+
+def scale_given(given):
+    """Return the property that calls pass a global scale, if they do."""
+    return {"global_scale": True} if "global_scale" in given else {}
 
 
 def without_scale(given):
@@ -192,12 +197,12 @@ def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
 def test_an_example_is_a_call(name, scaled):
     """What ``warmup`` calls has gate and up, and a global scale."""
     op, own = OPS[name], {"global_scale": True} if scaled else {}
-    args, kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
+    kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
     given = arguments(op, named(op, kwargs))
-    assert not args and given["a"].shape == (3, 192 if name == QUANTISE else 384) and given["a"].dtype == FP16
+    assert given["a"].shape == (3, 192 if name == QUANTISE else 384) and given["a"].dtype == FP16
     assert (given.get("global_scale") is not None) == scaled
     out = op.function(**given)
     assert out.shape == (3, 48) and out.dtype == FP16
     shown = op.path.properties(op.bind(**kwargs))
     assert shown["k"] == 192 and shown.get("global_scale", False) == scaled
-    assert op.path.has_property("global_scale") == ("global_scale" in shown) == (name != GATE)
+    assert ("global_scale" in op.path.statics) == ("global_scale" in shown) == (name != GATE)

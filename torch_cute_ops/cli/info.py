@@ -90,8 +90,7 @@ def archs_with_kernels(spec: OpSpec) -> list[str]:
     def has_kernels(arch: Arch, block_size: int) -> bool:
         blocks = {"block_size": block_size} if "block_size" in known else {}
         try:
-            args, kwargs = spec.path.example(**given, **blocks, device="meta")
-            return bool(spec.kernels(arch, *args, **kwargs))
+            return bool(spec.kernels(arch, **spec.path.example(**given, **blocks, device="meta")))
         except ValueError:  # no backend supports the call
             return False
 

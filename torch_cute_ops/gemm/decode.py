@@ -1,4 +1,4 @@
-"""FP4 operands decoded in memory or in registers, for backends that multiply 16-bit numbers."""
+"""FP4 operands of GEMM problems: formats, limits of kernels, and decoding in memory."""
 
 from collections.abc import Callable
 
@@ -15,31 +15,33 @@ from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 
 def fp4_format(problem: GemmProblem) -> FP4Format:
-    """The format of an FP4 weight, and of activations that are in FP4."""
+    """Return the format of an FP4 weight, and of FP4 activations."""
     assert isinstance(problem.b.format, FP4Format)
     return problem.b.format
 
 
 def weight_scales(problem: GemmProblem) -> ScaleLayout:
-    """The layout of an FP4 weight's scales."""
+    """Return the layout of an FP4 weight's scales."""
     assert problem.b.scale_layout is not None
     return problem.b.scale_layout
 
 
 def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
-    """What operands are decoded to: the dtype of 16-bit activations, or float16, which holds NVFP4 exactly; for MXFP4,
-    bfloat16."""
+    """Return the dtype of decoded operands.
+
+    NVFP4 decodes to the dtype of 16-bit activations, or to float16, which holds it exactly; MXFP4 to bfloat16.
+    """
     is_fp4 = problem.a.is_fp4 or problem.prologue_quant is not None
     return fp4_format(problem).operand_dtype(torch.float16 if is_fp4 else activation_dtype(problem))
 
 
 def activation_dtype(problem: GemmProblem) -> torch.dtype:
-    """Dtype of the tensor ``a``: uint8 for FP4 codes, or a 16-bit one."""
+    """Return the dtype of the tensor ``a``: uint8 for FP4 codes, or a 16-bit dtype."""
     return problem.a.format if isinstance(problem.a.format, torch.dtype) else torch.uint8
 
 
 def fp4_operands(problem: GemmProblem) -> FP4Operands:
-    """The operands as the kernels by warpgroup MMA take them."""
+    """Return the operands as wgmma kernels take them."""
     return FP4Operands(
         activation_dtype(problem),
         sixteen_bit_dtype(problem),
@@ -52,7 +54,7 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
 
 
 def reason_no_kernel(target: Target) -> str | None:
-    """Why no kernel of ours runs on ``target``; ``None`` if kernels do."""
+    """Return the reason that no kernel supports ``target``, or None."""
     if target.device.type != "cuda":
         return f"needs a CUDA device; the tensors are on {target.device}"
     if target.arch is None:
@@ -61,7 +63,7 @@ def reason_no_kernel(target: Target) -> str | None:
 
 
 def reason_no_wgmma(target: Target) -> str | None:
-    """Why no kernel by warpgroup MMA runs on ``target``; ``None`` if kernels do."""
+    """Return the reason that wgmma kernels do not support ``target``, or None."""
     reason = reason_no_kernel(target)
     if reason is None and target.arch is not None and not target.arch.has_wgmma:
         return f"needs Hopper's warpgroup MMA; this is {target.arch.name}"
@@ -69,7 +71,7 @@ def reason_no_wgmma(target: Target) -> str | None:
 
 
 def reason_no_tcgen05(target: Target) -> str | None:
-    """Why no kernel by Blackwell's fifth-generation tensor cores runs on ``target``; ``None`` if kernels do."""
+    """Return the reason that tcgen05 kernels do not support ``target``, or None."""
     reason = reason_no_kernel(target)
     if reason is None and target.arch is not None and not target.arch.has_tcgen05:
         return f"needs data-center Blackwell's tcgen05; this is {target.arch.name}"
@@ -77,14 +79,14 @@ def reason_no_tcgen05(target: Target) -> str | None:
 
 
 def reason_misaligned(problem: GemmProblem) -> str | None:
-    """Why our kernels cannot load the operands as they lie; ``None`` if they can."""
+    """Return the reason that kernels cannot load the operands, or None."""
     if problem.n % 8 or problem.k % 32:
         return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
     return None
 
 
 def reason_not_words(problem: GemmProblem) -> str | None:
-    """Why linear scales cannot be loaded four at a time; ``None`` if they can, or are not linear."""
+    """Return the reason that linear scales cannot be loaded four at a time, or None."""
     blocks = problem.k // fp4_format(problem).block_size
     if weight_scales(problem).is_linear and blocks % 4:
         return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
@@ -92,8 +94,13 @@ def reason_not_words(problem: GemmProblem) -> str | None:
 
 
 def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None:
-    """Why linear scales cannot be copied as boxes of a tensor map, a chunk at a time; ``None`` if they can, or are not
-    linear. ``width``: the elements of k of ``what``."""
+    """Return the reason that linear scales cannot be copied by a tensor map, one k tile at a time, or None.
+
+    Args:
+        problem: problem with an FP4 weight.
+        width: elements of K.
+        what: name of ``width`` in the reason.
+    """
     layout = weight_scales(problem)
     if not layout.is_linear:
         return None
@@ -103,14 +110,14 @@ def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None
 
 
 def decoding_kernel(problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype) -> KernelSpec:
-    """The kernel that decodes an FP4 operand whose scales have this layout."""
+    """Return the kernel that decodes an FP4 operand whose scales have this layout."""
     return KernelSpec(fp4_dequant.KERNEL, fp4_dequant.plan(dtype, problem.k, fp4_format(problem), layout, False))
 
 
 def decoder(
     problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype, target: Target
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A function from codes (rows, K/2) and their scales to the numbers (rows, K) in ``dtype``, on a GPU."""
+    """Return a function from codes (rows, K/2) and scales to numbers (rows, K) in ``dtype``, on a GPU."""
     assert target.arch is not None
     arch: Arch = target.arch
     function = compile_kernel(decoding_kernel(problem, layout, dtype), arch)

@@ -1,4 +1,4 @@
-"""Which backend computes a GEMM, and with which tactic."""
+"""Choice of a backend and a tactic for a GEMM."""
 
 import functools
 from dataclasses import replace
@@ -45,7 +45,7 @@ BACKENDS: Final[list[Backend]] = [
     Cublas(),
     Reference(),
 ]
-"""All backends. Those that share a name handle different kinds of GEMMs."""
+"""All backends. Backends with equal names handle different kinds of GEMMs."""
 
 
 class Choice(NamedTuple):
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 
 
 def target_of(device: torch.device | Arch) -> Target:
-    """What backends know of a device, or of the largest GPU of an architecture."""
+    """Return a device, or the first known GPU of an architecture, as a target."""
     if isinstance(device, Arch):
         return usual_targets(device)[0]
     if device.type != "cuda":
@@ -73,19 +73,21 @@ def _gpu(index: int) -> Target:
 
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
-    """The backends for problems of this kind, by name."""
+    """Return the backends for problems of this kind, by name."""
     backends = map(SeparatePrologue, BACKENDS) if problem.has_prologue else BACKENDS
     return {backend.name: backend for backend in backends if backend.handles(problem)}
 
 
 def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
-    """Why each backend for problems of this kind cannot compute ``problem`` on ``target``; ``None``: it can."""
+    """Return, for each backend that handles ``problem``, the reason that ``target`` cannot use it, or None."""
     return {name: backend.reason_unsupported(problem, target) for name, backend in candidates(problem).items()}
 
 
 def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
-    """What a tuned choice for ``m`` rows is stored under, whether or not the weight is static and something is
-    prefetched; ``None``: nothing is tuned for such a target."""
+    """Return the key of a tuned choice for ``m`` rows, or None if nothing can be tuned for the target.
+
+    The key does not depend on ``static_weight`` and ``prefetches``.
+    """
     if target.name is None:
         return None
     described = replace(problem, static_weight=False, prefetches=False).described()
@@ -104,11 +106,12 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
 
 
 def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Choice:
-    """A backend and its tactic: the one of that name, and its tactic with the least estimate; with ``AUTO`` what was
-    tuned, if that is still possible, else the least estimate of all.
+    """Return the named backend and its tactic with the least estimate.
+
+    With ``AUTO``, return the tuned choice if it is still possible, or else the choice with the least estimate.
 
     Raises:
-        ValueError: for an unknown name, or a backend that cannot; with the reason, or every backend's.
+        ValueError: if the name is unknown, or no possible backend supports the problem, with the reasons.
     """
     known = candidates(problem)
     if name != AUTO:
@@ -126,7 +129,7 @@ def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Ch
         why_not = reasons(problem, target)
         able = [known[name] for name, reason in why_not.items() if reason is None]
         if target.device.type == "cuda":
-            # "auto" would be slow for no reason that the caller could see.
+            # Otherwise "auto" would be slow for no visible reason.
             able = [backend for backend in able if not backend.by_name_only]
             why_not |= {name: "is taken only where it is named" for name, one in known.items() if one.by_name_only}
         if not able:

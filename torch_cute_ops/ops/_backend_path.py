@@ -1,4 +1,4 @@
-"""An op that backends compute: what the families of GEMMs share."""
+"""The parts of a GEMM's call path that GEMMs with and without a gate share."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -27,52 +27,54 @@ Tensor = torch.Tensor
 AUTO: Final = "auto"
 SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
 EXPERT_MULTIPLE: Final = 64
-"""Elements of a row of ``a`` that an expert over K has are a multiple of this: whole bytes and blocks."""
+"""Divisor of an expert's elements in a row of ``a``: whole bytes and blocks."""
 
 Call = TypeVar("Call", bound=tuple[Any, ...])
 
 
 class BackendPath(CallPath[Call]):
-    """An op that is a GEMM, which backends compute.
+    """The CUDA calls of a GEMM, which several backends can compute.
 
     A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
 
     Args:
         a, b: formats of the activations and of the weight.
-        over: what experts divide, as in ``gemm.problem.Grouping``.
-        prologue_gate: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
-        prologue_quant: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
-            ``global_scale``: the ``a_scale`` of a ``GemmCall``.
+        prologue_gate: True if a row of ``a`` is gate and up in 16 bits, from which SwiGLU computes the activations.
+        prologue_quant: True if the GEMM quantises 16-bit activations to FP4, by the call's ``global_scale``: the
+            ``a_scale`` of a ``GemmCall``.
+
+    Attributes:
+        over: dimension that experts divide, as in ``gemm.problem.Grouping``.
+        takes_rows: True if calls pass the weight by rows, (N, K) or (E, N, K), instead of its transposed view.
     """
 
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
     has_backends = True
-    takes_rows: bool
-    """Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view."""
+    over: ClassVar[Literal["none", "k", "n", "rows"]] = "none"
+    takes_rows: ClassVar[bool] = False
 
     def __init__(
         self,
         a: Literal["fp4", "fp8", "16-bit"],
         b: Literal["fp4", "fp8"],
-        over: Literal["none", "k", "n", "rows"],
+        *,
         prologue_gate: bool = False,
         prologue_quant: bool = False,
     ) -> None:
         super().__init__()
-        self.a, self.b, self.over = a, b, over
+        self.a, self.b = a, b
         self.prologue_gate, self.prologue_quant = prologue_gate, prologue_quant
-        self.takes_rows = over != "none"
 
     def problem(self, call: Any) -> "GemmProblem":
-        """The problem that a checked call is."""
+        """Return the problem of a checked call."""
         raise NotImplementedError
 
     def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
-        """A launcher for a problem, a choice, its kernels and a target."""
+        """Return a launcher for a problem, a choice, its kernels and a target."""
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
+        """Return the multiplications and additions of all pairs of a row and a column, as if nothing was routed."""
         *lead, _ = a_shape
         n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
         rows = b_shape[0] if self.over == "n" else 1
@@ -81,7 +83,7 @@ class BackendPath(CallPath[Call]):
         return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-        """The format, and the layouts of the activations' scales and of the weight's."""
+        """Return the FP4 format, and the scale layouts of the activations and of the weight."""
         fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
         b_layout = weight_layout(layout)
         if self.a != "fp4" and layout != b_layout:
@@ -93,13 +95,13 @@ class BackendPath(CallPath[Call]):
     def check_fp4_scale(
         self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
     ) -> None:
-        """``scale`` is that of an FP4 matrix."""
+        """Check that ``scale`` has the dtype and shape of an FP4 matrix's block scales."""
         _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
         shape = fp4_shapes(matrix, fmt, layout)[1]
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
 
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
-        """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
+        """Check that ``a`` has rows of ``k`` elements in 16 bits, or in FP4 with block scales."""
         op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.prologue_gate else "K")
         line = "a row of w" if self.takes_rows else "a column of b"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
@@ -118,20 +120,20 @@ class BackendPath(CallPath[Call]):
             self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
 
     def a_width(self, k: int) -> int:
-        """Elements of a row of ``a``, for sums of ``k``."""
+        """Return the elements of a row of ``a`` for ``k`` elements of a sum."""
         return 2 * k if self.prologue_gate else k
 
     def hint(self, call: Any) -> str:
-        """What to do, if ``a`` would fit the transposed ``b``."""
+        """Return the advice to transpose ``b`` if ``a`` would fit then, or an empty string."""
         packed = self.b == "fp4" and self.a != "fp4"
         fits = not self.takes_rows and self.a_width(call.b.shape[1] * (2 if packed else 1)) == call.a.shape[-1]
         return "; pass b as weight.t()" if fits else ""
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
-        """What a property's value stands for.
+        """Return the entry of ``choices`` for a property's value.
 
         Raises:
-            ValueError: for a value that is none of the choices.
+            ValueError: if the value is not one of the choices.
         """
         if value not in choices:
             expected = ", ".join(map(repr, choices))
@@ -139,7 +141,7 @@ class BackendPath(CallPath[Call]):
         return choices[value]
 
     def check_backend(self, call: Any) -> None:
-        """The backend is one that there is, and that runs where the tensors are."""
+        """Check that the named backend exists and supports the tensors' device."""
         names = tuple(gemm_package().select.candidates(self.problem(call))) if call.backend != AUTO else ()
         if call.backend != AUTO and (call.backend not in names or call.a.device.type == "cpu"):
             self._choose(self.problem(call), 1, gemm_package().select.target_of(torch.device("cpu")), call.backend)
@@ -155,7 +157,7 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # In a capture nothing is tuned: a call after it may have to be.
+        # Nothing is tuned in a capture, so that a later call may have to tune.
         return self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
 
     def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -178,12 +180,12 @@ class BackendPath(CallPath[Call]):
 
 
 class BackendLauncher(Launcher[Call]):
-    """A backend and a tactic, ready to compute.
+    """Launcher of one backend and tactic.
 
     Args:
-        problem, choice, target: what is computed, how and where.
-        kernels: what it launches.
-        is_kept: as of ``Launcher``.
+        problem, choice, target: problem, chosen backend and tactic, and device.
+        kernels: kernels that the tactic launches.
+        is_kept: attribute of ``Launcher``.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class BackendLauncher(Launcher[Call]):
 def fp4_zeros(
     shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales, zero bytes, of a matrix of this shape."""
+    """Return zero codes and zero block scales of a matrix of this shape."""
     codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
     return codes, scale.view(fmt.scale_dtype)
 
@@ -217,7 +219,7 @@ def check_bias(
     device: torch.device,
     of: str = "a column of the result",
 ) -> None:
-    """``bias`` is absent, or has this shape, on ``device``, in float32 or ``dtype``."""
+    """Check that ``bias`` is None or has this shape, in float32 or ``dtype``, on ``device``."""
     if bias is not None:
         _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
         _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
@@ -225,13 +227,13 @@ def check_bias(
 
 
 def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself, or its bytes as ``dtype``."""
+    """Return the tensor viewed as ``dtype``."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 @cache
 def gemm_package() -> ModuleType:
-    """The package of backends, which a process without a GEMM does not import; it imports kernels' configurations."""
+    """Return the package of backends. It imports kernels' configurations, so only processes with GEMMs import it."""
     import torch_cute_ops.gemm as gemm
     import torch_cute_ops.gemm.cost
     import torch_cute_ops.gemm.problem

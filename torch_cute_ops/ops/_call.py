@@ -1,21 +1,24 @@
-"""How the CUDA calls of an op reach a kernel: the one launcher cache, fast path and miss path of all ops.
+"""The launcher cache, fast path and miss path of all ops: the way of CUDA calls to a kernel.
 
-``CallPath.run`` looks up a launcher by the call's static key, which never holds the number of rows, and calls it. The
-compiled function behind it refuses tensors that do not fit, and outputs that overlap another tensor, before it
-launches anything. Only then, and for the first call with a key, does ``run_checked`` run: the thorough checks that say
-what is wrong, the copies that a kernel needs of tensors that it cannot read where they are, and plan and compile.
+``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls it.
+The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before it launches
+anything. Then, and for the first call with a key, ``run_checked`` checks thoroughly, reports errors in words, copies
+tensors that a kernel cannot read in place, and plans and compiles kernels.
 """
 
 import abc
 import importlib
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
 from torch_cute_ops.formats.shapes import OutputShapes
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._operands import cuda_device
+from torch_cute_ops.ops._properties import Property, argument
 from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.calls import described, launch_error
@@ -25,56 +28,53 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Call = TypeVar("Call", bound=tuple[Any, ...])
 Outputs = tuple[torch.Tensor, ...]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of an op."""
 
 MOST_LAUNCHERS: Final = 4096
-"""Launchers that an op keeps, some 1 KB each; the oldest goes."""
+"""Maximum number of launchers per op, about 1 KB each; the oldest is dropped."""
 
 _storing = threading.Lock()
 _launched: Final[set[tuple[KernelSpec, int]]] = set()
-"""Kernels that have been launched, and on which device: their modules are loaded, so that they can be captured."""
+"""Launched kernels, each with its device: their modules are loaded, so that graphs can capture them."""
 
 
 class Launcher(abc.ABC, Generic[Call]):
-    """What computes the calls with one static key.
+    """Computes the calls with one static key.
 
     Attributes:
-        kernels: what it launches.
-        is_kept: whether it serves later calls with the key.
+        kernels: kernels that a call launches.
+        is_kept: True if later calls with the key use the launcher.
     """
 
     kernels: tuple[KernelSpec, ...]
     is_kept: bool = True
 
     def run(self, call: Call, out: Any) -> Any:
-        """The fast path, where there is one: compute an unchecked call into ``out``, or into new outputs, and return
-        these.
+        """Fast path, if the op has one: compute an unchecked call into ``out`` or new outputs, and return them.
 
-        ``None``, with nothing done, for calls that it does not take. Raises, with nothing launched, where the compiled
-        function refuses a tensor.
+        Return None without effect if the fast path does not support the call. Raise before anything is launched if the
+        compiled function refuses a tensor.
         """
         return None
 
     @abc.abstractmethod
     def launch(self, call: Call, out: Any) -> None:
-        """Compute a checked call into ``out``, with copies of tensors that the kernel cannot access where they are."""
+        """Compute a checked call into ``out``, with copies of tensors that the kernel cannot access in place."""
 
 
 class CallPath(abc.ABC, Generic[Call]):
     """The CUDA calls of one op. A family of ops shares a subclass.
 
     Args:
-        fixed: values of the fields of ``call_type`` that the op has no parameter for, where these are not the defaults.
+        fixed: values of fields of ``call_type`` without a parameter of the op, unless they are the defaults.
 
     Attributes:
-        call_type: the ``NamedTuple`` of a call's arguments, the first one a tensor.
-        renames: its fields by the names of the op's parameters, where these differ.
-        may_share: an output and an argument that may be the same tensor.
-        hints: arguments whose contents no result depends on: outputs may share memory with these.
-        any_address: outputs that need not start at a multiple of 16 bytes.
-        integer_outputs: outputs of integers, which cannot require grad.
-        has_backends: whether there are several ways to compute a call.
+        call_type: ``NamedTuple`` of a call's arguments; the first is a tensor.
+        renames: fields of ``call_type`` with other names than the op's parameters, keyed by parameter.
+        may_share: names of an output and an argument that may be the same tensor.
+        hints: arguments whose contents do not affect results, so that outputs may share memory with them.
+        any_address: outputs that need no alignment to 16 bytes.
+        integer_outputs: names of integer outputs, which cannot require grad.
+        has_backends: True if several backends can compute a call.
     """
 
     call_type: ClassVar[Any]
@@ -90,7 +90,7 @@ class CallPath(abc.ABC, Generic[Call]):
         self.launchers: dict[tuple[Any, ...], Launcher[Call]] = {}
 
     def bind(self, signature: Signature) -> None:
-        """Serve the op of this signature."""
+        """Bind the path to the op of this signature."""
         self.signature = signature
         self.op = signature.name
         self.is_single = len(signature.outputs) == 1
@@ -99,73 +99,106 @@ class CallPath(abc.ABC, Generic[Call]):
         if unknown:
             raise TypeError(f"{self.op}: {self.call_type.__name__} has no field for {', '.join(unknown)}")
         self.positions = tuple(fields.index(self.renames.get(name, name)) for name in signature.names)
+        self.statics = self.declare()
         self.updated = tuple(fields.index(self.renames.get(name, name)) for name in signature.updated)
 
-    # What a family defines
+    # Defined by each family of ops
 
     @abc.abstractmethod
     def key(self, call: Call, device: int) -> tuple[Any, ...]:
-        """The static key: all that decides which launcher serves a call on a CUDA device.
+        """Return the static key, which decides which launcher serves a call on a CUDA device.
 
         Raises:
-            AttributeError: for what is no tensor.
+            AttributeError: if an argument is no tensor.
         """
 
     @abc.abstractmethod
     def check(self, call: Call) -> None:
-        """Refuse what is wrong about arguments of the right kinds, on any device.
+        """Check arguments of the right kinds, on any device.
 
         Raises:
-            ValueError: for a wrong value, shape, device, layout or format.
-            TypeError: for a wrong dtype.
+            ValueError: if a value, shape, device, layout or format is wrong.
+            TypeError: if a dtype is wrong.
         """
 
     def check_values(self, call: Call) -> None:
-        """Refuse what the tensors of a checked call hold, where the op runs on a CPU: a GPU cannot look at it.
+        """Check the contents of a checked call's CPU tensors; a GPU call does not check contents.
 
         Raises:
-            ValueError: for an index of something that is not there.
+            ValueError: if an index is out of range.
         """
 
     @abc.abstractmethod
     def make_launcher(self, call: Call, device: int) -> Launcher[Call]:
-        """What computes checked calls like this one on that CUDA device; its kernels are compiled by ``compile``."""
+        """Return a launcher for checked calls like this one on a CUDA device; ``compile`` compiles its kernels."""
 
     @abc.abstractmethod
     def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
-        """The kernels that calls like this one may launch on GPUs of ``arch``; its tensors may be on meta."""
+        """Return the kernels that calls like this one may launch on GPUs of ``arch``; tensors may be on meta."""
 
     @abc.abstractmethod
-    def properties(self, call: Call) -> dict[str, Any]:
-        """The static properties of a call, as ``example`` takes them."""
+    def declare(self) -> dict[str, Property]:
+        """Return the static properties of the op's calls by name, except ``device``."""
 
-    example: Callable[..., Arguments]
-    """The arguments of a call with these static properties, ``device`` among them; keyword-only and typed."""
+    @abc.abstractmethod
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        """Return the arguments, by name, of a call whose static properties are the attributes of ``given``.
 
-    def has_property(self, name: str) -> bool:
-        """Whether the op's calls have this one of the properties that ``example`` takes."""
-        return True
+        It may contain arguments that the op lacks.
+        """
 
     def backends(self, call: Call, where: torch.device | Arch) -> dict[str, str | None]:
-        """Why each backend cannot compute a call on a device, or GPUs of an architecture; ``None``: it can."""
+        """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None."""
         raise NotImplementedError
 
     def output_shapes(self, call: Call) -> OutputShapes:
-        """The outputs of a checked call, as ``fake/<op>.py`` has them."""
+        """Return the shapes and dtypes of a checked call's outputs, from ``fake/<op>.py``."""
         fake = importlib.import_module(f"torch_cute_ops.fake.{self.op}")
         shapes: OutputShapes = getattr(fake, self.op)(**self.arguments(call))
         return shapes
 
     def fill_without_work(self, call: Call, out: Outputs) -> bool:
-        """Whether a checked call needs no kernel, since it has no rows, say; what its outputs hold is then written."""
+        """Return True if a checked call needs no kernel, for example without rows; its outputs are then filled."""
         return all(output.numel() == 0 for output in out)
+
+    # Static properties
+
+    def arguments_as_properties(self, *names: str) -> dict[str, Property]:
+        """Return the properties that are arguments of the op, for those of the names that it has."""
+        return {each.name: argument(each) for each in self.signature.parameters if each.name in names}
+
+    def properties(self, call: Call) -> dict[str, Any]:
+        """Return the static properties of a call, as ``example`` takes them."""
+        values = {name: each.of(call) for name, each in self.statics.items()}
+        return {name: value for name, value in values.items() if value is not None or self.statics[name].is_optional}
+
+    def example(self, *, device: torch.device | int | str | None = None, **properties: Any) -> dict[str, Any]:
+        """Return the arguments, by name, of a call with these static properties, on ``device``.
+
+        Raises:
+            TypeError: if a required property is missing, or the op lacks a property.
+            ValueError: if the op refuses a value.
+        """
+        unknown = [name for name in properties if name not in self.statics]
+        if unknown:
+            raise TypeError(f"cute::{self.op} has no property {unknown[0]!r}; it has {', '.join(self.statics)}")
+        missing = [name for name, each in self.statics.items() if each.is_required and name not in properties]
+        if missing:
+            label = "property" if len(missing) == 1 else "properties"
+            raise TypeError(f"cute::{self.op} needs the {label} {', '.join(missing)}")
+        given = {name: properties.get(name, each.default) for name, each in self.statics.items()}
+        made = self.make_example(SimpleNamespace(**given), cuda_device(device))
+        return {name: made[name] for name in self.signature.names if name in made}
 
     # The call path
 
     def run(self, out: Any, device: int | None, *values: Any) -> Any:
-        """Compute the fields of a call on CUDA tensors into ``out``, a tensor or a tuple of several, or new tensors.
+        """Compute a call, given its fields, on CUDA tensors into ``out`` or into new outputs, and return them.
 
-        ``device`` is the index of the first tensor's, where the caller has asked for it: that takes 0.07 µs.
+        Args:
+            out: one tensor, or a tuple of several, or None.
+            device: index of the first tensor's device, or None; asking for it takes 0.07 µs.
+            values: fields of the call.
         """
         # ``_make`` takes twice as long.
         call = tuple.__new__(self.call_type, values)
@@ -174,7 +207,7 @@ class CallPath(abc.ABC, Generic[Call]):
                 device = call[0].get_device()
             launcher = self.launchers.get(self.key(call, device))
             result = None if launcher is None else launcher.run(call, out)
-        except Exception:  # of TVM-FFI, DLPack and CUDA, or for what is no tensor: run_checked finds out
+        except Exception:  # from TVM-FFI, DLPack or CUDA, or because of no tensor; run_checked finds the reason
             result = None
         if result is None:
             result = self.run_checked(call, out)
@@ -185,8 +218,10 @@ class CallPath(abc.ABC, Generic[Call]):
         return result
 
     def run_checked(self, call: Call, out: Any) -> Any:
-        """``run`` with every check: for the first call with a key, for tensors that the fast path does not take, and
-        for those that the compiled function refused."""
+        """Compute a call with every check.
+
+        That is for the first call with a key, and for tensors that the fast path or the compiled function refused.
+        """
         self.check_call(call)
         device = call[0].device
         given = None if out is None else (out,) if self.is_single else tuple(out)
@@ -199,7 +234,7 @@ class CallPath(abc.ABC, Generic[Call]):
                 launcher = self.make_launcher(call, device.index or 0)
             try:
                 launcher.launch(call, result)
-            except (RuntimeError, ValueError, TypeError):  # of torch, such as memory that ran out
+            except (RuntimeError, ValueError, TypeError):  # from torch, for example out of memory
                 raise
             except Exception as error:  # from CUDA
                 raise launch_error(self.op, error, *call) from error
@@ -262,16 +297,16 @@ class CallPath(abc.ABC, Generic[Call]):
         _checks.check_no_sharing(self.op, by_name, tensors, self.signature.updated, self.may_share)
 
     def compile(self, kernel: KernelSpec, call: Call, device: int) -> Callable[..., None]:
-        """The compiled function of a kernel that a call needs.
+        """Return the compiled function of a kernel.
 
         Raises:
-            RuntimeError: if a CUDA graph is being captured, and the kernel has not been launched before.
+            RuntimeError: if a CUDA graph is being captured and the kernel was never launched.
         """
         self.require_loaded((kernel,), call, device)
         return compile_kernel(kernel, arch_of_device(device))
 
     def require_loaded(self, kernels: tuple[KernelSpec, ...], call: Call, device: int) -> None:
-        """Refuse to go on if a CUDA graph is being captured and one of the kernels is not loaded.
+        """Check that all kernels are loaded if a CUDA graph is being captured.
 
         Raises:
             RuntimeError: with the ``warmup`` call to make.
@@ -303,7 +338,7 @@ class CallPath(abc.ABC, Generic[Call]):
         return given
 
     def _keep(self, key: tuple[Any, ...], launcher: Launcher[Call]) -> None:
-        """Keep a launcher for later calls. Other threads may do the same."""
+        """Keep a launcher for later calls; several threads may do so at once."""
         with _storing:
             if len(self.launchers) >= MOST_LAUNCHERS and key not in self.launchers:
                 del self.launchers[next(iter(self.launchers))]
@@ -311,13 +346,13 @@ class CallPath(abc.ABC, Generic[Call]):
 
 
 class KernelLauncher(Launcher[Call]):
-    """One compiled kernel.
+    """Launcher of one compiled kernel.
 
     Args:
-        kernel: the kernel.
-        function: it compiled.
-        device: where it runs.
-        sms: SMs of the device.
+        kernel: kernel and its configuration.
+        function: compiled function.
+        device: CUDA device.
+        sms: number of SMs of the device.
     """
 
     def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
@@ -326,13 +361,13 @@ class KernelLauncher(Launcher[Call]):
 
 
 class KernelPath(CallPath[Call]):
-    """The CUDA calls of an op that is one kernel."""
+    """The CUDA calls of an op that launches one kernel."""
 
     launcher_type: ClassVar[type[KernelLauncher[Any]]]
 
     @abc.abstractmethod
     def kernel(self, call: Call, arch: Arch) -> KernelSpec:
-        """The kernel for calls like this one; its tensors may be on meta."""
+        """Return the kernel for calls like this one; tensors may be on meta."""
 
     def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
         return (self.kernel(call, arch),)

@@ -1,8 +1,8 @@
-"""From an op's typed Python function to everything that PyTorch calls.
+"""Definition of an op from its typed Python function: everything that PyTorch calls.
 
-``define`` reads the function's signature and docstring, and makes the function's body, the CUDA entries of both
-overloads, and the guards at the Autograd key. They differ from op to op in their parameters alone, and a call spends as
-long in a generic ``*args`` wrapper as in its launch; so they are generated, as ``dataclasses`` generates ``__init__``.
+``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
+overloads, and the guards at the Autograd key. They differ only in the op's parameters. A generic ``*args`` wrapper
+would take as long as a launch, so their code is generated, as ``dataclasses`` generates ``__init__``.
 """
 
 import functools
@@ -37,7 +37,7 @@ from torch_cute_ops.runtime.dispatch import (
 
 NAMESPACE: Final = "cute"
 OPS: Final[dict[str, "OpSpec"]] = {}
-"""The ops that are defined so far, by name."""
+"""Ops that are defined so far, by name."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -393,10 +393,10 @@ def _is_plain(name: str) -> str:
 
 
 def refuse_gradient(signature: Signature, tensors: Sequence[torch.Tensor | None], outputs: Outputs = ()) -> None:
-    """Refuse tensors that require grad while gradients are on, and those that have a tangent.
+    """Refuse tensors that require grad while gradients are on, and tensors that have a tangent.
 
     Raises:
-        ValueError: the ops are for inference, and have no derivative.
+        ValueError: for such a tensor, since the ops are for inference and have no derivative.
     """
     names = (*(parameter.name for parameter in signature.tensors), *signature.out_names)
     given = [(name, one) for name, one in zip(names, (*tensors, *outputs), strict=False) if one is not None]

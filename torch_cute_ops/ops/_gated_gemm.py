@@ -1,4 +1,4 @@
-"""The ops that are GEMMs of experts with a gate behind them: the first half of an expert layer."""
+"""The ops that are GEMMs of experts with a gate in their epilogue: the first half of an expert layer."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,10 +20,10 @@ from torch_cute_ops.ops._backend_path import (
     gemm_package,
     seen_as,
 )
-from torch_cute_ops.ops._call import Arguments
-from torch_cute_ops.ops._operands import aligned, cuda_device
+from torch_cute_ops.ops._operands import aligned
+from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
-from torch_cute_ops.ops._signature import GatedAlphaKind
+from torch_cute_ops.ops._signature import GatedAlphaKind, GlobalScaleKind
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 class GatedCall(NamedTuple):
-    """The arguments of such an op."""
+    """Arguments of a GEMM op with a gate in its epilogue."""
 
     a: Tensor
     b: Tensor
@@ -55,30 +55,31 @@ class GatedCall(NamedTuple):
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
-        """The parameters of the gate."""
+        """Parameters of the gate."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
     @property
     def bias_dtype(self) -> torch.dtype:
-        """Of a bias that is not float32."""
+        """Dtype of a bias that is not float32."""
         return self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16
 
 
 class GatedGemm(BackendPath[GatedCall]):
-    """A GEMM op with experts over N, whose two halves a gate multiplies.
+    """A GEMM op with experts over N; a gate multiplies the two halves of each expert's columns.
 
     Args:
-        a: format of the activations, and of the result.
+        a: format of the activations and of the result.
     """
 
     call_type = GatedCall
+    over = "n"
+    takes_rows = True
 
     def __init__(self, a: Literal["fp4", "16-bit"]) -> None:
-        super().__init__(a, "fp4", "n")
+        super().__init__(a, "fp4")
 
     def key(self, call: GatedCall, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *gate_and_options = call
-        swiglu_alpha, swiglu_beta, swiglu_limit, *options = gate_and_options
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
         return (
             bucket(a.shape[0]),
             a.shape[1],
@@ -92,8 +93,8 @@ class GatedGemm(BackendPath[GatedCall]):
             None if alpha is None else alpha.shape,
             None if bias is None else bias.dtype,
             None if global_scale is None else global_scale.numel(),
-            gates_plainly(swiglu_alpha, swiglu_beta, swiglu_limit),
-            *options,
+            gates_plainly(*call.gate),
+            *(call.block_size, call.scale_format, call.scale_layout, call.backend, call.static_weight),
             device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
@@ -158,19 +159,17 @@ class GatedGemm(BackendPath[GatedCall]):
         experts, rows, held = call.b.shape
         is_fp4 = self.a == "fp4"
         a = p.Operand(fmt, layout) if is_fp4 else p.Operand(call.a.dtype)
-        alpha = None if call.alpha is None else "expert" if call.alpha.dim() == 1 else "expert_half"
         bias_dtype = None if call.bias is None else call.bias.dtype
-        global_scale = call.global_scale
         problem: GemmProblem = p.GemmProblem(
             a,
             p.Operand(fmt, b_layout),
             experts * (rows // 2),
             2 * held,
-            p.Epilogue(call.bias_dtype, alpha, bias_dtype),
+            p.Epilogue(call.bias_dtype, _alpha_kind(call), bias_dtype),
             p.Grouping("n", experts),
             gate="silu" if gates_plainly(*call.gate) else "swiglu",
             quantised=p.Operand(fmt, layout) if is_fp4 else None,
-            global_scale=None if global_scale is None else "one" if global_scale.numel() == 1 else "expert",
+            global_scale=_global_scale_kind(call),
             static_weight=call.static_weight,
         )
         return problem
@@ -181,89 +180,64 @@ class GatedGemm(BackendPath[GatedCall]):
     def fill_without_work(self, call: GatedCall, out: tuple[Tensor, ...]) -> bool:
         return not call.a.shape[0]
 
-    def properties(self, call: GatedCall) -> dict[str, Any]:
-        problem = self.problem(call)
-        shown: dict[str, Any] = {"n": problem.n, "k": problem.k, "m": call.a.shape[0], "experts": problem.experts}
+    def declare(self) -> dict[str, Property]:
+        declared = {
+            "n": size(lambda call: self.problem(call).n),
+            "k": size(lambda call: self.problem(call).k),
+            "m": size(lambda call: call.a.shape[0], default=1),
+            "experts": size(lambda call: call.b.shape[0]),
+        }
         if self.a == "16-bit":
-            shown["dtype"] = call.a.dtype
-        else:
-            shown["global_scales"] = problem.global_scale
-        shown |= {"alpha": problem.epilogue.alpha, "bias_dtype": problem.epilogue.bias_dtype}
-        shown["swiglu"] = problem.gate == "swiglu"
-        names = ("block_size", "scale_format", "scale_layout", "backend", "static_weight")
-        return shown | {name: getattr(call, name) for name in names}
+            declared["dtype"] = dtype(lambda call: call.a.dtype)
+        declared |= {
+            "alpha": choice(GatedAlphaKind, _alpha_kind),
+            "bias_dtype": dtype(lambda call: None if call.bias is None else call.bias.dtype),
+        }
+        if self.a == "fp4":
+            declared["global_scales"] = choice(GlobalScaleKind, _global_scale_kind)
+        declared["swiglu"] = flag(lambda call: not gates_plainly(*call.gate))
+        names = "block_size", "scale_format", "scale_layout", "backend", "static_weight"
+        return declared | self.arguments_as_properties(*names)
 
-    def has_property(self, name: str) -> bool:
-        if name in ("dtype", "global_scales"):
-            return (name == "dtype") == (self.a == "16-bit")
-        return True
-
-    def example(
-        self,
-        *,
-        n: int,
-        k: int,
-        experts: int,
-        m: int = 1,
-        dtype: torch.dtype | None = None,
-        alpha: GatedAlphaKind | None = None,
-        bias_dtype: torch.dtype | None = None,
-        global_scales: Literal["one", "expert"] | None = None,
-        swiglu: bool = False,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "128x4",
-        backend: str = AUTO,
-        static_weight: bool = False,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call with these static properties.
-
-        Args:
-            n, k: columns of the result, E·I of all experts, and elements of a sum.
-            experts: how many there are.
-            m: rows; calls in the same bucket are made ready too.
-            dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
-            alpha: what calls pass: one for each ``"expert"``, or two for its gate and up, ``"expert_half"``; ``None``:
-                none.
-            bias_dtype: of the bias that calls pass; ``None``: none.
-            global_scales: what calls pass as ``global_scale``: ``"one"``, or one for each ``"expert"``; ``None``: none.
-            swiglu: whether calls pass parameters of the gate that are not the defaults.
-            block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
-            device: of the tensors; ``None`` means the current CUDA device.
-
-        Raises:
-            ValueError: for ``n`` that is no multiple of ``experts``, or an unknown ``alpha`` or ``global_scales``.
-        """
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        n, k, m, experts = given.n, given.k, given.m, given.experts
         if n % experts:
             raise ValueError(f"cute::{self.op}: n is {n}; expected as many columns for each of {experts} experts")
-        target, rows = cuda_device(device), 2 * (n // experts)
-        fmt, layout, b_layout = self.fp4_format(
-            GatedCall(None, None, block_size=block_size, scale_format=scale_format, scale_layout=scale_layout)  # type: ignore[arg-type]
-        )
+        rows = 2 * (n // experts)
+        formats = {name: getattr(given, name) for name in ("block_size", "scale_format", "scale_layout")}
+        fmt, layout, b_layout = self.fp4_format(GatedCall(None, None, **formats))  # type: ignore[arg-type]
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=target)
+        def ones(*shape: int) -> Tensor:
+            return torch.ones(shape, dtype=torch.float32, device=device)
 
-        given: dict[str, Any] = {"backend": backend, "static_weight": static_weight, "swiglu_beta": float(swiglu)}
-        given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
-        given["w"], given["w_scale"] = fp4_zeros((experts, rows, k), fmt, b_layout, target)
-        if self.a == "fp4":
-            given["a"], given["a_scale"] = fp4_zeros((m, k), fmt, layout, target)
-            scales = {None: None, "one": (1,), "expert": (experts,)}
-            shape = self.chosen("global_scales", global_scales, scales)
-            given["global_scale"] = None if shape is None else zeros(*shape) + 1
-        else:
-            given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
-        given["routing"] = zeros(m, experts) + 1
-        shape = self.chosen("alpha", alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
-        given["alpha"] = None if shape is None else zeros(*shape) + 1
-        given["bias"] = None if bias_dtype is None else zeros(experts, rows, dtype=bias_dtype)
-        return (), given
+        w, w_scale = fp4_zeros((experts, rows, k), fmt, b_layout, device)
+        alpha = self.chosen("alpha", given.alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
+        made = vars(given) | {
+            "w": w,
+            "w_scale": w_scale,
+            "routing": ones(m, experts),
+            "alpha": None if alpha is None else ones(*alpha),
+            "bias": None if given.bias_dtype is None else ones(experts, rows).to(given.bias_dtype),
+            "swiglu_beta": float(given.swiglu),
+        }
+        if self.a == "16-bit":
+            return made | {"a": torch.zeros(m, k, dtype=given.dtype or torch.bfloat16, device=device)}
+        made["a"], made["a_scale"] = fp4_zeros((m, k), fmt, layout, device)
+        scales = {None: None, "one": (1,), "expert": (experts,)}
+        shape = self.chosen("global_scales", given.global_scales, scales)
+        return made | {"global_scale": None if shape is None else ones(*shape)}
+
+
+def _alpha_kind(call: GatedCall) -> str | None:
+    return None if call.alpha is None else "expert" if call.alpha.dim() == 1 else "expert_half"
+
+
+def _global_scale_kind(call: GatedCall) -> str | None:
+    return None if call.global_scale is None else "one" if call.global_scale.numel() == 1 else "expert"
 
 
 class GatedLauncher(BackendLauncher[GatedCall]):
-    """The launcher of a GEMM with a gate."""
+    """Launcher of a GEMM with a gate in its epilogue."""
 
     def __init__(self, problem: "GemmProblem", *how: Any, **named: Any) -> None:
         super().__init__(problem, *how, **named)
@@ -278,9 +252,11 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if not self.is_direct:
             return None
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
-        m = a.shape[0]
+        m, layout = a.shape[0], self.layout
+        if not m:
+            return None
         # The compiled function takes any number of scale rows.
-        if not m or (self.layout is not None and a_scale.shape != (self.layout.padded_rows(m), self.scale_columns)):
+        if layout is not None and (a_scale is None or a_scale.shape != (layout.padded_rows(m), self.scale_columns)):
             return None
         if out is None:
             new = allocator(self.device)

@@ -1,10 +1,13 @@
-"""The ops that are GEMMs: checks, the problem that a call is, and how it reaches a backend."""
+"""The ops that are GEMMs without a gate in their epilogue: checks, problems, and the way to a backend.
+
+A class for each kind of GEMM: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm`` and ``GroupedFP8Gemm``.
+"""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.formats.scale_layout import weight_layout
@@ -22,15 +25,15 @@ from torch_cute_ops.ops._backend_path import (
     gemm_package,
     seen_as,
 )
-from torch_cute_ops.ops._call import Arguments
-from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device
+from torch_cute_ops.ops._operands import aligned, are_int32
+from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._signature import AlphaKind
 from torch_cute_ops.ops._with_gemm import PREFETCH_MULTIPLE, is_prefetchable
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 
 if TYPE_CHECKING:
-    from torch_cute_ops.gemm.problem import GemmProblem
+    from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand
 
 Tensor = torch.Tensor
 
@@ -39,7 +42,7 @@ FP8_N_MULTIPLE: Final = 8
 
 
 class GemmCall(NamedTuple):
-    """The arguments of any GEMM op: ``b`` is its weight, transposed or not, by whatever name."""
+    """Arguments of any GEMM op; ``b`` is its weight, transposed or not, by whatever name."""
 
     a: Tensor
     b: Tensor
@@ -59,27 +62,17 @@ class GemmCall(NamedTuple):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of the result: the one that is named, or the activations' where these have 16 bits, or bfloat16."""
+        """Dtype of the result: ``out_dtype``, or the dtype of 16-bit activations, or bfloat16."""
         return self.out_dtype or (self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16)
 
 
 class Gemm(BackendPath[GemmCall]):
-    """A GEMM op but those with a gate."""
+    """A GEMM op without a gate in its epilogue."""
 
     call_type = GemmCall
     hints = frozenset(("prefetch",))
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
-
-    def __init__(
-        self,
-        a: Literal["fp4", "fp8", "16-bit"],
-        b: Literal["fp4", "fp8"],
-        over: Literal["none", "k", "rows"] = "none",
-        prologue_gate: bool = False,
-        prologue_quant: bool = False,
-    ) -> None:
-        super().__init__(a, b, over, prologue_gate, prologue_quant)
-        self.b_name = "w" if over == "k" else "b"
+    b_name: ClassVar[str] = "b"
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
         a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *options = call
@@ -109,21 +102,35 @@ class Gemm(BackendPath[GemmCall]):
 
     def check(self, call: GemmCall) -> None:
         op, device = self.op, call.a.device
-        if self.a == "fp8":
-            n, k = self._check_fp8(call)
-        else:
-            n, k = self._check_fp4(call)
+        n, k = self.check_operands(call)
         for name, tensor in (("a_scale", call.a_scale), (self.b_name, call.b), (f"{self.b_name}_scale", call.b_scale)):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
-        if self.over == "k":
-            self._check_expert_factors(call, n, k)
-        else:
-            self._check_epilogue(call, n)
+        self.check_epilogue(call, n, k)
         _checks.check_out_dtype(op, call.out_dtype)
         if call.prefetch is not None:
             self._check_prefetch(call.prefetch, device)
         self.check_backend(call)
+
+    def check_operands(self, call: GemmCall) -> tuple[int, int]:
+        """Check the matrices and their scales, and return N and K."""
+        raise NotImplementedError
+
+    def check_epilogue(self, call: GemmCall, n: int, k: int) -> None:
+        """Check ``alpha`` and the bias."""
+        alpha, experts = call.alpha, self.experts(call)
+        if alpha is not None:
+            self._check_alpha(alpha, experts, n, call.a.device)
+        shape = (experts, n) if self.over == "rows" else (n,)
+        check_bias(self.op, call.bias, call.result_dtype, shape, call.a.device)
+
+    def _check_alpha(self, alpha: Tensor, experts: int, n: int, device: torch.device) -> None:
+        op, shapes = self.op, ((experts,), (experts, n)) if self.over == "rows" else ((n,),)
+        _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
+        if alpha.numel() != 1 and alpha.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"cute::{op}: alpha has shape {tuple(alpha.shape)}; expected one element, or {expected}")
+        _checks.check_device(op, "alpha", alpha, "a", device)
 
     def _check_prefetch(self, prefetch: Tensor, device: torch.device) -> None:
         op = self.op
@@ -136,109 +143,159 @@ class Gemm(BackendPath[GemmCall]):
             )
         _checks.check_device(op, "prefetch", prefetch, "a", device)
 
-    def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
-        """Check ``a``, the weight and their scales; N and K."""
-        op, b = self.op, call.b
-        fmt, layout, b_layout = self.fp4_format(call)
-        _checks.check_matrix(op, self.b_name, b, "(N, E·I/2)" if self.takes_rows else "(K/2, N)")
-        self._refuse_untransposed(call)
-        weight = b if self.takes_rows else b.t()
-        _checks.check_packed(op, self.b_name if self.takes_rows else "b.t()", weight, fmt)
-        n, k = weight.shape[0], weight.shape[1] * 2
-        self.check_activations(call, k, fmt, layout)
-        self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
-        return n, k
-
-    def _check_fp8(self, call: GemmCall) -> tuple[int, int]:
-        """Check the operands, their scales, offsets and counts; N and K."""
-        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
-        offsets, counts = call.offsets, call.counts
-        assert a_scale is not None
-        is_grouped, is_masked = self.over == "rows", self.over == "rows" and offsets is None
-        if is_masked and counts is None:
-            raise ValueError(
-                f"cute::{op}: offsets and counts are None; expected offsets (E + 1,) of the contiguous layout, or "
-                "counts (E,) of the masked one"
-            )
-        _checks.check_dtype(op, "a", a, (torch.float8_e4m3fn,))
-        _checks.check_dtype(op, "a_scale", a_scale, (torch.float32,))
-        fmt = layout = None
-        if self.b == "fp8":
-            _checks.check_dtype(op, "b", b, (torch.float8_e4m3fn,))
-            _checks.check_dtype(op, "b_scale", b_scale, (torch.float32,))
-        else:
-            fmt, _, layout = self.fp4_format(call)
-            _checks.check_dtype(op, "b", b, _checks.PACKED_DTYPES)
-        columns = "K" if fmt is None else "K/2"
-        if is_grouped:
-            if b.dim() != 3:
-                raise ValueError(f"cute::{op}: b has shape {tuple(b.shape)}; expected (E, N, {columns})")
-            experts, n, k = b.shape
-            if not 1 <= experts <= MAX_EXPERTS:
-                raise ValueError(f"cute::{op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
-        else:
-            _checks.check_matrix(op, "b", b, f"({columns}, N)")
-            self._refuse_untransposed(call)
-            experts, (k, n) = 1, b.shape
-        if fmt is not None:
-            k *= 2
-        if k == 0 or k % FP8_K_MULTIPLE:
-            raise ValueError(f"cute::{op}: b has K = {k}; expected a positive multiple of {FP8_K_MULTIPLE}")
-        if n % FP8_N_MULTIPLE:
-            raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
-        if is_masked:
-            if a.dim() != 3:
-                raise ValueError(
-                    f"cute::{op}: a has shape {tuple(a.shape)}; expected (E, rows of an expert, K), since offsets is "
-                    "None"
-                )
-            _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
-        else:
-            _checks.check_matrix(op, "a", a, "(R, K)" if is_grouped else "(M, K)")
-            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
-        blocks = FP8_BLOCK128.scales_per_row(k)
-        _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
-        lead = (experts,) if is_grouped else ()
-        if fmt is not None and layout is not None:
-            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
-        else:
-            meaning = "a scale for 128 rows of the weight and 128 elements of k"
-            _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
-        for name, given, shape, meaning in (
-            ("offsets", offsets, (experts + 1,), "where experts begin, and where the last ends"),
-            ("counts", counts, (experts,), "one for each expert of b"),
-        ):
-            if given is not None:
-                _checks.check_dtype(op, name, given, (torch.int32,))
-                _checks.check_shape(op, name, given, shape, meaning)
-                _checks.check_device(op, name, given, "a", a.device)
-        return n, k
-
-    def _refuse_untransposed(self, call: GemmCall) -> None:
-        """``b`` is not plainly a weight (N, K): a square matrix whose first dimension's elements are not neighbours."""
-        b = call.b
-        if not self.takes_rows and b.shape[0] == b.shape[1] > 1 and b.stride(0) != 1:
+    def refuse_untransposed(self, b: Tensor) -> None:
+        """Refuse a square ``b`` with the strides of a weight by rows, (N, K)."""
+        if b.shape[0] == b.shape[1] > 1 and b.stride(0) != 1:
             raise ValueError(
                 f"cute::{self.op}: b has shape {tuple(b.shape)} and strides {b.stride()}, as a weight by rows has; "
                 "expected its transposed view: pass weight.t()"
             )
 
-    def _check_epilogue(self, call: GemmCall, n: int) -> None:
-        op, alpha, bias, device = self.op, call.alpha, call.bias, call.a.device
-        is_grouped = self.over == "rows"
-        experts = call.b.shape[0] if is_grouped else 1
-        if alpha is not None:
-            _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
-            if alpha.numel() != 1 and alpha.shape not in (((experts,), (experts, n)) if is_grouped else ((n,),)):
-                expected = f"({experts},) or {(experts, n)}" if is_grouped else f"({n},)"
-                raise ValueError(
-                    f"cute::{op}: alpha has shape {tuple(alpha.shape)}; expected one element, or {expected}"
-                )
-            _checks.check_device(op, "alpha", alpha, "a", device)
-        check_bias(op, bias, call.result_dtype, (experts, n) if is_grouped else (n,), device)
+    # What is computed
 
-    def _check_expert_factors(self, call: GemmCall, n: int, k: int) -> None:
-        """``alpha`` is (M, E) float32, for E experts that have equal parts of ``k``; the bias is theirs."""
+    def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
+        """Return the formats of the activations and of the weight."""
+        raise NotImplementedError
+
+    def experts(self, call: GemmCall) -> int:
+        """Return the number of experts, or 1."""
+        return 1
+
+    def grouping(self, call: GemmCall) -> "Grouping":
+        """Return the division of the GEMM among experts."""
+        grouping: Grouping = gemm_package().problem.Grouping()
+        return grouping
+
+    def alpha_kind(self, call: GemmCall) -> str | None:
+        """Return the kind of ``alpha`` in the epilogue, or None."""
+        return None if call.alpha is None else _alpha_kind(call.alpha, self.over == "rows")
+
+    def problem(self, call: GemmCall) -> "GemmProblem":
+        p = gemm_package().problem
+        weight = call.b if self.takes_rows else call.b.t()
+        n, k = weight.shape[-2], weight.shape[-1] * (2 if self.b == "fp4" else 1)
+        bias_dtype = None if call.bias is None else call.bias.dtype
+        quant = None if not self.prologue_quant else "plain" if call.a_scale is None else "scaled"
+        problem: GemmProblem = p.GemmProblem(
+            *self.operands(call),
+            n,
+            k,
+            p.Epilogue(call.result_dtype, self.alpha_kind(call), bias_dtype),
+            self.grouping(call),
+            prologue_gate=self.prologue_gate,
+            prologue_quant=quant,
+            static_weight=call.static_weight,
+            prefetches=call.prefetch is not None,
+        )
+        return problem
+
+    def ready_launcher(self, *how: Any, **named: Any) -> "GemmLauncher":
+        return GemmLauncher(self, *how, **named)
+
+    # Static properties
+
+    def declare(self) -> dict[str, Property]:
+        declared = {
+            "n": size(lambda call: self.problem(call).n),
+            "k": size(lambda call: self.problem(call).k),
+            "m": size(lambda call: call.a.shape[-2], default=1),
+            **self.declare_kind(),
+            "bias_dtype": dtype(lambda call: None if call.bias is None else call.bias.dtype),
+            "out_dtype": dtype(lambda call: call.result_dtype),
+            **self.arguments_as_properties("block_size", "scale_format", "scale_layout", "backend", "static_weight"),
+        }
+        if "prefetch" in self.signature.names:
+            declared["prefetch"] = flag(lambda call: call.prefetch is not None)
+        return declared
+
+    def declare_kind(self) -> dict[str, Property]:
+        """Return the properties of this kind of GEMM."""
+        return {"alpha": choice(AlphaKind, self.alpha_kind)}
+
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        arguments = vars(given) | self.make_operands(given, device) | {"bias": None}
+        experts, n = getattr(given, "experts", 1), given.n
+        alpha = arguments.get("alpha")
+        if alpha is not None and not isinstance(alpha, Tensor):
+            of_experts = {"expert": (experts,), "expert_column": (experts, n)}
+            shapes = {"one": (1,), **(of_experts if self.over == "rows" else {"column": (n,)})}
+            arguments["alpha"] = torch.ones(self.chosen("alpha", alpha, shapes), dtype=torch.float32, device=device)
+        if given.bias_dtype is not None:
+            shape = (n,) if self.over == "none" else (experts, n)
+            arguments["bias"] = torch.zeros(shape, dtype=given.bias_dtype, device=device)
+        if getattr(given, "prefetch", False):
+            arguments["prefetch"] = torch.zeros(1, PREFETCH_MULTIPLE, dtype=torch.uint8, device=device)
+        else:
+            arguments["prefetch"] = None
+        return arguments
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        """Return the matrices and scales of an example, and other arguments of this kind of GEMM."""
+        raise NotImplementedError
+
+
+class FP4Gemm(Gemm):
+    """A GEMM with an FP4 weight, which calls pass transposed, and activations in FP4 or 16 bits."""
+
+    def __init__(
+        self, a: Literal["fp4", "16-bit"], *, prologue_gate: bool = False, prologue_quant: bool = False
+    ) -> None:
+        super().__init__(a, "fp4", prologue_gate=prologue_gate, prologue_quant=prologue_quant)
+
+    def check_operands(self, call: GemmCall) -> tuple[int, int]:
+        fmt, layout, b_layout = self.fp4_format(call)
+        weight = self.check_weight(call.b, fmt)
+        n, k = weight.shape[0], weight.shape[1] * 2
+        self.check_activations(call, k, fmt, layout)
+        self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
+        return n, k
+
+    def check_weight(self, b: Tensor, fmt: FP4Format) -> Tensor:
+        """Check the weight, and return it by rows, (N, K/2)."""
+        _checks.check_matrix(self.op, "b", b, "(K/2, N)")
+        self.refuse_untransposed(b)
+        _checks.check_packed(self.op, "b.t()", b.t(), fmt)
+        return b.t()
+
+    def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
+        p = gemm_package().problem
+        fmt, layout, b_layout = self.fp4_format(call)
+        return p.Operand(fmt, layout) if self.a == "fp4" else p.Operand(call.a.dtype), p.Operand(fmt, b_layout)
+
+    def declare_kind(self) -> dict[str, Property]:
+        declared = {}
+        if self.a == "16-bit":
+            declared["dtype"] = dtype(lambda call: call.a.dtype)
+        if self.prologue_quant:
+            declared["global_scale"] = flag(lambda call: call.a_scale is not None)
+        return declared | super().declare_kind()
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+        weight, weight_scale = fp4_zeros((given.n, given.k), fmt, weight_layout(layout), device)
+        made = {"w": weight, "w_scale": weight_scale} if self.takes_rows else {"b": weight.t(), "b_scale": weight_scale}
+        if self.a == "fp4":
+            made["a"], made["a_scale"] = fp4_zeros((given.m, given.k), fmt, layout, device)
+            return made
+        shape = given.m, self.a_width(given.k)
+        made["a"] = torch.zeros(shape, dtype=given.dtype or torch.bfloat16, device=device)
+        has_scale = getattr(given, "global_scale", False)
+        return made | {"global_scale": torch.ones(1, dtype=torch.float32, device=device) if has_scale else None}
+
+
+class ExpertFP4Gemm(FP4Gemm):
+    """A GEMM with an FP4 weight by rows, (N, E·I/2), whose K experts divide into equal ranges."""
+
+    over = "k"
+    takes_rows = True
+    b_name = "w"
+
+    def check_weight(self, b: Tensor, fmt: FP4Format) -> Tensor:
+        _checks.check_matrix(self.op, "w", b, "(N, E·I/2)")
+        _checks.check_packed(self.op, "w", b, fmt)
+        return b
+
+    def check_epilogue(self, call: GemmCall, n: int, k: int) -> None:
         op, alpha = self.op, call.alpha
         assert alpha is not None
         _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
@@ -253,180 +310,191 @@ class Gemm(BackendPath[GemmCall]):
         _checks.check_device(op, "alpha", alpha, "a", call.a.device)
         check_bias(op, call.bias, call.result_dtype, (experts, n), call.a.device)
 
-    # What is computed, and by which backend
+    def experts(self, call: GemmCall) -> int:
+        assert call.alpha is not None
+        return call.alpha.shape[1]
 
-    def problem(self, call: GemmCall) -> "GemmProblem":
-        """The problem that a checked call is."""
-        p = gemm_package().problem
-        weight = call.b if self.takes_rows else call.b.t()
-        n, k = weight.shape[-2], weight.shape[-1]
-        alpha = bias_dtype = None
-        a = p.Operand(FP8_BLOCK128, COLUMN) if self.a == "fp8" else p.Operand(call.a.dtype)
-        b = p.Operand(FP8_BLOCK128)
-        if self.b == "fp4":
-            fmt, layout, b_layout = self.fp4_format(call)
-            b = p.Operand(fmt, b_layout)
+    def grouping(self, call: GemmCall) -> "Grouping":
+        grouping: Grouping = gemm_package().problem.Grouping("k", self.experts(call))
+        return grouping
+
+    def alpha_kind(self, call: GemmCall) -> None:
+        """Return None: the factors of experts are no part of the epilogue."""
+
+    def declare_kind(self) -> dict[str, Property]:
+        declared = {"experts": size(self.experts), **super().declare_kind()}
+        del declared["alpha"]
+        return declared
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        factors = torch.ones(given.m, given.experts, dtype=torch.float32, device=device)
+        return super().make_operands(given, device) | {"alpha": factors}
+
+
+class FP8Gemm(Gemm):
+    """A GEMM of FP8 activations with block scales, and a transposed weight in FP8 or FP4."""
+
+    def __init__(self, b: Literal["fp8", "fp4"]) -> None:
+        super().__init__("fp8", b)
+
+    def check_operands(self, call: GemmCall) -> tuple[int, int]:
+        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
+        assert a_scale is not None
+        self.check_layout(call)
+        _checks.check_dtype(op, "a", a, (torch.float8_e4m3fn,))
+        _checks.check_dtype(op, "a_scale", a_scale, (torch.float32,))
+        fmt, layout = self._check_weight_format(call)
+        experts, n, k = self.check_weight_shape(b, "K" if fmt is None else "K/2")
+        if fmt is not None:
             k *= 2
-            if self.a == "fp4":
-                a = p.Operand(fmt, layout)
-        grouping = p.Grouping()
-        if self.over == "k" and call.alpha is not None:
-            grouping = p.Grouping("k", call.alpha.shape[1])
-        elif self.over == "rows":
-            rows = p.ExpertLayout(call.offsets is not None, call.counts is not None)
-            grouping = p.Grouping("rows", weight.shape[0], rows)
-        if self.over != "k" and call.alpha is not None:
-            alpha = _alpha_kind(call.alpha, self.over == "rows")
-        if call.bias is not None:
-            bias_dtype = call.bias.dtype
-        epilogue = p.Epilogue(call.result_dtype, alpha, bias_dtype)
-        quantises = None
-        if self.prologue_quant:
-            quantises = "plain" if call.a_scale is None else "scaled"
-        given = {"prologue_gate": self.prologue_gate, "prologue_quant": quantises}
-        given |= {"static_weight": call.static_weight, "prefetches": call.prefetch is not None}
-        problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, **given)
-        return problem
+        if k == 0 or k % FP8_K_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has K = {k}; expected a positive multiple of {FP8_K_MULTIPLE}")
+        if n % FP8_N_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
+        self.check_rows(call, experts, k)
+        blocks = FP8_BLOCK128.scales_per_row(k)
+        _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
+        lead = tuple(b.shape[:-2])
+        if fmt is not None and layout is not None:
+            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
+        else:
+            meaning = "a scale for 128 rows of the weight and 128 elements of k"
+            _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
+        return n, k
 
-    def ready_launcher(self, *how: Any, **named: Any) -> "GemmLauncher":
-        return GemmLauncher(self, *how, **named)
+    def check_layout(self, call: GemmCall) -> None:
+        """Check that the call says where the rows of each expert are."""
 
-    def properties(self, call: GemmCall) -> dict[str, Any]:
-        problem = self.problem(call)
-        shown: dict[str, Any] = {"n": problem.n, "k": problem.k, "m": call.a.shape[-2]}
-        if self.over != "none":
-            shown["experts"] = problem.experts
+    def _check_weight_format(self, call: GemmCall) -> tuple[FP4Format | None, ScaleLayout | None]:
+        if self.b == "fp8":
+            _checks.check_dtype(self.op, "b", call.b, (torch.float8_e4m3fn,))
+            _checks.check_dtype(self.op, "b_scale", call.b_scale, (torch.float32,))
+            return None, None
+        fmt, _, layout = self.fp4_format(call)
+        _checks.check_dtype(self.op, "b", call.b, _checks.PACKED_DTYPES)
+        return fmt, layout
+
+    def check_weight_shape(self, b: Tensor, columns: str) -> tuple[int, int, int]:
+        """Check the weight's shape, and return the numbers of experts, of its rows, and of stored elements of a row."""
+        _checks.check_matrix(self.op, "b", b, f"({columns}, N)")
+        self.refuse_untransposed(b)
+        return 1, b.shape[1], b.shape[0]
+
+    def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
+        """Check the shape of ``a``, and the tensors that describe its rows."""
+        _checks.check_matrix(self.op, "a", call.a, "(M, K)")
+        _checks.check_shape(self.op, "a", call.a, (call.a.shape[0], k), f"the K of b{self.hint(call)}")
+
+    def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
+        p = gemm_package().problem
+        a = p.Operand(FP8_BLOCK128, COLUMN)
+        if self.b == "fp8":
+            return a, p.Operand(FP8_BLOCK128)
+        fmt, _, b_layout = self.fp4_format(call)
+        return a, p.Operand(fmt, b_layout)
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        blocks = FP8_BLOCK128.scales_per_row(given.k)
+        lead: tuple[int, ...] = (given.m,)
+        weights: tuple[int, ...] = (given.n,)
         if self.over == "rows":
-            layout = problem.grouping.rows
-            shown |= {"masked": True} if layout.is_masked else {"counts": layout.has_counts}
-        if self.a == "16-bit":
-            shown["dtype"] = call.a.dtype
-        if self.prologue_quant:
-            shown["global_scale"] = call.a_scale is not None
-        if self.over != "k":
-            shown["alpha"] = problem.epilogue.alpha
-        shown["bias_dtype"] = problem.epilogue.bias_dtype
-        shown["out_dtype"] = call.result_dtype
-        if self.b == "fp4":
-            shown |= {name: getattr(call, name) for name in ("block_size", "scale_format", "scale_layout")}
-        shown |= {"backend": call.backend, "static_weight": call.static_weight}
-        return shown if "prefetch" not in self.signature.names else {**shown, "prefetch": call.prefetch is not None}
-
-    def has_property(self, name: str) -> bool:
-        if name == "experts":
-            return self.over != "none"
-        if name in ("masked", "counts"):
-            return self.over == "rows"
-        if name == "dtype":
-            return self.a == "16-bit"
-        if name == "global_scale":
-            return self.prologue_quant
-        if name == "prefetch":
-            return name in self.signature.names
-        if name == "alpha":
-            return self.over != "k"
-        if name in ("block_size", "scale_format", "scale_layout"):
-            return self.b == "fp4"
-        return True
-
-    def example(
-        self,
-        *,
-        n: int,
-        k: int,
-        m: int = 1,
-        experts: int | None = None,
-        masked: bool = False,
-        counts: bool = True,
-        dtype: torch.dtype | None = None,
-        global_scale: bool = False,
-        alpha: AlphaKind | None = None,
-        bias_dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "128x4",
-        backend: str = AUTO,
-        static_weight: bool = False,
-        prefetch: bool = False,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call with these static properties.
-
-        Args:
-            n, k: columns of the result, and elements of a sum: of all experts together where these divide it.
-            m: rows; calls in the same bucket are made ready too. Masked: rows that an expert has room for.
-            experts: how many there are, of an op that has experts.
-            masked: whether calls are in the masked layout, of ``grouped_mm_fp8`` and ``grouped_mm_fp8_fp4``.
-            counts: whether its calls in the contiguous layout pass counts.
-            dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
-            global_scale: whether calls pass a global scale, of an op that quantises its activations.
-            alpha: what calls pass: ``"one"`` element, one for each ``"column"``, ``"expert"`` or ``"expert_column"``;
-                ``None``: none.
-            bias_dtype: of the bias that calls pass; ``None``: none.
-            out_dtype, block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
-            prefetch: whether calls name something that is brought into L2.
-            device: of the tensors; ``None`` means the current CUDA device.
-
-        Raises:
-            TypeError: if ``experts`` is missing.
-            ValueError: for an unknown ``alpha``.
-        """
-        if self.over != "none" and experts is None:
-            raise TypeError(f"cute::{self.op} needs the property experts: how many there are")
-        target, count = cuda_device(device), experts or 1
+            lead, weights = (given.experts, given.m) if given.masked else lead, (given.experts, given.n)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=target)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        lead = (count, m) if masked else (m,)
-        weights = (count, n) if self.over == "rows" else (n,)
-        given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend, "static_weight": static_weight}
-        given["prefetch"] = zeros(1, 16, dtype=torch.uint8) if prefetch else None
-        blocks = FP8_BLOCK128.scales_per_row(k)
-        if self.a == "fp8":
-            given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
-            given["a_scale"] = zeros(blocks, *lead)
-        elif self.a == "16-bit":
-            given["a"] = zeros(m, self.a_width(k), dtype=dtype or torch.bfloat16)
-            given["a_scale"] = torch.ones(1, dtype=torch.float32, device=target) if global_scale else None
+        made = {"a_scale": zeros(blocks, *lead)}
+        made["a"] = zeros(*lead, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
         if self.b == "fp8":
-            given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
-            given["b_scale"] = zeros(*weights[:-1], -(-n // FP8_BLOCK128.block_size), blocks)
+            made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
         else:
-            fmt, layout = _checks.check_fp4_format(self.op, block_size, scale_format, scale_layout)
-            given["b"], given["b_scale"] = fp4_zeros((*weights, k), fmt, weight_layout(layout), target)
-            if self.a == "fp4":
-                given["a"], given["a_scale"] = fp4_zeros((m, k), fmt, layout, target)
-            given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
+            fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+            made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)
         if not self.takes_rows:
-            given["b"] = given["b"].t()
-        if self.over == "rows":
-            given["offsets"] = None if masked else zeros(count + 1, dtype=torch.int32)
-            given["counts"] = zeros(count, dtype=torch.int32) if masked or counts else None
-        if self.over == "k":
-            given["alpha"] = torch.ones(m, count, dtype=torch.float32, device=target)
-        elif alpha is not None:
-            of_experts = {"expert": (count,), "expert_column": (count, n)}
-            shapes = {"one": (1,), **(of_experts if self.over == "rows" else {"column": (n,)})}
-            given["alpha"] = torch.ones(self.chosen("alpha", alpha, shapes), dtype=torch.float32, device=target)
-        if bias_dtype is not None:
-            given["bias"] = zeros(*((count, n) if self.over == "k" else weights), dtype=bias_dtype)
-        names = {self.renames.get(name, name): name for name in self.signature.names}
-        return (), {names[name]: value for name, value in given.items() if name in names}
+            made["b"] = made["b"].t()
+        return made
+
+
+class GroupedFP8Gemm(FP8Gemm):
+    """A GEMM of FP8 activations whose rows belong to experts, each with a weight (N, K) in FP8 or FP4."""
+
+    over = "rows"
+    takes_rows = True
+
+    def check_layout(self, call: GemmCall) -> None:
+        if call.offsets is None and call.counts is None:
+            raise ValueError(
+                f"cute::{self.op}: offsets and counts are None; expected offsets (E + 1,) of the contiguous layout, or "
+                "counts (E,) of the masked one"
+            )
+
+    def check_weight_shape(self, b: Tensor, columns: str) -> tuple[int, int, int]:
+        if b.dim() != 3:
+            raise ValueError(f"cute::{self.op}: b has shape {tuple(b.shape)}; expected (E, N, {columns})")
+        experts, n, held = b.shape
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"cute::{self.op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
+        return experts, n, held
+
+    def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
+        op, a = self.op, call.a
+        if call.offsets is not None:
+            _checks.check_matrix(op, "a", a, "(R, K)")
+            _checks.check_shape(op, "a", a, (a.shape[0], k), "the K of b")
+        elif a.dim() != 3:
+            raise ValueError(
+                f"cute::{op}: a has shape {tuple(a.shape)}; expected (E, rows of an expert, K), since offsets is None"
+            )
+        else:
+            _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
+        for name, given, shape, meaning in (
+            ("offsets", call.offsets, (experts + 1,), "where experts begin, and where the last ends"),
+            ("counts", call.counts, (experts,), "one for each expert of b"),
+        ):
+            if given is not None:
+                _checks.check_dtype(op, name, given, (torch.int32,))
+                _checks.check_shape(op, name, given, shape, meaning)
+                _checks.check_device(op, name, given, "a", a.device)
+
+    def experts(self, call: GemmCall) -> int:
+        return call.b.shape[0]
+
+    def grouping(self, call: GemmCall) -> "Grouping":
+        p = gemm_package().problem
+        rows = p.ExpertLayout(call.offsets is not None, call.counts is not None)
+        grouping: Grouping = p.Grouping("rows", self.experts(call), rows)
+        return grouping
+
+    def declare_kind(self) -> dict[str, Property]:
+        return {
+            "experts": size(self.experts),
+            "masked": flag(lambda call: True if call.offsets is None else None),
+            "counts": flag(lambda call: None if call.offsets is None else call.counts is not None, default=True),
+            **super().declare_kind(),
+        }
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        return super().make_operands(given, device) | {
+            "offsets": None if given.masked else zeros(given.experts + 1),
+            "counts": zeros(given.experts) if given.masked or given.counts else None,
+        }
 
 
 class GemmLauncher(BackendLauncher[GemmCall]):
-    """The launcher of a GEMM without a gate; ``path``: of the op."""
+    """Launcher of a GEMM without a gate in its epilogue, for the op of ``path``."""
 
     def __init__(self, path: Gemm, problem: "GemmProblem", *how: Any, **named: Any) -> None:
         super().__init__(problem, *how, **named)
-        self.takes_rows = path.takes_rows and path.over != "rows"
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
+        self.transposes = path.takes_rows and not self.is_grouped
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.is_fp8
-        # The compiled function compares the blocks of a_scale with those of an FP8 weight's scales, not with FP4's.
+        # The compiled function compares the blocks of a_scale with the blocks of an FP8 weight, not of an FP4 weight.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
         self.tile_rows = self.scale_columns = 0
@@ -446,11 +514,11 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if self.tile_rows:
             tile = self.tile_rows
             # The compiled function takes any number of scale rows.
-            if a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
+            if a_scale is None or a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
                 return None
-        if self.scale_blocks and a_scale.shape[0] != self.scale_blocks:
+        if self.scale_blocks and (a_scale is None or a_scale.shape[0] != self.scale_blocks):
             return None
-        # The compiled function takes any number of offsets, and does not look at strides within an expert.
+        # The compiled function takes any number of offsets, and does not check strides within an expert.
         if self.is_grouped and not (
             a.is_contiguous()
             and are_int32(offsets, counts)
@@ -461,7 +529,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if alpha is not None and alpha.dim() == 0:
             alpha = alpha.reshape(1)
         if prefetch is not None:
-            # Not every compiled function looks at it.
+            # Not every compiled function checks it.
             if not is_prefetchable(prefetch) or prefetch.device != a.device or not prefetch.numel():
                 return None
             prefetch = seen_as(prefetch, torch.uint8)
@@ -472,7 +540,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             else:
                 out = allocator(self.device)((m, n), (n, 1), self.dtype)
         # The class's own ``__new__`` takes twice as long.
-        fields = a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
+        fields = a, b.t() if self.transposes else b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
         self.compute(tuple.__new__(Operands, fields), out)
         return out
 
@@ -481,7 +549,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
             if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:
-                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # it would be no help to copy it
+                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # a copy would not help
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
@@ -495,7 +563,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             b, b_scale = seen_as(b, torch.uint8), aligned(seen_as(b_scale, self.fmt.scale_dtype))
         else:
             b_scale = b_scale.contiguous()
-        b = aligned(b) if self.is_grouped else aligned(b if self.takes_rows else b.t()).t()
+        b = aligned(b) if self.is_grouped else aligned(b if self.transposes else b.t()).t()
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
@@ -503,7 +571,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
 
 
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
-    """What ``alpha`` is given for, as ``kernels.common.core.layouts.Epilogue`` names it."""
+    """Return the kind of ``alpha``, as ``kernels.common.core.layouts.Epilogue`` names it."""
     if alpha.numel() == 1:
         return "one"
     if not is_grouped:
@@ -512,6 +580,6 @@ def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
 
 
 def _side_by_side(scale: Tensor) -> Tensor:
-    """Scales by columns, or a copy where those of a block of k do not lie side by side."""
-    lies = scale.stride(-1) == 1 and (scale.dim() == 2 or scale.stride(1) == scale.shape[2] or scale.shape[1] == 1)
-    return scale if lies and scale.stride(0) >= 0 else scale.contiguous()
+    """Return column scales, or a copy if the scales of one block of k are not contiguous."""
+    rows_touch = scale.dim() == 2 or scale.stride(1) == scale.shape[2] or scale.shape[1] == 1
+    return scale if scale.stride(-1) == 1 and rows_touch and scale.stride(0) >= 0 else scale.contiguous()

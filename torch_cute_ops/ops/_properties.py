@@ -1,49 +1,56 @@
-"""The static properties of an op's calls: what ``warmup``, deployment files and the command line name a kernel by."""
+"""Static properties of an op's calls: what ``warmup``, deployment files and the command line name a kernel by.
+
+Each op declares its properties once, in ``CallPath.declare``; the properties of a call, examples of calls and the
+options of the command line follow from the declaration.
+"""
 
 import inspect
-import itertools
-import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, get_args
 
 import torch
 
-from torch_cute_ops.ops._call import CallPath
+from torch_cute_ops.ops._signature import Parameter
 
 LARGEST: Final = 2**63 - 1
-"""The largest size that torch takes."""
+"""Largest size that torch takes."""
+REQUIRED: Final = inspect.Parameter.empty
 _IN_WORDS: Final = {bool: "True or False", str: "a string", torch.dtype: "a torch.dtype"}
+_KINDS: Final[dict[str, type]] = {"int": int, "bool": bool, "str": str, "ScalarType": torch.dtype}
 
 
 def size_in_words(value: Any) -> str:
-    """What is expected in place of a value that is no size."""
+    """Return the expectation that a message states for a value that is no size."""
     return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
 @dataclass(frozen=True)
 class Property:
-    """What values one static property of an op's calls has.
+    """One static property of an op's calls.
 
     Attributes:
         kind: ``int``, ``bool``, ``str`` or ``torch.dtype``.
-        default: what calls have that do not name it; ``inspect.Parameter.empty``: it has to be named.
-        is_optional: whether it may be ``None``.
-        choices: the only values that it has, of strings; empty: any.
+        default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
+        is_optional: True if the value may be None.
+        choices: all possible strings, or nothing if any string is possible.
+        of: function of a call that returns its value, or None for a value that advice to the user leaves out.
     """
 
     kind: type
     default: Any
     is_optional: bool
     choices: tuple[str, ...] = ()
+    of: Callable[[Any], Any] = field(default=lambda call: None, compare=False, repr=False)
 
     @property
     def is_required(self) -> bool:
-        """Whether it has to be named."""
-        return self.default is inspect.Parameter.empty
+        """True if calls must name the property."""
+        return self.default is REQUIRED
 
     def reason_unfit(self, value: Any) -> str | None:
-        """What is expected instead of ``value``; ``None`` if that is a value of this property."""
+        """Return the expectation that ``value`` fails, or None if it is a value of this property."""
         if value is None and self.is_optional:
             return None
         # By type: a bool is an instance of int, and no size.
@@ -56,25 +63,27 @@ class Property:
         return None
 
 
-def properties_of(path: CallPath[Any], function: Callable[..., Any]) -> dict[str, Property]:
-    """The properties of an op by name, but for the device: the parameters of ``path.example``, typed as those of the
-    op's own function where it has parameters of the same names."""
-    hints = get_type_hints(path.example)
-    own = get_type_hints(function)
-    parameters = inspect.signature(path.example).parameters.items()
-    return {
-        name: _property(hints[name] if own.get(name, torch.Tensor) in _TENSORS else own[name], parameter.default)
-        for name, parameter in parameters
-        if name != "device" and path.has_property(name)
-    }
+def size(of: Callable[[Any], int], default: Any = REQUIRED) -> Property:
+    """Return a property that is a positive number."""
+    return Property(int, default, False, (), of)
 
 
-_TENSORS: Final = (torch.Tensor, torch.Tensor | None)
+def flag(of: Callable[[Any], bool | None], default: bool = False) -> Property:
+    """Return a property that is True or False."""
+    return Property(bool, default, False, (), of)
 
 
-def _property(hint: Any, default: Any) -> Property:
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = [member for member in members if member is not type(None)]
-    choices = tuple(itertools.chain(*(get_args(kind) for kind in kinds if get_origin(kind) is Literal)))
-    (kind,) = {str if get_origin(kind) is Literal else kind for kind in kinds}
-    return Property(kind, default, len(kinds) < len(members), choices)
+def dtype(of: Callable[[Any], torch.dtype | None], default: Any = None) -> Property:
+    """Return a property that is a dtype, or None unless it is ``REQUIRED``."""
+    return Property(torch.dtype, default, default is None, (), of)
+
+
+def choice(literal: Any, of: Callable[[Any], str | None]) -> Property:
+    """Return a property that is one of the strings of a ``Literal``, or None."""
+    return Property(str, None, True, get_args(literal), of)
+
+
+def argument(parameter: Parameter) -> Property:
+    """Return the property that is an argument of the op."""
+    kind, of = _KINDS[parameter.type], attrgetter(parameter.name)
+    return Property(kind, parameter.default, parameter.is_optional, parameter.choices, of)

@@ -7,9 +7,8 @@ import torch
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS, rows_bound
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelPath, Outputs
-from torch_cute_ops.ops._operands import cuda_device
-from torch_cute_ops.ops._signature import Scoring
+from torch_cute_ops.ops._call import KernelPath, Outputs
+from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.runtime.allocate import New
 
 if TYPE_CHECKING:
@@ -96,53 +95,33 @@ def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
     )
 
 
-def choice_properties(call: ChoiceCall) -> dict[str, Any]:
-    """The static properties of a choice."""
-    shown = {"experts": call.logits.shape[1], "dtype": call.logits.dtype, "topk": call.topk}
-    shown["bias"] = call.bias is not None
-    return shown | {name: getattr(call, name) for name in ("scoring", "num_groups", "topk_groups", "renormalize")}
-
-
 class ChoicePath(KernelPath[ChoiceCall]):
     """The CUDA calls of an op that chooses experts by logits."""
 
     call_type = ChoiceCall
 
-    def has_property(self, name: str) -> bool:
-        if name == "masked":
-            return "max_rows" in self.signature.names
-        return name != "expert_factor" or name in self.signature.names
-
-    def example(
-        self,
-        *,
-        experts: int,
-        dtype: torch.dtype,
-        topk: int,
-        bias: bool = False,
-        scoring: Scoring = "softmax",
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        renormalize: bool = True,
-        masked: bool = False,
-        expert_factor: bool = False,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call on one token with these static properties: ``bias``, ``masked`` and ``expert_factor`` say whether
-        calls pass a bias, ``max_rows``, and factors of the experts."""
-        target = cuda_device(device)
-        ones = torch.ones(experts, dtype=torch.float32, device=target)
-        given: dict[str, Any] = {
-            "bias": ones if bias else None,
-            "scoring": scoring,
-            "num_groups": num_groups,
-            "topk_groups": topk_groups,
-            "renormalize": renormalize,
-            "max_rows": 1 if masked else None,
-            "expert_factor": ones if expert_factor else None,
+    def declare(self) -> dict[str, Property]:
+        choices = self.arguments_as_properties("topk", "scoring", "num_groups", "topk_groups", "renormalize")
+        return {
+            "experts": size(lambda call: call.logits.shape[1]),
+            "dtype": dtype(lambda call: call.logits.dtype, REQUIRED),
+            "bias": flag(lambda call: call.bias is not None),
+            **choices,
         }
-        logits = torch.zeros(1, experts, dtype=dtype, device=target)
-        return (logits, topk), {name: value for name, value in given.items() if name in self.signature.names}
+
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        ones = torch.ones(given.experts, dtype=torch.float32, device=device)
+        return {
+            "logits": torch.zeros(1, given.experts, dtype=given.dtype, device=device),
+            "topk": given.topk,
+            "bias": ones if given.bias else None,
+            "scoring": given.scoring,
+            "num_groups": given.num_groups,
+            "topk_groups": given.topk_groups,
+            "renormalize": given.renormalize,
+            "max_rows": 1 if getattr(given, "masked", False) else None,
+            "expert_factor": ones if getattr(given, "expert_factor", False) else None,
+        }
 
 
 def readable_logits(logits: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, ROW
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
-from torch_cute_ops.ops._operands import cuda_device
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
+from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -324,67 +324,33 @@ class RowQuant(KernelPath[RowCall]):
         except ValueError as error:
             raise ValueError(f"cute::{self.op}: {error}") from None
 
-    def properties(self, call: RowCall) -> dict[str, Any]:
-        shown: dict[str, Any] = {"hidden": call.input.shape[-1], "dtype": call.input.dtype}
-        if call.weight is not None:
-            shown["weight_dtype"] = call.weight.dtype
+    def declare(self) -> dict[str, Property]:
+        declared = {
+            "hidden": size(lambda call: call.input.shape[-1]),
+            "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
+        }
+        if self.normalises:
+            declared["weight_dtype"] = dtype(lambda call: call.weight.dtype)
         if "global_scale" in self.signature.names:
-            shown["global_scale"] = call.factor is not None
-        if not gates_plainly(*call.gate):
-            shown["swiglu"] = True
-        names = ("block_size", "scale_format", "granularity", "scale_layout")
-        return shown | {name: getattr(call, name) for name in names if name in self.signature.names}
+            declared["global_scale"] = flag(lambda call: call.factor is not None)
+        if self.source == "silu_mul":
+            declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.gate) else True)
+        return declared | self.arguments_as_properties("block_size", "scale_format", "granularity", "scale_layout")
 
-    def has_property(self, name: str) -> bool:
-        if name == "weight_dtype":
-            return self.normalises
-        if name == "swiglu":
-            return self.source == "silu_mul"
-        return name in ("hidden", "dtype", "device") or name in self.signature.names
-
-    def example(
-        self,
-        *,
-        hidden: int,
-        dtype: torch.dtype,
-        weight_dtype: torch.dtype | None = None,
-        global_scale: bool = False,
-        swiglu: bool = False,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        granularity: str = "token",
-        scale_layout: str | None = None,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call on one row with these static properties.
-
-        Args:
-            hidden: the last dimension of ``input``.
-            dtype: of ``input``.
-            weight_dtype: of ``weight``; ``None`` means ``dtype``.
-            global_scale: whether calls pass a global scale; FP4 only.
-            swiglu: whether calls pass parameters of the gate that are not the defaults.
-            block_size, scale_format, granularity, scale_layout: as in the calls.
-            device: of the tensors; ``None`` means the current CUDA device.
-        """
-        target = cuda_device(device)
-        row = torch.ones(1, hidden, dtype=dtype, device=target)
-        is_fp8 = "granularity" in self.signature.names
-        takes_factor = granularity == FP8_TENSOR.granularity if is_fp8 else global_scale
-        factor = torch.ones(1, dtype=torch.float32, device=target) if takes_factor else None
-        given: dict[str, Any] = {
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        row = torch.ones(1, given.hidden, dtype=given.dtype, device=device)
+        static = getattr(given, "granularity", None) == FP8_TENSOR.granularity
+        has_factor = static or getattr(given, "global_scale", False)
+        factor = torch.ones(1, dtype=torch.float32, device=device) if has_factor else None
+        weight_dtype = getattr(given, "weight_dtype", None) or given.dtype
+        return vars(given) | {
             "input": row,
-            "residual": torch.ones(1, hidden, dtype=dtype, device=target),
-            "weight": torch.ones(hidden, dtype=weight_dtype or dtype, device=target),
+            "residual": torch.ones_like(row),
+            "weight": torch.ones(given.hidden, dtype=weight_dtype, device=device),
             "global_scale": factor,
             "scale": factor,
-            "swiglu_beta": 1.0 if swiglu else 0.0,
-            "block_size": block_size,
-            "scale_format": scale_format,
-            "granularity": granularity,
-            "scale_layout": scale_layout or ("row" if is_fp8 else "128x4"),
+            "swiglu_beta": 1.0 if getattr(given, "swiglu", False) else 0.0,
         }
-        return (), {name: value for name, value in given.items() if name in self.signature.names}
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:

@@ -29,8 +29,9 @@ FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
-"""What ``alpha`` is given for, as a static property, of plain and grouped GEMMs and of those with a gate: together
-``kernels.common.core.layouts.AlphaKind``."""
+"""Kinds of ``alpha``, as a static property, of GEMMs without and with a gate: the elements that share a factor."""
+GlobalScaleKind = Literal["one", "expert"]
+"""Kinds of the global scale of a GEMM with a gate: one for all experts, or one per expert."""
 
 _SCHEMA_TYPES: Final[dict[Any, str]] = {
     Tensor: "Tensor",
@@ -70,6 +71,7 @@ class Parameter(NamedTuple):
     is_optional: bool
     is_updated: bool
     default: Any
+    choices: tuple[str, ...] = ()
 
     @property
     def is_tensor(self) -> bool:
@@ -208,11 +210,13 @@ def _parameter(parameter: inspect.Parameter) -> Parameter:
     if get_origin(hint) is Annotated:
         hint, *rest = get_args(hint)
         notes = tuple(rest)
+    choices: tuple[str, ...] = ()
     if get_origin(hint) is Literal:
-        hint = str
+        hint, choices = str, get_args(hint)
     schema_type = _SCHEMA_TYPES.get(hint)
     if schema_type is None:
         raise TypeError(f"parameter {parameter.name}: {hint!r} has no type in a schema")
     if "symbolic" in notes:
         schema_type = "SymInt"
-    return Parameter(parameter.name, schema_type, is_optional, "updated in place" in notes, parameter.default)
+    is_updated = "updated in place" in notes
+    return Parameter(parameter.name, schema_type, is_optional, is_updated, parameter.default, choices)

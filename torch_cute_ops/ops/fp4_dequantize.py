@@ -8,9 +8,10 @@ from torch import Tensor
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, cuda_device
+from torch_cute_ops.ops._operands import aligned
+from torch_cute_ops.ops._properties import Property, flag, size
 from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -69,32 +70,22 @@ class _Dequantize(KernelPath[_Call]):
         config = fp4_dequant.plan(out_dtype, call.y.shape[-1] * 2, *self._formats(call), has_global_scale)
         return KernelSpec(fp4_dequant.KERNEL, config)
 
-    def properties(self, call: _Call) -> dict[str, Any]:
-        names = ("block_size", "scale_format", "scale_layout", "out_dtype")
-        shown = {"hidden": call.y.shape[-1] * 2, "global_scale": call.global_scale is not None}
-        return shown | {name: getattr(call, name) for name in names}
+    def declare(self) -> dict[str, Property]:
+        return {
+            "hidden": size(lambda call: call.y.shape[-1] * 2),
+            "global_scale": flag(lambda call: call.global_scale is not None),
+            **self.arguments_as_properties("block_size", "scale_format", "scale_layout", "out_dtype"),
+        }
 
-    def example(
-        self,
-        *,
-        hidden: int,
-        global_scale: bool = False,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "128x4",
-        out_dtype: torch.dtype | None = None,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call on one row with these static properties; ``hidden`` is K."""
-        fmt, layout = _checks.check_fp4_format(self.op, block_size, scale_format, scale_layout)
-        y, scale = fp4_shapes((1, hidden), fmt, layout)
-        target = cuda_device(device)
-        tensors = (
-            torch.zeros(y, dtype=torch.uint8, device=target),
-            torch.zeros(scale, dtype=torch.uint8, device=target).view(fmt.scale_dtype),
-            torch.ones(1, dtype=torch.float32, device=target) if global_scale else None,
-        )
-        return (*tensors, block_size, scale_format, scale_layout, out_dtype), {}
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+        y, scale = fp4_shapes((1, given.hidden), fmt, layout)
+        return {
+            "y": torch.zeros(y, dtype=torch.uint8, device=device),
+            "scale": torch.zeros(scale, dtype=torch.uint8, device=device).view(fmt.scale_dtype),
+            "global_scale": torch.ones(1, dtype=torch.float32, device=device) if given.global_scale else None,
+            **{name: getattr(given, name) for name in ("block_size", "scale_format", "scale_layout", "out_dtype")},
+        }
 
 
 @define(_Dequantize(), "out")

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import GroupedFP8Gemm
 
 
-@define(Gemm("fp8", "fp8", over="rows"), "out")
+@define(GroupedFP8Gemm("fp8"), "out")
 def grouped_mm_fp8(
     a: Tensor,
     b: Tensor,

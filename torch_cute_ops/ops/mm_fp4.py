@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import FP4Gemm
 from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 
 
-@define(Gemm("fp4", "fp4"), "out")
+@define(FP4Gemm("fp4"), "out")
 def mm_fp4(
     a: Tensor,
     b: Tensor,

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import FP8Gemm
 
 
-@define(Gemm("fp8", "fp8"), "out")
+@define(FP8Gemm("fp8"), "out")
 def mm_fp8_block(
     a: Tensor,
     b: Tensor,

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import FP8Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("fp8", "fp4"), "out")
+@define(FP8Gemm("fp4"), "out")
 def mm_fp8_fp4(
     a: Tensor,
     b: Tensor,

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import ExpertFP4Gemm
 from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 
 
-@define(Gemm("fp4", "fp4", over="k"), "out")
+@define(ExpertFP4Gemm("fp4"), "out")
 def moe_fc2_fp4(
     a: Tensor,
     w: Tensor,

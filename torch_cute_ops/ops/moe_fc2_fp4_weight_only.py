@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import ExpertFP4Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("16-bit", "fp4", over="k"), "out")
+@define(ExpertFP4Gemm("16-bit"), "out")
 def moe_fc2_fp4_weight_only(
     a: Tensor,
     w: Tensor,

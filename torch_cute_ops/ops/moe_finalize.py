@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
+from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows
+from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -83,25 +84,22 @@ class _Finalize(KernelPath[_Call]):
         config = family.plan(call.input.dtype, call.input.shape[1], topk, has_residual, pdl=settings.PDL)
         return KernelSpec(family.KERNEL, config)
 
-    def properties(self, call: _Call) -> dict[str, Any]:
-        shown = {"hidden": call.input.shape[1], "dtype": call.input.dtype}
-        return {**shown, "topk": call.expanded_to_permuted.shape[1], "residual": call.residual is not None}
+    def declare(self) -> dict[str, Property]:
+        return {
+            "hidden": size(lambda call: call.input.shape[1]),
+            "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
+            "topk": size(lambda call: call.expanded_to_permuted.shape[1]),
+            "residual": flag(lambda call: call.residual is not None),
+        }
 
-    def example(
-        self,
-        *,
-        hidden: int,
-        dtype: torch.dtype,
-        topk: int,
-        residual: bool = False,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call on one token with these static properties; ``hidden`` is H, ``residual`` whether calls pass one."""
-        target = cuda_device(device)
-        row = torch.zeros(1, hidden, dtype=dtype, device=target)
-        index = torch.zeros(1, topk, dtype=torch.int32, device=target)
-        weights = torch.zeros(1, topk, dtype=torch.float32, device=target)
-        return (row, index, weights, torch.zeros_like(row) if residual else None), {}
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        row = torch.zeros(1, given.hidden, dtype=given.dtype, device=device)
+        return {
+            "input": row,
+            "expanded_to_permuted": torch.zeros(1, given.topk, dtype=torch.int32, device=device),
+            "weights": torch.zeros(1, given.topk, dtype=torch.float32, device=device),
+            "residual": torch.zeros_like(row) if given.residual else None,
+        }
 
 
 @define(_Finalize(), "out")

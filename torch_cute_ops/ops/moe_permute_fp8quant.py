@@ -7,9 +7,10 @@ from torch import Tensor
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
+from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows
+from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, size
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -93,16 +94,21 @@ class _Permute(KernelPath[_Call]):
         config = moe_permute.plan(call.input.dtype, call.input.shape[1], call.topk, pdl=settings.PDL)
         return KernelSpec(moe_permute.KERNEL, config)
 
-    def properties(self, call: _Call) -> dict[str, Any]:
-        return {"hidden": call.input.shape[1], "dtype": call.input.dtype, "topk": call.topk}
+    def declare(self) -> dict[str, Property]:
+        return {
+            "hidden": size(lambda call: call.input.shape[1]),
+            "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
+            **self.arguments_as_properties("topk"),
+        }
 
-    def example(
-        self, *, hidden: int, dtype: torch.dtype, topk: int, device: torch.device | int | str | None = None
-    ) -> Arguments:
-        """A call on one token with these static properties; ``hidden`` is H."""
-        target = cuda_device(device)
-        pairs = torch.arange(topk, dtype=torch.int32, device=target)
-        return (torch.zeros(1, hidden, dtype=dtype, device=target), pairs, topk, pairs.view(1, topk)), {}
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        pairs = torch.arange(given.topk, dtype=torch.int32, device=device)
+        return {
+            "input": torch.zeros(1, given.hidden, dtype=given.dtype, device=device),
+            "permuted_to_expanded": pairs,
+            "topk": given.topk,
+            "expanded_to_permuted": pairs.view(1, given.topk),
+        }
 
 
 def _inverse(permuted_to_expanded: Tensor, tokens: int, topk: int) -> Tensor:

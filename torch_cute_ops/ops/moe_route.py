@@ -8,13 +8,13 @@ from torch import Tensor
 from torch_cute_ops.ops._call import KernelLauncher, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32
+from torch_cute_ops.ops._properties import Property, flag
 from torch_cute_ops.ops._routing import (
     ChoiceCall,
     ChoicePath,
     check_choice,
     check_order,
     choice_key,
-    choice_properties,
     expert_choice,
     is_number,
     new_order,
@@ -78,8 +78,8 @@ class _Route(ChoicePath):
         config = family.plan(expert_choice(call), call.max_rows is not None, settings.PDL)
         return KernelSpec(family.KERNEL, config)
 
-    def properties(self, call: ChoiceCall) -> dict[str, Any]:
-        return choice_properties(call) | {"masked": call.max_rows is not None}
+    def declare(self) -> dict[str, Property]:
+        return super().declare() | {"masked": flag(lambda call: call.max_rows is not None)}
 
 
 @define(_Route(), "weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch_cute_ops.ops._call import KernelLauncher
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned
+from torch_cute_ops.ops._properties import Property, flag
 from torch_cute_ops.ops._routing import (
     ChoiceCall,
     ChoicePath,
     check_choice,
     check_per_expert,
     choice_key,
-    choice_properties,
     expert_choice,
     is_number,
     readable_logits,
@@ -59,8 +59,8 @@ class _RouteDense(ChoicePath):
         config = family.plan(expert_choice(call), call.expert_factor is not None, settings.PDL)
         return KernelSpec(family.KERNEL, config)
 
-    def properties(self, call: ChoiceCall) -> dict[str, Any]:
-        return choice_properties(call) | {"expert_factor": call.expert_factor is not None}
+    def declare(self) -> dict[str, Property]:
+        return super().declare() | {"expert_factor": flag(lambda call: call.expert_factor is not None)}
 
 
 @define(_RouteDense(), "out")

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import are_int32, cuda_device
+from torch_cute_ops.ops._operands import are_int32
+from torch_cute_ops.ops._properties import Property, flag
 from torch_cute_ops.ops._routing import check_order, new_order, rows_of_call, workspace_of
 from torch_cute_ops.ops._signature import SymInt
 from torch_cute_ops.runtime import settings
@@ -73,15 +74,12 @@ class _RouteIds(KernelPath[_Call]):
 
         return KernelSpec(family.KERNEL, family.plan(call.experts, call.max_rows is not None, pdl=settings.PDL))
 
-    def properties(self, call: _Call) -> dict[str, Any]:
-        return {"experts": call.experts, "masked": call.max_rows is not None}
+    def declare(self) -> dict[str, Property]:
+        return {**self.arguments_as_properties("experts"), "masked": flag(lambda call: call.max_rows is not None)}
 
-    def example(
-        self, *, experts: int, masked: bool = False, device: torch.device | int | str | None = None
-    ) -> Arguments:
-        """A call on one token with these static properties: ``masked`` says whether calls pass ``max_rows``."""
-        ids = torch.zeros(1, 1, dtype=torch.int32, device=cuda_device(device))
-        return (ids, experts), {"max_rows": 1 if masked else None}
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        return {"ids": ids, "experts": given.experts, "max_rows": 1 if given.masked else None}
 
 
 @define(_RouteIds(), "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")

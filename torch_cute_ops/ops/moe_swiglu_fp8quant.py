@@ -9,9 +9,10 @@ from torch import Tensor
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs
+from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device, readable_rows
+from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows
+from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -102,34 +103,23 @@ class _Gate(KernelPath[_Call]):
         problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general)
         return KernelSpec(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
 
-    def properties(self, call: _Call) -> dict[str, Any]:
-        shown = {"hidden": call.input.shape[-1], "dtype": call.input.dtype, "swiglu": not gates_plainly(*call.gate)}
-        return {**shown, "offsets": call.offsets is not None, "counts": call.counts is not None}
+    def declare(self) -> dict[str, Property]:
+        return {
+            "hidden": size(lambda call: call.input.shape[-1]),
+            "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
+            "offsets": flag(lambda call: call.offsets is not None, True),
+            "counts": flag(lambda call: call.counts is not None, True),
+            "swiglu": flag(lambda call: not gates_plainly(*call.gate)),
+        }
 
-    def example(
-        self,
-        *,
-        hidden: int,
-        dtype: torch.dtype,
-        offsets: bool = True,
-        counts: bool = True,
-        swiglu: bool = False,
-        device: torch.device | int | str | None = None,
-    ) -> Arguments:
-        """A call on one row with these static properties.
-
-        Args:
-            hidden: 2I.
-            dtype: of ``input``.
-            offsets, counts: whether calls pass them.
-            swiglu: whether calls pass parameters of the gate that are not the defaults.
-            device: of the tensors.
-        """
-        target = cuda_device(device)
-        row = torch.zeros((1, hidden) if offsets else (1, 1, hidden), dtype=dtype, device=target)
-        ends = torch.zeros(2, dtype=torch.int32, device=target) if offsets else None
-        sizes = torch.zeros(1, dtype=torch.int32, device=target) if counts else None
-        return (row, ends, sizes), {"swiglu_beta": 1.0 if swiglu else 0.0}
+    def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
+        shape = (1, given.hidden) if given.offsets else (1, 1, given.hidden)
+        return {
+            "input": torch.zeros(shape, dtype=given.dtype, device=device),
+            "offsets": torch.zeros(2, dtype=torch.int32, device=device) if given.offsets else None,
+            "counts": torch.zeros(1, dtype=torch.int32, device=device) if given.counts else None,
+            "swiglu_beta": 1.0 if given.swiglu else 0.0,
+        }
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:

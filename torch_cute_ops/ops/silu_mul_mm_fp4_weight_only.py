@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import FP4Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 
-@define(Gemm("16-bit", "fp4", prologue_gate=True), "out")
+@define(FP4Gemm("16-bit", prologue_gate=True), "out")
 def silu_mul_mm_fp4_weight_only(
     a: Tensor,
     b: Tensor,

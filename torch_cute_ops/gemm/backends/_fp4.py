@@ -14,6 +14,7 @@ from torch_cute_ops.gemm.decode import (
 )
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_K
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
@@ -55,13 +56,20 @@ class FP4KernelBackend(FP4Backend):
         """Return the kernel's configuration, or None if the kernel cannot be built for ``arch``."""
         raise NotImplementedError
 
+    def built(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
+        """Return ``config``, which is computed once: planning asks for it several times."""
+        key = self.kernel, tactic, arch.name, settings.PDL
+        if key not in problem.configs:
+            problem.configs[key] = self.config(problem, tactic, arch)
+        return problem.configs[key]
+
     def buildable(self, problem: GemmProblem, tactics: Iterable[T], target: Target) -> tuple[T, ...]:
         """Return the tactics whose kernel can be built for the target: all of them if the target is no GPU."""
         arch = target.arch
-        return tuple(one for one in tactics if arch is None or self.config(problem, one, arch) is not None)
+        return tuple(one for one in tactics if arch is None or self.built(problem, one, arch) is not None)
 
     def kernels(self, problem: GemmProblem, tactic: Any, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(self.kernel, self.config(problem, tactic, arch)),)
+        return (KernelSpec(self.kernel, self.built(problem, tactic, arch)),)
 
     def compiled(self, problem: GemmProblem, tactic: Any, target: Target) -> tuple[Any, Any]:
         """Return the compiled function of the tactic's first kernel, and its configuration."""

@@ -1,7 +1,7 @@
-"""Base classes of the backends of FP8 GEMMs."""
+"""Base classes of the FP8 backends."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -9,14 +9,14 @@ from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.operands import Operands
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
-    """Return the arguments of ``plan`` of every kernel by wgmma."""
+    """Return the arguments with which every wgmma kernel is planned."""
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,
@@ -30,11 +30,27 @@ def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]
     }
 
 
+class FP8Tactic(NamedTuple):
+    """Tactic of a wgmma backend.
+
+    Attributes:
+        tile_m: rows of ``a`` in a tile.
+        tile_n: rows of the weight in a tile.
+        split_k: CTAs of a cluster that share a tile, each with a range of K.
+    """
+
+    tile_m: int
+    tile_n: int
+    split_k: int
+
+
 class FP8Backend(Backend):
-    """An FP8 GEMM, plain or grouped by rows, by one kernel. Shapes and ``max_ctas`` determine its grid."""
+    """Base of backends that launch one FP8 kernel, with or without experts over rows."""
+
+    tactic_type: ClassVar[Any] = FP8Tactic
 
     @abc.abstractmethod
-    def tile(self, tactic: Tactic) -> Tile:
+    def tile(self, tactic: Any) -> Tile:
         """Return the tile of a tactic."""
 
     def handles(self, problem: GemmProblem) -> bool:
@@ -43,7 +59,7 @@ class FP8Backend(Backend):
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_kernel(target)
 
-    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
         assert target.arch is not None
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
@@ -58,12 +74,12 @@ class FP8Backend(Backend):
 
         return launch
 
-    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
         return True
 
 
 class FP8FP4Backend(FP8Backend):
-    """A GEMM of FP8 activations and an FP4 weight on Hopper."""
+    """Base of Hopper backends with FP8 activations and an FP4 weight."""
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")

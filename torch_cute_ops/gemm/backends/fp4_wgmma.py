@@ -236,7 +236,7 @@ def _has_clusters(problem: GemmProblem, tactic: WgmmaTactic) -> bool:
     """Return True if the CTAs of an N tile are a cluster: of one CTA if that rearranges the activations."""
     if problem.grouping.over != "none":
         return False
-    return tactic.split_k > 1 or _rearranges(problem, tactic.tile_m, tactic.split_k)
+    return tactic.split_k > 1 or fp4_wgmma.rearranges(tactic.tile_m, tactic.split_k)
 
 
 def _decode_clocks(problem: GemmProblem, tile_m: int, tile_n: int) -> float:

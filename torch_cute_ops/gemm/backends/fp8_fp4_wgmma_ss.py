@@ -1,13 +1,14 @@
 """FP8 activations and an FP4 weight decoded to shared memory, by Hopper's warpgroup MMA, plain or grouped by rows:
 ``kernels/fp8_fp4_wgmma_ss``."""
 
+import itertools
 from typing import Any, ClassVar
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend, plan_of_tile
+from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend, FP8Tactic, plan_of_tile
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_fp4_wgmma_ss
 from torch_cute_ops.kernels.fp8_fp4_wgmma_ss import WIDE
 from torch_cute_ops.kernels.fp8_wgmma import MANY
@@ -15,24 +16,25 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 1200.0, 256: 1080.0}
-"""SM clocks per k tile, keyed by tile_m (measured on an H200; 80 and 96 on an H100; 48 interpolated). Most of the time
-goes to decoding the weight, which hides transfers. The CTAs of a tile of 256 rows share that work."""
+"""SM clocks per k tile, keyed by ``tile_m``: measured on an H200; 80 and 96 on an H100; 48 interpolated.
+
+Most clocks decode the weight, which hides transfers. The two CTAs of a tile of 256 rows share that work."""
 NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
-"""Clocks with tile_n 64 over clocks with tile_n 128, keyed by tile_m (measured on an H100; 48 interpolated)."""
+"""Factor on these clocks for tiles of half the columns (measured on an H100; 48 interpolated)."""
 MANY_SHARED = 0.88
-"""Factor on these clocks if two CTAs share a tile of 128 rows, whose fixed time is ``MANY_SHARE_CLOCKS`` (measured on
-an H100)."""
+"""Factor on these clocks for tiles of 128 rows that two CTAs share; ``MANY_SHARE_CLOCKS`` are separate (measured on an
+H100)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
-"""Clocks to add up the partial sums of a tile, for each CTA that shares it except the first: fixed, and per row
-(measured on an H100)."""
+"""Clocks to add the partial sums of a tile, for each CTA of the cluster after the first: fixed, and per row (measured
+on an H100)."""
 MANY_SHARE_CLOCKS = 7400.0
-"""Fixed clocks of a tile of 128 rows that two CTAs share: until the first k tile has arrived, to exchange partial sums
-and to store the result (measured on an H100)."""
+"""Clocks of a tile of 128 rows, shared by two CTAs, that do not depend on K: until the first k tile arrives, to
+exchange partial sums, and to store (measured on an H100)."""
 
 
 class FP8FP4WgmmaSS(FP8FP4Backend):
-    """Tactics are (tile_m, tile_n, split_k)."""
+    """Backend whose kernel decodes the weight to FP8 in shared memory."""
 
     name = "wgmma_ss"
     tiles: ClassVar = fp8_fp4_wgmma_ss.TILES
@@ -43,22 +45,22 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
         """Return the configuration of the kernel."""
         return fp8_fp4_wgmma_ss.plan(fmt=fp4_format(problem), **given)
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
         rows = rows_of_expert(problem, m)
         sizes = sorted({tile_m for tile_m, _, _ in self.tiles})
-        # Under random routing, most experts own less than twice the mean number of rows.
+        # Under random routing most experts have less than twice the mean number of rows.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tile_m for tile_m in sizes if tile_m >= most), sizes[-1])
-        # Experts give enough tiles, and tiles with 64 weight rows are slower.
+        # Experts have enough tiles, and tiles of half the columns are slower.
         return tuple(
-            (tile_m, tile_n, split_k)
-            for tile_m, tile_n, split_k in self.tiles
-            if tile_m <= widest
-            and (split_k == 1 or _may_share(problem, tile_m, most))
-            and (tile_n == WIDE or problem.grouping.rows.is_plain)
+            tactic
+            for tactic in itertools.starmap(FP8Tactic, self.tiles)
+            if tactic.tile_m <= widest
+            and (tactic.split_k == 1 or _may_split(problem, tactic.tile_m, most))
+            and (tactic.tile_n == WIDE or problem.grouping.rows.is_plain)
         )
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         row_bytes = problem.b.row_bytes(K_TILE)
         clocks = self.block_clocks[tile.tile_m] * (1.0 if tile.tile_n == WIDE else NARROW[tile.tile_m])
@@ -67,20 +69,19 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
             clocks, share_clocks = MANY_SHARED * clocks, MANY_SHARE_CLOCKS
         return tile.seconds(problem, m, target, clocks, 0.0, row_bytes, share_clocks)
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         given = plan_of_tile(problem, self.tile(tactic), arch)
         return (KernelSpec(self.kernel, self.plan(problem, layout=weight_scales(problem), **given)),)
 
-    def tile(self, tactic: Tactic) -> Tile:
-        tile_m, tile_n, split_k = map(int, tactic)
-        return Tile(tile_m, tile_n, split_k, cluster_m=2 if tile_m == fp8_fp4_wgmma_ss.PAIR else 1)
+    def tile(self, tactic: FP8Tactic) -> Tile:
+        return Tile(*tactic, cluster_m=2 if tactic.tile_m == fp8_fp4_wgmma_ss.PAIR else 1)
 
 
-def _may_share(problem: GemmProblem, tile_m: int, rows: int) -> bool:
-    """Return whether split-K may pay off for ``rows`` rows in tiles of ``tile_m`` rows.
+def _may_split(problem: GemmProblem, tile_m: int, rows: int) -> bool:
+    """Return True if CTAs may split the K of tiles of ``tile_m`` rows.
 
-    Each row tile reads the weight again. Split-K pays off for up to two row tiles of 128 rows, or one smaller row tile.
-    Experts give enough tiles without it.
+    Each M tile reads the weight again. Splitting pays for up to two M tiles of 128 rows, and for one smaller M tile.
+    Experts have enough tiles.
     """
     if tile_m < MANY:
         return rows <= tile_m

@@ -67,7 +67,7 @@ class Routed(RoutedBackend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: RoutedTactic, target: Target) -> float:
         assert target.arch is not None
-        config = self.config(problem, tactic, target.arch)
+        config = self.built(problem, tactic, target.arch)
         assert config is not None
         width, tile_n, classes = problem.expert_k, fp4_experts.TILE_N, tactic.classes
         probability = problem.topk / problem.experts

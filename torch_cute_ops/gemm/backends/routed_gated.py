@@ -96,7 +96,7 @@ class RoutedGated(RoutedBackend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: GatedTactic, target: Target) -> float:
         assert target.arch is not None
-        config = self.config(problem, tactic, target.arch)
+        config = self.built(problem, tactic, target.arch)
         assert config is not None
         tile_n, split_k = tactic.tile_n, tactic.split_k
         probability = problem.topk / problem.experts

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -70,47 +71,47 @@ class Config:
     pdl: bool
     a_layout: ScaleLayout | None = None
 
-    @property
+    @cached_property
     def k_tile_blocks(self) -> int:
         """Blocks of a row in a k tile."""
         return K_TILE // self.fmt.block_size
 
-    @property
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of the weight's codes in a stage."""
         return TILE_N * K_TILE // 2
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of the weight's scales in a stage."""
         return TILE_N * self.k_tile_blocks
 
-    @property
+    @cached_property
     def activation_bytes(self) -> int:
         """Bytes of activations in a stage, without scales."""
         return self.tile_m * (K_TILE // 2 if self.a_layout else K_TILE * self.dtype.itemsize)
 
-    @property
+    @cached_property
     def a_scale_bytes(self) -> int:
         """Bytes of the activations' scales in a stage: rows of ``k_tile_blocks``."""
         return self.tile_m * self.k_tile_blocks if self.a_layout else 0
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         """Bytes of a stage."""
         return self.code_bytes + self.scale_bytes + self.activation_bytes + self.a_scale_bytes
 
-    @property
+    @cached_property
     def partial_sums(self) -> PartialSums:
         """Layout of the partial sums in shared memory."""
         return PartialSums(self.tile_m, TILE_N)
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA. The partial sums replace the stages."""
         return max(self.stages * self.stage_bytes, self.partial_sums.size_bytes)
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Threads of a CTA."""
         return THREADS

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
@@ -168,105 +169,105 @@ class Config:
     static_weight: bool
     prefetches: bool = False
 
-    @property
+    @cached_property
     def n_warps(self) -> int:
         """Warps along N, ``WARP_N`` columns each."""
         return self.tile_n // WARP_N
 
-    @property
+    @cached_property
     def split_n_warps(self) -> int:
         """Last warps along N whose k tiles are divided among warps of several schedulers, so that schedulers have
         equal work."""
         return self.n_warps % SCHEDULERS
 
-    @property
+    @cached_property
     def warp_split_k(self) -> int:
         """Warps that divide the k tiles of each of these columns: they take turns."""
         return SCHEDULERS // self.split_n_warps if self.split_n_warps else 1
 
-    @property
+    @cached_property
     def consumer_warps(self) -> int:
         """Consumer warps."""
         return self.n_warps + (self.warp_split_k - 1) * self.split_n_warps
 
-    @property
+    @cached_property
     def consumer_groups(self) -> int:
         """Consumer warpgroups."""
         return self.consumer_warps // 4
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Threads of a CTA."""
         return (self.consumer_groups + self.other_groups) * WARPGROUP
 
-    @property
+    @cached_property
     def other_groups(self) -> int:
         """Warpgroups of the producer warp and the decoders."""
         return -(-(1 + self.decoder_groups * self.a_full_arrivals) // 4)
 
-    @property
+    @cached_property
     def decoder_groups(self) -> int:
         """Groups of decoder warps, which rearrange activations."""
         return DECODERS[self.tile_m][0] if self.rearranges else 0
 
-    @property
+    @cached_property
     def a_full_arrivals(self) -> int:
         """Warps that fill a stage of activations: a group of decoders, or the producer."""
         return DECODERS[self.tile_m][1] if self.rearranges else 1
 
-    @property
+    @cached_property
     def rearranges(self) -> bool:
         """Return whether the CTAs rearrange the activations, instead of a kernel before this one."""
         return rearranges(self.tile_m, self.split_k)
 
-    @property
+    @cached_property
     def by_codes(self) -> bool:
         """Return whether one row is multiplied as codes."""
         return by_codes(self.operands, self.tile_m, self.tile_n)
 
-    @property
+    @cached_property
     def by_warp(self) -> bool:
         """Return whether the MMAs are warp-level (mma.sync), not wgmma."""
         return self.tile_m <= WARP_MMA_TILE_M and not self.by_codes
 
-    @property
+    @cached_property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers and of other warps; the total does not exceed the launch's."""
         if self.rearranges:
             return REGISTERS[self.consumer_groups, self.other_groups]
         return {2: (232, 40) if self.expert_k is not None else (240, 24), 4: (112, 32)}[self.consumer_groups]
 
-    @property
+    @cached_property
     def max_k_groups(self) -> int:
         """Most k groups of activations that a decoder's lane loads before it stores, for lack of registers."""
         return 4 // self.other_groups // (1 + self.operands.prologue_gate)
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Return whether accumulators go through shared memory: of clusters, of warps that divide k, and of one row."""
         return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
-    @property
+    @cached_property
     def partial_sums(self) -> PartialSums:
         """Layout of a CTA's partial sums, which replace the codes in shared memory."""
         return PartialSums(self.tile_m, self.tile_n, self.split_n_warps * WARP_N, self.warp_split_k)
 
-    @property
+    @cached_property
     def acc_size(self) -> int:
         """Accumulators of a thread."""
         return mma_n(self.tile_m) // 2
 
-    @property
+    @cached_property
     def m_atoms(self) -> int:
         """Groups of eight tokens of a tile."""
         return mma_n(self.tile_m) // ATOM_M
 
-    @property
+    @cached_property
     def arranged(self) -> ActivationLayout:
         """Layout of the rearranged activations."""
         return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
 
-    @property
+    @cached_property
     def ahead(self) -> int | None:
         """With ``pdl``, k tiles of the weight that are copied before the previous kernel ends, or None if the
         producer does not wait for that kernel at all.
@@ -280,7 +281,7 @@ class Config:
             return 1
         return None if self.rearranges else self.stages
 
-    @property
+    @cached_property
     def first_k_tiles(self) -> int:
         """K tiles of activations that all consumers rearrange together before their first k tile of the weight.
 
@@ -290,7 +291,7 @@ class Config:
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
 
-    @property
+    @cached_property
     def sends(self) -> bool:
         """Return whether the CTAs of a cluster send their partial sums."""
         return sends(self.tile_m, self.split_k)
@@ -306,29 +307,29 @@ class Config:
         partial_sums = num_ctas * (self.tile_n * self.tile_m * 4 + self.consumer_groups * 4) if has_partial_sums else 0
         return activations + factors + partial_sums
 
-    @property
+    @cached_property
     def weight_tile(self) -> WeightTile:
         """K tile of the weight, one per stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.tile_n)
 
-    @property
+    @cached_property
     def slices_per_stage(self) -> int:
         """Slices of a k tile in a stage of activations."""
         return slices_per_stage(self.tile_m, self.expert_k)
 
-    @property
+    @cached_property
     def a_stage_bytes(self) -> int:
         """Bytes of a stage of activations."""
         if self.by_codes:
             return CODE_ATOMS * ATOM_BYTES
         return ROW_STAGE_BYTES if self.tile_m == 1 else self.slices_per_stage * self.tile_m * ATOM_ROW_BYTES
 
-    @property
+    @cached_property
     def zeros_bytes(self) -> int:
         """Bytes before the stages of activations that contain zeros, which ``mma.sync`` with one row reads."""
         return ZEROS_BYTES if self.tile_m == 1 and not self.by_codes else 0
 
-    @property
+    @cached_property
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA clears when it starts.
 
@@ -337,18 +338,18 @@ class Config:
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
-    @property
+    @cached_property
     def a_bytes(self) -> int:
         """Bytes of the stages of activations and the zeros before them, rounded up because tiles of scales follow."""
         size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
-    @property
+    @cached_property
     def factor_bytes(self) -> int:
         """Bytes of an expert's factors, in each stage of activations."""
         return 0 if self.expert_k is None else self.tile_m * 4
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA."""
         stages = self.stages * self.weight_tile.size_bytes + self.a_bytes + self.a_stages * self.factor_bytes

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, Protocol, TypeVar
 
 import torch
@@ -53,12 +54,12 @@ class PartialSums:
     split_n: int = 0
     warp_split_k: int = 1
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Elements from a row to the next: all columns, and four more against bank conflicts."""
         return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of the partial sums."""
         return self.tile_m * self.pitch * 4
@@ -91,7 +92,7 @@ class Epilogue:
     alpha: AlphaKind | None = None
     bias_dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def is_by_expert(self) -> bool:
         """Return whether ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
         return self.alpha in ("expert", "expert_column")

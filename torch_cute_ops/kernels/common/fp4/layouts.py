@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal
 
 import torch
@@ -92,45 +93,45 @@ class WeightTile:
     k_tile: int = K_TILE
     spread: bool = False
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of codes of a row: a cache line, or half of one."""
         return self.k_tile // 2
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of a row."""
         return self.k_tile // self.fmt.block_size
 
-    @property
+    @cached_property
     def scale_columns(self) -> int:
         """Scales of a row in a stage: one per block; if ``spread``, all of the tiles that the blocks touch."""
         return self.blocks + TILE_BLOCKS * self.spread
 
-    @property
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of codes."""
         return self.tile_n * self.row_bytes
 
-    @property
+    @cached_property
     def scale_row_tiles(self) -> int:
         """Most tiles of scales that the rows span; 0 in the linear layout."""
         last_start = SCALE_TILE_ROWS - math.gcd(self.tile_n, SCALE_TILE_ROWS)
         return 0 if self.layout.is_linear else -(-(last_start + self.tile_n) // SCALE_TILE_ROWS)
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of scales."""
         return (self.scale_row_tiles * SCALE_TILE_ROWS or self.tile_n) * self.scale_columns
 
-    @property
+    @cached_property
     def reason_not_copied(self) -> str | None:
         """Reason that a tensor map cannot copy the scales, or None if it can or is not needed."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
             return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
         return None
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
@@ -163,7 +164,7 @@ class FP4Operands:
     prologue_gate: bool = False
     prologue_quant: PrologueQuant | None = None
 
-    @property
+    @cached_property
     def decodes_both(self) -> bool:
         """Return whether activations, too, are multiplied as decoded FP4 numbers."""
         return self.a_layout is not None or self.prologue_quant is not None
