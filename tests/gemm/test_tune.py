@@ -22,7 +22,7 @@ import torch_cute_ops
 from torch_cute_ops import registry
 from torch_cute_ops.cli.main import main
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.gemm import select, tune
+from torch_cute_ops.gemm import error_bounds, select, tune
 from torch_cute_ops.gemm.backend import Backend
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
@@ -236,8 +236,7 @@ def test_warmup_tunes(op, made_up, monkeypatch, file, capsys):
     torch_cute_ops.warmup(op.name, tune=True, m=5, device="cpu", **properties_of(op))
     assert used(op, made_up, call_of(op)) == (32,)
     monkeypatch.setattr(registry, "cuda_device", lambda device: torch.device("cpu"))
-    for module in ("_gemm", "_gated_gemm"):
-        monkeypatch.setattr(f"torch_cute_ops.ops.{module}.cuda_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("torch_cute_ops.ops._call.cuda_device", lambda device: torch.device("cpu"))
     properties = [word for name, value in properties_of(op).items() for word in (f"--{name}", str(value))]
     assert main(["tune", op.name, *properties, "--m", "9", "17", "33"]) == 0
     shown = capsys.readouterr()
@@ -253,7 +252,7 @@ def test_the_command_line_refuses(capsys, monkeypatch):
         (["tune"], "name an op and its properties, or a file"),
         (
             ["tune", "fp4_quantize", "--hidden", "64"],
-            "the ops with backends are fp4quant_mm_fp4, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4, mm_fp4_weight_only",
+            "the ops with several backends are fp4quant_mm_fp4, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4",
         ),
         (["tune", "mm_fp4", "--n", "64", "--k", "64"], "tuning needs a CUDA device"),
     ):
@@ -275,7 +274,7 @@ def test_without_a_gpu_a_block_does_nothing(file):
 @pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
 def test_checks(problem, made_up, monkeypatch):
     """Sums in fp32 in any order pass; one that lacks a term, or is not written, does not."""
-    monkeypatch.setattr(tune, "CHUNK", problem.k * 7)
+    monkeypatch.setattr(error_bounds, "MAX_DECODED", problem.k * 7)
     bench = tune.Bench(problem, 24, CPU)
     assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
     want, allowed = bench._expected
@@ -309,13 +308,13 @@ def test_checks(problem, made_up, monkeypatch):
             most += 1.01 * (off @ b.abs().t()) * factor.abs()
         assert (allowed[part] <= most).all()
         got = exact.float().to(problem.out_dtype)
-        assert tune.difference(got, want[part], allowed[part]) is None
+        assert error_bounds.difference(got, want[part], allowed[part]) is None
         lacking = ((a[:, 1:] @ b[:, 1:].t()) * factor + bias).to(problem.out_dtype)
-        assert "sums are off" in tune.difference(lacking, want[part], allowed[part])
+        assert "sums are off" in error_bounds.difference(lacking, want[part], allowed[part])
         for value in (torch.nan, torch.inf):
             one = got.clone()
             one[3, 5] = value
-            shown = tune.difference(one, want[part], allowed[part])
+            shown = error_bounds.difference(one, want[part], allowed[part])
             assert f"1 of {one.numel()} sums are off, by up to inf times" in shown
 
 

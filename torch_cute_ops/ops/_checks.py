@@ -20,7 +20,7 @@ from torch_cute_ops.runtime.dispatch import PLAIN
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
-"""Of FP4 codes, two a byte."""
+"""Dtypes of FP4 codes, two per byte."""
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -28,7 +28,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """``tensor`` has one of ``dtypes``."""
+    """Check that ``tensor`` has one of ``dtypes``."""
     if tensor.dtype not in dtypes:
         raise TypeError(
             f"cute::{op}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}; expected {_names(dtypes)}"
@@ -36,20 +36,20 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """``tensor`` has a storage and strides."""
+    """Check that ``tensor`` is dense: that it has strides and is not quantised by torch."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """``tensor`` has ``shape``."""
+    """Check that ``tensor`` has ``shape``."""
     if tensor.shape != shape:
         raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}, {meaning}")
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
-    """``tensor`` is on ``device``, where the argument named ``other`` is."""
+    """Check that ``tensor`` is on ``device``, the device of the argument named ``other``."""
     if tensor.device != device:
         raise ValueError(f"cute::{op}: {name} is on {tensor.device}, {other} on {device}; move them to one device")
 
@@ -57,7 +57,7 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
 def check_fp4_format(
     op: str, block_size: int, scale_format: str | None, scale_layout: str
 ) -> tuple[FP4Format, ScaleLayout]:
-    """The format and layout that the arguments name."""
+    """Return the format and the scale layout that the arguments name."""
     try:
         return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
     except ValueError as error:
@@ -67,7 +67,7 @@ def check_fp4_format(
 def check_global_scale(
     op: str, global_scale: torch.Tensor | None, fmt: FP4Format, other: str, device: torch.device
 ) -> None:
-    """``global_scale`` is absent, or one fp32 element for a format that takes one."""
+    """Check that ``global_scale`` is None, or one fp32 element if the format takes a global scale."""
     if global_scale is None:
         return
     if not fmt.has_global_scale:
@@ -76,7 +76,7 @@ def check_global_scale(
 
 
 def check_fp8_format(op: str, granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
-    """The format and layout that the arguments name."""
+    """Return the format and the scale layout that the arguments name."""
     try:
         return resolve_fp8_format(granularity, scale_layout)
     except ValueError as error:
@@ -84,7 +84,7 @@ def check_fp8_format(op: str, granularity: str, scale_layout: str) -> tuple[FP8F
 
 
 def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: str, device: torch.device) -> None:
-    """``scale`` is one fp32 element for a static format, and absent for one whose scales are computed."""
+    """Check that ``scale`` is one fp32 element for a static format, and None if the op computes the scales."""
     if not fmt.is_static:
         if scale is not None:
             raise ValueError(
@@ -100,7 +100,7 @@ def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: 
 
 
 def check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
-    """``tensor`` is one fp32 element on ``device``, where the argument named ``other`` is."""
+    """Check that ``tensor`` is one fp32 element on ``device``, the device of the argument named ``other``."""
     check_dtype(op, name, tensor, (torch.float32,))
     _check_sizes(op, name, tensor, tensor.numel() == 1, "one element")
     check_device(op, name, tensor, other, device)
@@ -119,7 +119,7 @@ def check_rows(
     dtypes: tuple[torch.dtype, ...],
     halves: bool = False,
 ) -> None:
-    """``tensor`` is (..., K), or (..., 2K) with ``halves``, with K whole blocks and a dtype in ``dtypes``."""
+    """Check that ``tensor`` is (..., K), or (..., 2K) with ``halves``, in one of ``dtypes``, with K whole blocks."""
     multiple = 1 if fmt is None else fmt.width_multiple
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
@@ -134,7 +134,7 @@ def check_rows(
 
 
 def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None:
-    """``residual`` is a tensor like ``input``, each element of which has a place of its own."""
+    """Check that ``residual`` is a tensor like ``input`` that does not overlap itself."""
     check_dtype(op, "residual", residual, (input.dtype,))
     check_shape(op, "residual", residual, input.shape, "the shape of input")
     check_device(op, "residual", residual, "input", input.device)
@@ -146,9 +146,9 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether, in some dimension, elements lie no further apart than the dimensions inside it reach.
+    """Return True if in some dimension the stride is at most the extent in memory of the inner dimensions.
 
-    Sizes that are symbols are not asked about; the tensors that come in their place are.
+    Return False for symbolic sizes; calls check the real tensors.
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())) or tensor.is_contiguous():
         return False
@@ -190,22 +190,24 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Where a tensor lies: which memory (0: the address space), its first byte there, and the byte behind its last;
-    ``None`` where sizes are symbols."""
+    """Return the memory of a tensor, its first byte there, and the byte after its last; None for symbolic sizes.
+
+    Memory 0 is the address space.
+    """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
         return None
     space: int
     begin: int
     if type(tensor) in PLAIN and not tensor.is_meta:
         space, begin = 0, tensor.data_ptr()
-    else:  # meta and fake tensors have no addresses, but storages
+    else:  # meta and fake tensors have storages without addresses
         space, begin = tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
     last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
     return space, begin, begin + (int(last) + 1) * tensor.element_size()
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the ranges of memory that two tensors lie in overlap; ``False`` where that cannot be known yet."""
+    """Return True if the memory ranges of two tensors overlap, and False if that is not known yet."""
     mine, others = _place(one), _place(other)
     if mine is None or others is None or one.numel() == 0 or other.numel() == 0:
         return False
@@ -213,7 +215,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that overlap have the same elements at the same places; dimensions of one do not count."""
+    """Return True if two overlapping tensors have the same elements at the same places, apart from dimensions of 1."""
     steps = [
         [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
         for tensor in (one, other)
@@ -222,7 +224,7 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape, which overlap, are different columns of the rows of one buffer."""
+    """Return True if two overlapping tensors of equal shape are different columns of the rows of one buffer."""
     if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
@@ -238,7 +240,7 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def check_output(
     op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """``tensor`` can take an output: a tensor, its dtype, shape and device, contiguous."""
+    """Check that ``tensor`` is contiguous and has the dtype, shape and device of an output."""
     if not isinstance(tensor, torch.Tensor):
         shown = "None" if tensor is None else f"a {type(tensor).__name__}"
         raise TypeError(f"cute::{op}: {name} is {shown}; expected a tensor")
@@ -251,7 +253,7 @@ def check_output(
 
 
 def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
-    """``out`` is a tensor, or a tuple of one for each of several outputs; returns it."""
+    """Check that ``out`` is a tensor, or a tuple of as many tensors as outputs, and return it."""
     if len(names) == 1:
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
@@ -266,19 +268,19 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
 
 
 def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
-    """There is a tensor for each output."""
+    """Check that the number of tensors is the number of outputs."""
     if len(outputs) != len(names):
         raise ValueError(f"cute::{op}: out has {len(outputs)} tensors; expected {len(names)}: {', '.join(names)}")
 
 
 def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
-    """``tensor`` has two dimensions."""
+    """Check that ``tensor`` has two dimensions."""
     if tensor.dim() != 2:
         raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
 
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
-    """``tensor`` is (..., K/2) packed codes with K a multiple of the block."""
+    """Check that ``tensor`` is packed codes (..., K/2), K a multiple of the block size."""
     check_dtype(op, name, tensor, PACKED_DTYPES)
     if tensor.dim() == 0:
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K/2)")
@@ -290,7 +292,7 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
 
 
 def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
-    """``tensor`` starts where a kernel can store 16 bytes at a time; for real tensors only."""
+    """Check that a real tensor starts at a multiple of 16 bytes, as kernels' vector stores need."""
     if tensor.data_ptr() % 16:
         raise ValueError(
             f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
@@ -298,20 +300,20 @@ def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_topk(op: str, topk: int) -> None:
-    """``topk`` is a number of experts that a token may have."""
+    """Check that ``topk`` is a possible number of experts per token."""
     if not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"cute::{op}: topk is {topk}; expected 1 to {MAX_TOPK}")
 
 
 def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
-    """``tensor`` is int32 and one-dimensional, on ``device``, where the argument named ``other`` is."""
+    """Check that ``tensor`` is int32, one-dimensional, and on ``device``, the device of the argument ``other``."""
     check_dtype(op, name, tensor, (torch.int32,))
     _check_sizes(op, name, tensor, tensor.dim() == 1, "one dimension")
     check_device(op, name, tensor, other, device)
 
 
 def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
-    """``indices`` are below ``count``, of what there are so many; for tensors on a CPU only."""
+    """Check that CPU ``indices`` are below ``count``, the number of what ``of`` names."""
     largest = int(indices.max()) if indices.numel() else -1
     if largest >= count:
         raise ValueError(f"cute::{op}: {name} holds {largest}, out of range: there are {count} {of}")
@@ -320,7 +322,7 @@ def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str
 def check_expert_rows(
     op: str, input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, name: str = "input"
 ) -> None:
-    """``input`` is (R, K) with offsets, or (E, max_rows, K) with counts alone; all of the same number of experts."""
+    """Check that ``input`` is (R, K) with offsets, or (E, max_rows, K) with only counts, for one number of experts."""
     if offsets is None and counts is None:
         raise ValueError(
             f"cute::{op}: neither offsets nor counts are given; pass offsets for {name} (R, K), counts for {name} "
@@ -343,19 +345,19 @@ def check_expert_rows(
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
-    """``out_dtype`` is one that results can have, or ``None``."""
+    """Check that ``out_dtype`` is None or a possible dtype of a result."""
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
         raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected {_names(INPUT_DTYPES)}")
 
 
 def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
-    """``value`` is a finite number, and fits the limit that ``limit`` describes."""
+    """Check that ``value`` is finite, and within the limit that ``limit`` describes."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 
 
 def check_swiglu(op: str, alpha: float, beta: float, limit: float | None) -> None:
-    """The parameters of the gate are finite, and its limit is positive."""
+    """Check that the parameters of the gate are finite, and that its limit is positive."""
     check_finite(op, "swiglu_alpha", alpha)
     check_finite(op, "swiglu_beta", beta)
     if limit is not None:

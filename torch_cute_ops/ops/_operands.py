@@ -1,4 +1,4 @@
-"""Tensors as kernels take them, and as examples of calls are made of."""
+"""Tensors as kernels take them, and the device of examples."""
 
 import torch
 
@@ -6,18 +6,18 @@ Tensor = torch.Tensor
 
 
 def cuda_device(device: torch.device | int | str | None) -> torch.device:
-    """The device that is meant; ``None``: the current CUDA device."""
+    """Return the named device, or the current CUDA device for None."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that is contiguous and starts at a multiple of 16 bytes."""
+    """Return the tensor, or a contiguous copy that starts at a multiple of 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def readable_rows(rows: Tensor) -> Tensor:
-    """The matrix, or a contiguous copy where its rows do not each start at a multiple of 16 bytes."""
+    """Return the matrix, or a contiguous copy if a row does not start at a multiple of 16 bytes."""
     step = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
     if (rows.stride(1) == 1 or rows.shape[1] == 1) and rows.data_ptr() % 16 == 0 and step % 16 == 0:
         return rows
@@ -25,7 +25,7 @@ def readable_rows(rows: Tensor) -> Tensor:
 
 
 def are_int32(*tensors: Tensor | None) -> bool:
-    """Whether those that there are hold int32: compiled functions take uint32 too."""
+    """Return True if all tensors that are not None hold int32; compiled functions also take uint32."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes twice as long)
         if tensor is not None and tensor.dtype is not torch.int32:
             return False

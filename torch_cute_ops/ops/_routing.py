@@ -1,4 +1,4 @@
-"""What the routing ops share: the choice of each token's experts, and the order of the rows of the chosen pairs."""
+"""Parts that the routing ops share: the choice of each token's experts, and the order of the routed rows."""
 
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -24,7 +24,7 @@ difference."""
 
 
 class ChoiceCall(NamedTuple):
-    """Arguments of an op that chooses experts by logits; one that an op lacks has its default."""
+    """Arguments of an op that chooses experts by logits, with defaults for arguments that an op lacks."""
 
     logits: Tensor
     topk: int
@@ -40,7 +40,7 @@ class ChoiceCall(NamedTuple):
 
 
 def check_choice(op: str, call: ChoiceCall) -> None:
-    """The logits are a matrix, and its experts can be chosen from as the other arguments say."""
+    """Check the logits, and the arguments that choose experts."""
     logits, topk, bias, num_groups = call.logits, call.topk, call.bias, call.num_groups
 
     def refuse(what: str) -> None:
@@ -68,7 +68,7 @@ def check_choice(op: str, call: ChoiceCall) -> None:
 
 
 def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) -> None:
-    """``values`` are float32, one for each expert, where the logits are; or ``None``."""
+    """Check that ``values`` is None, or float32 with one element per expert on the device of the logits."""
     if values is not None:
         _checks.check_dtype(op, name, values, (torch.float32,))
         _checks.check_shape(op, name, values, (logits.shape[1],), "one for each expert")
@@ -76,7 +76,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
 
 
 def expert_choice(call: ChoiceCall) -> "ExpertChoice":
-    """The choice as kernels are planned for it."""
+    """Return the choice as kernels are planned for it."""
     from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
@@ -125,12 +125,12 @@ class ChoicePath(KernelPath[ChoiceCall]):
 
 
 def readable_logits(logits: Tensor) -> Tensor:
-    """The logits as kernels take them: rows may be strided, columns may not."""
+    """Return the logits with contiguous columns, as kernels need; rows may be strided."""
     return logits.contiguous() if logits.stride(1) != 1 and logits.shape[1] > 1 else logits
 
 
 def check_order(op: str, tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> None:
-    """Experts' rows can be laid out as ``alignment`` and ``max_rows`` say, and indices of rows and pairs fit."""
+    """Check ``alignment`` and ``max_rows``, and that indices of rows and pairs fit an int32."""
 
     def refuse(what: str) -> None:
         raise ValueError(f"cute::{op}: {what}")
@@ -146,12 +146,12 @@ def check_order(op: str, tokens: int, topk: int, experts: int, alignment: int, m
 
 
 def is_number(scaling_factor: float) -> bool:
-    """Whether an unchecked factor is finite."""
+    """Return True if an unchecked factor is finite."""
     return -math.inf < scaling_factor < math.inf
 
 
 def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
-    """Rows of the permutation of an unchecked call; ``None`` if the arguments do not make sense."""
+    """Return the rows of the permutation of an unchecked call, or None if its arguments are wrong."""
     if alignment < 1 or (max_rows is not None and max_rows < 1):
         return None
     rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
@@ -159,7 +159,7 @@ def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows:
 
 
 def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outputs:
-    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``, uninitialised."""
+    """Return uninitialised ``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``."""
     return (
         new((tokens, topk), (topk, 1), torch.int32),
         new((rows,), (1,), torch.int32),
@@ -169,6 +169,6 @@ def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outp
 
 
 def workspace_of(config: Any, slots: int, rows: int, sms: int, new: New, order: Outputs) -> Tensor:
-    """What the kernels of a call need beside its outputs; where that is nothing, any int32 tensor."""
+    """Return the workspace of a call's kernels, or any int32 tensor if they need no workspace."""
     words = config.workspace_words(slots, rows, sms)
     return new((words,), (1,), torch.int32) if words else order[-1]

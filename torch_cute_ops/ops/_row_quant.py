@@ -1,4 +1,4 @@
-"""The ops that quantise rows, or round them: sources, checks, and how their calls reach the row-quantising kernel."""
+"""The ops that quantise or round rows: sources, checks, and the way of their calls to the row-quantising kernel."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -19,13 +19,13 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Tensor = torch.Tensor
 
-# Names of this module are found sooner than attributes of another.
+# Globals of this module are faster than attributes of another.
 _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
 
 
 class RowCall(NamedTuple):
-    """The arguments of any op that quantises or rounds rows; ``factor`` is FP4's global scale, or FP8's given scale."""
+    """Arguments of any op that quantises or rounds rows; ``factor`` is FP4's global scale, or FP8's given scale."""
 
     input: Tensor
     residual: Tensor | None = None
@@ -47,7 +47,7 @@ class RowCall(NamedTuple):
 
 
 class RowLauncher(KernelLauncher[RowCall]):
-    """A row-quantising kernel, and what calls of it need."""
+    """Launcher of a row-quantising kernel, with the shapes and dtypes of its outputs."""
 
     def __init__(self, kernel: KernelSpec, function: Any, device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)
@@ -70,7 +70,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
             self.blocks = self.scale_width = fmt.scales_per_row(self.width)
             self.scale_dtype = torch.float32
-        # Scales are a matrix of whole rows, of columns, or one element.
+        # Scales are a matrix of rows, a matrix of columns, or one element.
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
@@ -79,7 +79,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
-        """For a call without ``out``, with an input of ``dtype``: one tensor, or a tuple of several."""
+        """Return new outputs of a call with an input of ``dtype``: one tensor, or a tuple of several."""
         new = allocator(self.device)
         y = new((rows, self.y_width), self.y_strides, self.y_dtype)
         if not self.has_scale:
@@ -129,7 +129,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
-            # Rows, or a weight, that do not start at multiples of 16 bytes.
+            # Rows or a weight do not start at multiples of 16 bytes.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
                 for tensor in (rows, sums, weight)
@@ -156,7 +156,7 @@ class RowQuant(KernelPath[RowCall]):
     call_type = RowCall
     launcher_type = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
-    # The kernel stores them an element at a time.
+    # The kernel stores these one element at a time.
     any_address = frozenset(("scale_linear", "scale_out"))
 
     def __init__(
@@ -196,13 +196,15 @@ class RowQuant(KernelPath[RowCall]):
         granularity: str | None,
         layout: str,
     ) -> Any:
-        """``CallPath.run`` with ``key`` and the launch written out, which take 1.2 µs longer as functions of their own
-        (``benchmarks host``, on an H200's machine)."""
+        """Compute a call as ``CallPath.run``, with ``key`` and the launch inlined.
+
+        On an H200's machine, separate functions take 1.2 µs longer (``benchmarks host``).
+        """
         result = None
         try:
             if device is None:
                 device = input.get_device()
-            rows, width = input.shape  # what has more dimensions goes the other way
+            rows, width = input.shape  # other numbers of dimensions take the slow path
             is_plain = limit is None and alpha == 1.0 and beta == 0.0
             dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
             has_factor = factor is not None
@@ -230,7 +232,7 @@ class RowQuant(KernelPath[RowCall]):
                     factor_of_gate = offset = clamp = None
                 else:
                     factor_of_gate, offset, clamp = gate_arguments(alpha, beta, limit)
-                # The compiled function refuses what does not fit, but for int8 in place of uint8.
+                # The compiled function refuses unsuitable tensors, except int8 instead of uint8.
                 if (
                     out is None
                     or not launcher.stores_bytes
@@ -262,7 +264,7 @@ class RowQuant(KernelPath[RowCall]):
         return result
 
     def formats(self, call: RowCall) -> tuple[FP4Format | FP8Format | None, ScaleLayout]:
-        """The format, if there is one, and the layout of its scales."""
+        """Return the format, or None, and the scale layout."""
         if not self.quantises:
             return None, ROW
         if call.granularity is None:
@@ -316,7 +318,7 @@ class RowQuant(KernelPath[RowCall]):
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:
-        """The kernel for calls like this one."""
+        """Return the kernel for calls like this one."""
         from torch_cute_ops.kernels import row_quant
 
         try:
@@ -354,15 +356,15 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:
-    """Whether a gate is ``silu(gate) · up``, without scaling, offset or clamp: a kernel of its own."""
+    """Return True if a gate is ``silu(gate) · up`` without scaling, offset or clamp; it has its own kernel."""
     return limit is None and alpha == 1.0 and beta == 0.0
 
 
 def gate_arguments(alpha: float, beta: float, limit: float | None) -> tuple[float | None, float | None, float | None]:
-    """A gate's parameters as the kernel takes them.
+    """Return a gate's parameters as the kernel takes them.
 
     Raises:
-        ValueError: unless they are finite, and the limit above 0.
+        ValueError: if a parameter is not finite, or the limit is not positive.
     """
     if gates_plainly(alpha, beta, limit):
         return None, None, None
@@ -372,7 +374,7 @@ def gate_arguments(alpha: float, beta: float, limit: float | None) -> tuple[floa
 
 
 def _padded(rows: Tensor, parts: int, width: int) -> Tensor:
-    """Rows (M, parts · K) with zeros behind each of the parts: (M, parts · width)."""
+    """Return rows (M, parts · K), each part padded by zeros to ``width``: (M, parts · width)."""
     count, columns = rows.shape
     padded = rows.new_zeros(count, parts, width)
     padded[:, :, : columns // parts] = rows.reshape(count, parts, columns // parts)

@@ -1,7 +1,7 @@
-"""What an op's typed Python function says about the op: its parameters, and the schemas that follow from them.
+"""Signature of an op, read from its typed Python function: parameters, and the schemas that follow from them.
 
-torch's own ``infer_schema`` is no help here: it makes every ``int`` a ``SymInt``, so that a block size would be
-symbolic, and refuses ``Literal``.
+This replaces torch's ``infer_schema``, which makes every ``int`` a ``SymInt``, even a block size, and refuses
+``Literal``.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from torch_cute_ops.formats.scale_layout import FP4ScaleLayout as FP4ScaleLayout
 Tensor = torch.Tensor
 UpdatedTensor = Annotated[Tensor, "updated in place"]
 SymInt = Annotated[int, "symbolic"]
-"""An integer that follows from shapes: an ``int`` would recompile a graph for each value."""
+"""Integer that follows from shapes: an ``int`` would recompile a graph for each value."""
 
 ScaleFormat = Literal["e4m3", "ue8m0"]
 WeightScaleLayout = Literal["linear", "128x4"]
@@ -52,18 +52,19 @@ _KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
 }
 
 _LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
-"""Python's integers have no end, those of a schema do."""
+"""Largest numbers in a schema; Python's integers are unlimited."""
 
 
 class Parameter(NamedTuple):
     """One parameter of an op.
 
     Attributes:
-        name: in the schema and in the Python function.
-        type: in the schema, without the ``?`` of an optional one.
-        is_optional: whether it may be ``None``.
-        is_updated: whether the op updates this tensor in place.
-        default: in the schema and in the Python function; ``inspect.Parameter.empty``: there is none.
+        name: name in the schema and in the Python function.
+        type: type in the schema, without the ``?`` of an optional parameter.
+        is_optional: True if the value may be None.
+        is_updated: True if the op updates this tensor in place.
+        default: default in the schema and in the Python function, or ``inspect.Parameter.empty``.
+        choices: possible strings of a ``Literal``, or nothing.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Parameter(NamedTuple):
         return self.type == "Tensor"
 
     def schema(self, alias: str) -> str:
-        """As in a schema; ``alias`` is the letter of an updated tensor."""
+        """Return the parameter as in a schema; ``alias`` is the letter of an updated tensor."""
         type_ = f"Tensor({alias}!)" if self.is_updated else self.type
         text = f"{type_}{'?' if self.is_optional else ''} {self.name}"
         if self.default is inspect.Parameter.empty:
@@ -87,7 +88,7 @@ class Parameter(NamedTuple):
         return f"{text}={default}"
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Why ``value`` cannot be passed, by its Python type alone; ``None`` if it can."""
+        """Return the reason that ``value`` has a wrong Python type, or None."""
         if value is None and self.is_optional:
             return None
         accepted, expected = _KINDS[self.type]
@@ -104,8 +105,8 @@ class Signature:
     """An op's parameters and outputs.
 
     Attributes:
-        name: the op's.
-        parameters: in order.
+        name: name of the op.
+        parameters: parameters in order.
         outputs: names of the outputs.
     """
 
@@ -115,10 +116,10 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any], outputs: Iterable[str]) -> "Signature":
-        """Read from a typed function, whose keyword-only parameters (``out``) are no parameters of the op.
+        """Return the signature of a typed function without its keyword-only parameters, such as ``out``.
 
         Raises:
-            TypeError: for an annotation that has no type in a schema.
+            TypeError: if an annotation has no type in a schema.
         """
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         return cls(
@@ -168,22 +169,25 @@ class Signature:
 
     @property
     def schema(self) -> str:
-        """Of the functional op."""
+        """Schema of the functional op."""
         returns = "Tensor" if len(self.outputs) == 1 else f"({', '.join(f'Tensor {name}' for name in self.outputs)})"
         return f"{self.name}({self._parameters()}) -> {returns}"
 
     @property
     def out_schema(self) -> str:
-        """Of the ``.out`` overload, which returns nothing: ``Tag.out`` crashes Inductor with several outputs."""
+        """Schema of the ``.out`` overload, which returns nothing: ``Tag.out`` crashes Inductor with several outputs."""
         letters = iter("abcdefgh"[len(self.updated) :])
         outputs = ", ".join(f"Tensor({next(letters)}!) {name}" for name in self.out_names)
         return f"{self.name}.out({self._parameters()}, *, {outputs}) -> ()"
 
     @property
     def tags(self) -> tuple[torch.Tag, ...]:
-        """Of the functional op. For what is updated in place, Inductor keeps the order of strides, and not all of them:
-        where a dimension has one element it would copy the tensor to give that dimension another stride, and with torch
-        2.11 to 2.13 fails at it (``KeyError`` in ``compute_ancestors``)."""
+        """Tags of the functional op.
+
+        For tensors that are updated in place, Inductor keeps the order of strides instead of exact strides. For exact
+        strides it would copy a tensor with a dimension of one element; torch 2.11 to 2.13 fails then (``KeyError`` in
+        ``compute_ancestors``).
+        """
         return (torch.Tag.needs_fixed_stride_order,) if self.updated else ()
 
     def _parameters(self) -> str:
@@ -191,10 +195,10 @@ class Signature:
         return ", ".join(each.schema(next(letters) if each.is_updated else "") for each in self.parameters)
 
     def check_kinds(self, values: Iterable[Any]) -> None:
-        """Refuse values that no call can have, by their Python types: ``None`` for a required tensor, say.
+        """Refuse values of wrong Python types, such as None for a required tensor.
 
         Raises:
-            TypeError: naming the op, the argument, what it got and what it takes.
+            TypeError: with the op, the argument, the value and the expected type.
         """
         for parameter, usual, value in zip(self.parameters, self._usual_types, values, strict=True):
             if type(value) not in usual and (reason := parameter.reason_unfit(value)) is not None:

@@ -1,0 +1,231 @@
+"""Expected results of GEMMs, in fp32, and bounds on the errors of other results."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Format
+from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_activations
+from torch_cute_ops.gemm.operands import GatedOperands, Operands
+from torch_cute_ops.gemm.problem import GemmProblem, Operand
+from torch_cute_ops.reference.fp4_dequantize import decode_rows
+from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+
+EPS = 2.0**-24
+"""Relative error of one rounding in fp32."""
+GATE_EPS = 2.0**-17
+"""Relative error of SwiGLU, whose exponential is in fp32."""
+MAX_DECODED = 2**24
+"""Number of elements of an operand that are decoded at a time: 0.4 GB."""
+
+Tensor = torch.Tensor
+
+
+def expected(problem: GemmProblem, operands: Operands, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the result (rows, N) in fp32, and the largest allowed error of each element.
+
+    The error covers the roundings of a sum of K terms; with experts over K the roundings of an expert's sum, of its
+    bias, of its multiplication by the factor and of each addition; the roundings of a gate in the prologue and of the
+    epilogue; and the rounding to the result's dtype.
+    """
+    a, a_scale, alpha, bias = operands.a, operands.a_scale, operands.alpha, operands.bias
+    n, k, over = problem.n, problem.k, problem.grouping.over
+    info = torch.finfo(problem.out_dtype)
+    left_operand, off = problem.a, None
+    if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
+        if problem.has_prologue:
+            left_operand = problem.without_prologue.a
+            value, global_scale = unrounded_activations(problem, a), a_scale
+            a, a_scale = round_activations(problem, value, global_scale)
+            off = _off_by_gate(problem, value, global_scale, a, a_scale) if problem.prologue_gate else None
+        a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
+    want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=a.device) for _ in range(2))
+    factors = _linear_scales(problem, operands.b_scale)
+    roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
+    if problem.a.is_fp8:
+        roundings = 0
+    weight = operands.b if over == "rows" else operands.b.t()[None]
+    for expert, of_expert in enumerate(_rows_of_experts(problem, rows)):
+        for part in _slices(of_expert, k):
+            left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
+            if over == "k" and alpha is not None:
+                left = left * alpha[part].double().repeat_interleave(problem.expert_k, 1)
+            for columns in _slices(slice(0, n), k):
+                right = _decoded_weight(problem, weight, factors, expert, columns).t()
+                total = left @ right
+                lost = (left.abs() @ right.abs()) * (roundings * EPS)
+                if off is not None:
+                    lost = lost + off[part] @ right.abs()
+                if over != "k" and alpha is not None:
+                    factor = _of_columns(alpha, expert, columns, n, over == "rows").double()
+                    total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
+                if bias is not None and over == "k":
+                    assert alpha is not None
+                    own, added = alpha[part].double(), bias[:, columns].double()
+                    total = total + own @ added
+                    lost = lost + (own.abs() @ added.abs()) * ((problem.topk + 2) * EPS)
+                elif bias is not None:
+                    added = _of_columns(bias, expert, columns, n, over == "rows").double()
+                    total = total + added
+                    lost = lost + (total.abs() + added.abs()) * EPS
+                want[part, columns] = total.float()
+                allowed[part, columns] = (lost + total.abs() * info.eps + info.smallest_normal).float()
+    return want, allowed
+
+
+def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tensor, Tensor]:
+    """Return the gated columns (M, E·I) in fp32, zero where not routed, and the largest allowed error before rounding.
+
+    The error covers a rounding for each term of a sum and the exponential, both through the gate, whose slope is at
+    most 1.1.
+    """
+    a, b, alpha, bias, routing = operands.a, operands.b, operands.alpha, operands.bias, operands.routing
+    m = a.shape[0]
+    fmt, experts, lines, k = problem.b.format, problem.experts, b.shape[1], problem.k
+    assert isinstance(fmt, FP4Format) and problem.b.scale_layout is not None
+    if isinstance(problem.a.format, torch.dtype):
+        a = a.to(fmt.operand_dtype(problem.a.format))
+    scales = to_linear(operands.b_scale, problem.b.scale_layout, experts * lines, k // fmt.block_size)
+    scales = scales.view(experts, lines, -1)
+    gate: tuple[float, float, float | None] = (1.0, 0.0, None)
+    if operands.swiglu_alpha is not None and operands.swiglu_beta is not None:
+        gate = operands.swiglu_alpha, operands.swiglu_beta, operands.swiglu_limit
+    want, allowed = (torch.zeros(m, experts, lines // 2, dtype=torch.float32, device=a.device) for _ in range(2))
+    every = _decoded(problem.a, a, operands.a_scale, slice(0, m), m, k)
+    for expert in range(experts):
+        rows = routing[:, expert].nonzero()[:, 0]
+        right = decode_rows(b[expert], scales[expert], fmt, SCALE_LAYOUTS["linear"]).double().t()
+        total = every[rows] @ right
+        lost = (every[rows].abs() @ right.abs()) * (k * EPS)
+        if alpha is not None:
+            factor = alpha[expert].double().repeat_interleave(lines // alpha[expert].numel())
+            total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
+        if bias is not None:
+            total = total + bias[expert].double()
+            lost = lost + total.abs() * EPS
+        want[rows, expert] = silu_mul_rows(total.float(), *gate)
+        (gates, ups), (lost_gates, lost_ups) = (each.chunk(2, 1) for each in (total.abs(), lost))
+        ups = ups + lost_ups + abs(gate[1])
+        off = 1.1 * lost_gates * ups + gates * lost_ups + gates * ups * GATE_EPS
+        allowed[rows, expert] = off.float()
+    return want.flatten(1), allowed.flatten(1)
+
+
+def block_difference(
+    got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], fmt: FP4Format
+) -> str | None:
+    """Return a description of wrong blocks among the written ones, or None.
+
+    After an exponential, scales may differ by one and codes by a step, but at most one in 1,000 of either.
+    """
+    (codes, scales), (want_codes, want_scales) = ([each.view(torch.uint8) for each in pair] for pair in (got, want))
+    off = torch.where(masks[1], (scales.to(torch.int16) - want_scales.to(torch.int16)).abs(), 0)
+    halves = [torch.stack((each & 15, each >> 4), -1).to(torch.int16) for each in (codes, want_codes)]
+    values = [torch.where(half >= 8, 8 - half, half) for half in halves]
+    steps = torch.where(masks[0].unsqueeze(-1), (values[0] - values[1]).abs(), 0)
+    most = 2 if fmt.scale_format == "ue8m0" else 1
+    for name, distance, limit, whole in (("scales", off, 1, 1), ("codes", steps, most, fmt.block_size)):
+        wrong, count = int((distance > limit).sum()), int((distance > 0).sum())
+        if wrong:
+            return f"{wrong} {name} are off by more than {limit}, the worst by {int(distance.max())}"
+        if count > whole + distance.numel() // 1000:
+            return f"{count} of {distance.numel()} {name} differ"
+    return None
+
+
+def difference(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
+    """Return a description of the elements of ``got`` that differ from ``want`` by more than ``allowed``, or None."""
+    error = (got.float() - want).abs()
+    wrong = ~(error <= allowed)  # NaN is wrong
+    count = int(wrong.sum())
+    if count == 0:
+        return None
+    i, j = wrong.nonzero()[0].tolist()
+    ratio = (error / allowed).nan_to_num(math.inf, posinf=math.inf)[wrong].max().item()
+    return (
+        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times what may be lost; first at ({i}, {j}): "
+        f"{got[i, j].item():.6g}, expected {want[i, j].item():.6g} ± {allowed[i, j].item():.2g}"
+    )
+
+
+def _rows_of_experts(problem: GemmProblem, rows: int) -> list[slice]:
+    if problem.grouping.over != "rows":
+        return [slice(0, rows)]
+    experts = problem.experts
+    return [slice(e * rows // experts, (e + 1) * rows // experts) for e in range(experts)]
+
+
+def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: bool) -> Tensor:
+    """Return the part of an ``alpha`` or a bias for these columns of an expert."""
+    if value.dim() == 2 or (is_grouped and value.shape[0] > 1):
+        value = value[expert]
+    value = value.reshape(-1)
+    return value[columns] if len(value) == n and n > 1 else value[:1]
+
+
+def _off_by_gate(
+    problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
+) -> Tensor:
+    """Return the allowed error, in fp64, of gated activations that another exponential computes from the same rows.
+
+    Args:
+        problem: problem with a gate in its prologue.
+        value: activations before they are rounded.
+        global_scale: global scale of quantised activations, or None.
+        a, a_scale: activations after they are rounded.
+    """
+    operand, fmt = problem.without_prologue.a, problem.b.format
+    assert isinstance(fmt, FP4Format)
+
+    def numbers(a: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is None:
+            return a.to(fmt.operand_dtype(a.dtype)).double()
+        assert operand.scale_layout is not None
+        return decode_rows(a, scale, fmt, operand.scale_layout).double()
+
+    exact = numbers(a, a_scale)
+    off = (numbers(*round_activations(problem, value * (1 + error), global_scale)) for error in (-GATE_EPS, GATE_EPS))
+    return torch.maximum(*((each - exact).abs() for each in off))
+
+
+def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, rows: int, k: int) -> Tensor:
+    """Return these rows decoded, in fp64."""
+    if isinstance(operand.format, FP4Format):
+        assert scale is not None and operand.scale_layout is not None
+        linear = to_linear(scale, operand.scale_layout, rows, k // operand.format.block_size)
+        return decode_rows(a[part], linear[part], operand.format, SCALE_LAYOUTS["linear"]).double()
+    if isinstance(operand.format, FP8Format):
+        assert scale is not None
+        factors = scale.reshape(scale.shape[0], rows)[:, part].t().double()
+        return a[part].double() * factors.repeat_interleave(128, 1)[:, :k]
+    return a[part].double()
+
+
+def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
+    """Return the scales of the weight's rows: (E, N, blocks)."""
+    experts = problem.experts if problem.grouping.over == "rows" else 1
+    if isinstance(problem.b.format, FP4Format):
+        assert problem.b.scale_layout is not None
+        rows, blocks = experts * problem.n, problem.k // problem.b.format.block_size
+        return to_linear(scale, problem.b.scale_layout, rows, blocks).view(experts, problem.n, blocks)
+    return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+
+
+def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
+    """Return these rows of an expert's weight, decoded as they are multiplied, in fp64."""
+    codes, factors = weight[expert, columns], scales[expert, columns]
+    if isinstance(problem.b.format, FP4Format):
+        if not problem.a.is_fp8:
+            return decode_rows(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"]).double()
+        codes, factors = fp8_weight(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"])
+    return codes.double() * factors.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : problem.k]
+
+
+def _slices(within: slice, k: int) -> Iterator[slice]:
+    """Return slices of rows of ``k`` elements that can be decoded at a time."""
+    step = max(1, MAX_DECODED // k)
+    return (slice(start, min(start + step, within.stop)) for start in range(within.start, within.stop, step))
