@@ -360,6 +360,7 @@ class FP8Gemm(Gemm):
         else:
             meaning = "a scale for 128 rows of the weight and 128 elements of k"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
+        self.check_expert_rows(call, experts)
         return n, k
 
     def check_layout(self, call: GemmCall) -> None:
@@ -381,9 +382,12 @@ class FP8Gemm(Gemm):
         return 1, b.shape[1], b.shape[0]
 
     def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
-        """Check the shape of ``a``, and the tensors that describe its rows."""
+        """Check the shape of ``a``."""
         _checks.check_matrix(self.op, "a", call.a, "(M, K)")
         _checks.check_shape(self.op, "a", call.a, (call.a.shape[0], k), f"the K of b{self.hint(call)}")
+
+    def check_expert_rows(self, call: GemmCall, experts: int) -> None:
+        """Check the tensors that describe the rows of each expert."""
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         p = gemm_package().problem
@@ -448,14 +452,16 @@ class GroupedFP8Gemm(FP8Gemm):
             )
         else:
             _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
+
+    def check_expert_rows(self, call: GemmCall, experts: int) -> None:
         for name, given, shape, meaning in (
             ("offsets", call.offsets, (experts + 1,), "where experts begin, and where the last ends"),
             ("counts", call.counts, (experts,), "one for each expert of b"),
         ):
             if given is not None:
-                _checks.check_dtype(op, name, given, (torch.int32,))
-                _checks.check_shape(op, name, given, shape, meaning)
-                _checks.check_device(op, name, given, "a", a.device)
+                _checks.check_dtype(self.op, name, given, (torch.int32,))
+                _checks.check_shape(self.op, name, given, shape, meaning)
+                _checks.check_device(self.op, name, given, "a", call.a.device)
 
     def experts(self, call: GemmCall) -> int:
         return call.b.shape[0]
