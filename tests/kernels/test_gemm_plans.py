@@ -87,8 +87,8 @@ def test_dtypes_of_activations(config):
 
 def test_width_of_an_expert():
     """An expert's width is a multiple of half a scale tile of MXFP4, or of a scale tile of NVFP4."""
-    assert reason(EXPERTS, width=192) is None
-    assert reason(EXPERTS, width=96) == "an expert's width is 96; it has to be a multiple of 64"
+    assert reason(EXPERTS, expert_k=192) is None
+    assert reason(EXPERTS, expert_k=96) == "an expert's width is 96; it has to be a multiple of 64"
 
 
 def test_decoded_weights_exceed_float16():
