@@ -1,17 +1,17 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
-`layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, and `model` whole models
-as they are served; `tactics` every tactic of a GEMM, beside what the model of costs thinks.
+`layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, `model` whole models as
+they are served, and `tactics` every tactic of a GEMM, next to the time that the cost model predicts.
 
-Five commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md), `plots` (the
-pictures of result files), `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed`
-(bytes on the wire and time of a layer on eight H200s, by a model).
+Five commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md), `plots`
+(pictures of result files), `blackwell` (a model's predictions for the tcgen05 FP4 GEMM on a B200) and `distributed` (a
+model of the bytes on the wire and the time of a layer on eight H200s).
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # torch's own CuTe norm would stand in for the eager baselines
+os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # else torch's CuTe norm replaces the eager baselines
 
 import argparse
 import contextlib
@@ -66,10 +66,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sizes",
         choices=("marks", "quick", "full"),
         default="quick",
-        help="the fewest that the targets need; those and a few more (default); or the grid",
+        help="sizes with targets only; these and a few more (default); or the full grid",
     )
     parser.add_argument("--output", type=Path, default=performance.RESULTS, help="folder of the files written")
-    parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
+    parser.add_argument("--no-peers", action="store_true", help="measure only our ops and the copy")
     parser.add_argument("--no-plot", action="store_true", help="write no PNG")
     parsed = parser.parse_args(arguments)
     parsed.what = [*names, "host"] if "all" in parsed.what else list(dict.fromkeys(parsed.what))
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def progress(case: Case, row: Row | None, error: str) -> str:
-    """One line for each case, as it is measured."""
+    """Return the line to print after measuring a case."""
     if row is None:
         return f"  {case}: {error}"
     times = ", ".join(f"{report.label(name)} {report.number(v['us'])}" for name, v in row["variants"].items())
@@ -87,7 +87,11 @@ def progress(case: Case, row: Row | None, error: str) -> str:
 
 
 def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.device, peaks: Ceilings) -> bool:
-    """Measure one op, print and write its report; whether every checked output was right and every case ran."""
+    """Measure an op, and print and write its report.
+
+    Returns:
+        True if every case ran and every checked output was right.
+    """
     settings, started = Settings(), time.perf_counter()
     result: dict[str, Any] = {
         "op": benchmark.op,
@@ -152,11 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(environment.headline(environment.collect(device)))
         print(f"peak copy {peaks.copy_tbps:.2f} TB/s, {others}", flush=True)
         benchmarks = [ops.load(name) for name in names]
-        # Every kernel of ours is compiled before the first op's peers are imported.
+        # All our kernels are compiled before peers are imported: QuACK changes the DSL that compiles them.
         for benchmark in benchmarks:
             warm_up(benchmark, benchmark.cases(options.sizes), device)
         if "host" in options.what:
-            with contextlib.suppress(Exception):  # it fails again below
+            with contextlib.suppress(Exception):  # an error is reported when host.main repeats it below
                 host.calls(device, with_peers=False)
         for benchmark in benchmarks:
             good &= run_op(benchmark, options, device, peaks)

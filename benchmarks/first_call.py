@@ -1,7 +1,7 @@
-"""How long the first call of a process takes, as one line of JSON: `python -m benchmarks.first_call`.
+"""Print the time of a process's first call as a line of JSON: `python -m benchmarks.first_call`.
 
-Imports, CUDA start and the first call are timed apart. The first call is timed to the end of its kernel: compiling (or
-loading from the disk cache, where the environment names a filled one), loading the module, and the launch.
+Imports, CUDA initialisation and the first call are timed separately. The first call is timed to the end of its kernel:
+compiling (or loading from the disk cache, if the environment names a filled cache), loading the module, and the launch.
 """
 
 from __future__ import annotations

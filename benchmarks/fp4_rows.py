@@ -8,6 +8,6 @@ from .rows import RowBenchmark
 
 
 class Fp4Rows(RowBenchmark):
-    """Codes and scales, in the ops' default format and layout."""
+    """Benchmark of a row-wise op that writes codes and scales in the default format and layout."""
 
     settings: ClassVar = {"dtype": "bfloat16", "format": "NVFP4", "scale layout": "128x4", "global scale": "none"}

@@ -1,16 +1,16 @@
 """`python -m benchmarks layer`: the GEMMs, norms and gate of a decoder layer as one chain, by precision.
 
-add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers of distinct weights,
-one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
-of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
+add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers with distinct weights,
+one after the other in a captured graph, with their true dependencies. Attention is left out: o reads the first elements
+of the result of qkv. Users notice the time of this chain, not the sum of the times of separate ops.
 
-"gate apart", measured where `--precisions` names it, is W4A16 with a kernel for the gate however few the rows are.
-humming, a peer, has the weights of W4A16, and norms and gates as Inductor makes them, like bf16. (QuACK, which changes
-the DSL that our kernels are compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
+"gate apart", measured only if `--precisions` names it, is W4A16 with a separate kernel for the gate for any number of
+rows. humming, a peer, uses the weights of W4A16, with Inductor's norms and gates, as bf16 does. (QuACK is compared only
+with `mm_fp4` and `mm_fp4_weight_only`, because it changes the DSL that compiles our kernels.)
 
-`--join` makes one result of those of several models, which GPUs of one machine have measured at the same time.
+`--join` merges results of several models, measured at the same time on several GPUs of one machine.
 
-`--timeline` prints when each kernel of a layer starts and ends, and how long nothing runs before it.
+`--timeline` prints the start and end of each kernel of a layer, and the idle time before it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .runner import ASSUMED_TFLOPS, describe
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
 NOTES_OF = {"W4A8": "fp8_fp4_wgmma_ss", "FP8": "fp8_wgmma"}
-"""The notes on what limits a layer; those of precisions whose GEMMs are another family's."""
+"""Notes on the limits of a layer, for precisions whose GEMMs belong to another family than `NOTES`."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Of a layer: the residual stream, the columns of q, k and v together, the rows of o, gate and up each."""
+    """Widths of a layer: residual stream; q, k and v together; input of o; gate (as wide as up)."""
 
     hidden: int
     qkv: int
@@ -56,7 +56,7 @@ class Widths:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """N and K of each weight."""
+        """N and K of each weight, by name."""
         return {
             "qkv": (self.qkv, self.hidden),
             "o": (self.hidden, self.attention),
@@ -66,7 +66,7 @@ class Widths:
 
     @property
     def weights(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
         return sum(n * k for n, k in self.shapes.values())
 
 
@@ -80,39 +80,39 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 INDUCTOR = {"triton.enable_pdl": True} if hasattr(inductor_config.triton, "enable_pdl") else {}
-"""Options of `torch.compile`: Inductor's own kernels overlap with those before and behind them too."""
+"""Options of `torch.compile`: Inductor's kernels may overlap the kernels before and after them, as ours do."""
 
 
-# Norm and gate as Inductor makes them, where there is no fused op
+# Norm and gate for precisions without a fused op: Inductor compiles them
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of the residual after `x` is added to it in place."""
+    """Add `x` to the residual in place, and return its RMSNorm."""
     return F.rms_norm(residual.add_(x), (residual.shape[-1],), weight, EPS)
 
 
 def gate(rows: Tensor) -> Tensor:
-    """SiLU of the first half of each row times the second."""
+    """Return the SiLU of the first half of each row times the second half."""
     first, second = rows.chunk(2, -1)
     return F.silu(first) * second
 
 
 class Layer:
-    """One layer in bf16, and the base of the others.
+    """A layer in bf16, and the base class of the other precisions.
 
     Attributes:
-        label: what the table calls it.
-        scheme: of the weights, as `torch_cute_ops.nn` calls it; `None`: bf16.
-        element_bytes: of a weight with its scales.
+        label: name of the precision in tables.
+        scheme: scheme of the weights in `torch_cute_ops.nn`, or None for bf16.
+        element_bytes: bytes per weight element, scales included.
     """
 
     label = "bf16"
     scheme: Any = None
     element_bytes = 2.0
     scales = "weight_scale"
-    """The attribute of a linear layer that has the scales of the weight."""
+    """Attribute of a linear layer that holds the scales of the weight."""
     following: Layer | None = None
-    """The layer behind it in a chain."""
+    """Next layer in a chain."""
 
     def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
         self.widths = widths
@@ -133,49 +133,49 @@ class Layer:
         self.add_norm, self.gate = compiled(add_norm), compiled(gate)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What is added to the residual next; the residual is updated."""
+        """Update the residual, and return the rows that the next layer adds to it."""
         rows = self.multiply("qkv", self.normed(x, residual, 0))
         rows = rows.view(-1)[: len(x) * self.widths.attention].view(len(x), -1)
         x = self.multiply("o", self.quantised(rows))
         return self.down(self.multiply("gate_up", self.normed(x, residual, 1)))
 
-    # What each precision does its own way: a step's rows are one tensor or several
+    # Steps that precisions override; rows are a tensor, or codes and scales
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
-        """What a GEMM takes of the normalised rows."""
+        """Return the normalised rows in the form that the GEMM expects."""
         return self.add_norm(x, residual, self.norms[which])
 
     def gated(self, rows: Tensor) -> Any:
-        """What a GEMM takes of the gate's rows."""
+        """Return the gated rows in the form that the GEMM expects."""
         return self.gate(rows)
 
     def down(self, rows: Tensor) -> Tensor:
-        """The gate and the last GEMM, of gate and up."""
+        """Apply the gate and the last GEMM to gate and up."""
         return self.multiply("down", self.gated(rows))
 
     def quantised(self, rows: Tensor) -> Any:
-        """What a GEMM takes of rows."""
+        """Return rows in the form that the GEMM expects."""
         return rows
 
     def multiply(self, name: str, rows: Any) -> Tensor:
-        """One of the GEMMs."""
+        """Multiply rows by the named weight."""
         return self.linears[name](rows)
 
     def product(self, op: Callable[..., Tensor], name: str, **given: Any) -> Tensor:
-        """One of the GEMMs by an op of ours, `given` what is particular to it."""
+        """Multiply by the named weight with one of our ops; `given` are its further arguments."""
         each: Any = self.linears[name]
         weight = {"b": each.weight.t(), "b_scale": getattr(each, self.scales)}
         return op(**weight, **given, out_dtype=DTYPE, static_weight=True, prefetch=self.next_weight(name))
 
     def next_weight(self, name: str) -> Tensor | None:
-        """The weight of the GEMM behind this one."""
+        """Return the weight of the next GEMM in the chain, or None for the last GEMM."""
         names = list(self.linears)
         at = names.index(name) + 1
         owner = self if at < len(names) else self.following
         return None if owner is None else owner.linears[names[at % len(names)]].weight  # type: ignore[return-value]
 
     def decoded(self) -> Layer:
-        """The layer in bf16 that has the numbers of this one's weights, run eagerly."""
+        """Return an eager layer in bf16 with this layer's weights, decoded."""
         twin = Layer.__new__(Layer)
         twin.widths, twin.norms, twin.add_norm, twin.gate = self.widths, self.norms, add_norm, gate
         weights = {name: linear.dequantize(DTYPE) for name, linear in self.linears.items()}  # type: ignore[operator]
@@ -184,7 +184,7 @@ class Layer:
 
 
 class NVFP4Weights(Layer):
-    """NVFP4 weights, whose global scales the results are multiplied by."""
+    """NVFP4 weights; results are multiplied by their global scales."""
 
     scheme, element_bytes = "nvfp4", 0.5625
 
@@ -193,7 +193,7 @@ class NVFP4Weights(Layer):
 
 
 class W4A16(NVFP4Weights):
-    """Activations in bf16; the gate of one row is a part of the GEMM behind it, of more as Inductor makes it."""
+    """Activations in bf16. With one row, the next GEMM applies the gate; with more rows, Inductor's kernel does."""
 
     label = "W4A16"
 
@@ -210,7 +210,7 @@ class W4A16(NVFP4Weights):
 
 
 class GateApart(W4A16):
-    """The same with the gate as Inductor makes it, however few the rows."""
+    """W4A16 with Inductor's gate for any number of rows."""
 
     label = "gate apart"
 
@@ -219,8 +219,8 @@ class GateApart(W4A16):
 
 
 class W4A4(NVFP4Weights):
-    """NVFP4 activations; of few rows the quantisation that no norm is in front of, and of one the gate too, are a part
-    of the GEMM behind them."""
+    """NVFP4 activations. With few rows, the GEMM quantises its input if no norm precedes it; with one row, it also
+    applies the gate."""
 
     label = "W4A4"
 
@@ -234,7 +234,7 @@ class W4A4(NVFP4Weights):
         return rows if self.quantises_with_gemm(rows) else ops.fp4_quantize(rows)
 
     def quantises_with_gemm(self, rows: Tensor, *, gated: bool = False) -> bool:
-        """Whether the GEMM quantises these rows."""
+        """Check whether the GEMM quantises these rows."""
         return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size, gated=gated)
 
     def down(self, rows: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class W4A4(NVFP4Weights):
 
 
 class QuantisedApart(W4A4):
-    """The same with a launch for each quantisation, however few the rows."""
+    """W4A4 with a launch for each quantisation, for any number of rows."""
 
     label = "quantised apart"
 
@@ -258,7 +258,7 @@ class QuantisedApart(W4A4):
 
 
 class FP8(Layer):
-    """FP8 weights with a scale for 128 × 128 elements, FP8 activations with one for 1 × 128."""
+    """FP8 weights with a scale per 128 × 128 elements, FP8 activations with a scale per 1 × 128 elements."""
 
     label, scheme, element_bytes = "FP8", "fp8_block", 1.0 + 4 / 128**2
     scales = "weight_scale_inv"
@@ -278,7 +278,7 @@ class FP8(Layer):
 
 
 class W4A8(FP8):
-    """MXFP4 weights, FP8 activations with a scale for 1 × 128 elements."""
+    """MXFP4 weights, FP8 activations with a scale per 1 × 128 elements."""
 
     label, scheme, element_bytes = "W4A8", "mxfp4", 0.53125
     scales = Layer.scales
@@ -288,7 +288,7 @@ class W4A8(FP8):
 
 
 class Humming(Layer):
-    """The weights and activations of W4A16 by humming's layers."""
+    """W4A16 computed by humming's layers."""
 
     label, scheme, element_bytes = "humming", W4A16.scheme, W4A16.element_bytes
 
@@ -304,7 +304,7 @@ class Humming(Layer):
         return layer(rows, outputs=out, tuning_config=tuning)
 
     def _repacked(self, name: str, m: int) -> tuple[Any, Any]:
-        """humming's layer, and its tuning for M."""
+        """Return humming's layer and its tuning for M."""
         each: Any = self.linears[name]
         n, k = self.widths.shapes[name]
         scale = from_128x4(each.weight_scale, n, k // each.format.block_size)
@@ -317,13 +317,13 @@ class Humming(Layer):
 
 PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
 USUAL = (*PRECISIONS, Humming.label)
-"""What is measured if it is not said what."""
+"""Default of `--precisions`."""
 LAYERS: dict[str, type[Layer]] = {**PRECISIONS, **{one.label: one for one in (GateApart, QuantisedApart, Humming)}}
 NOT_OURS = (Layer.label, Humming.label)
 
 
 def cosine(layer: Layer, m: int, device: torch.device) -> float:
-    """Of a layer's result to that of the same weights in bf16."""
+    """Return the cosine of a layer's result to the result of the same weights in bf16."""
     x, residual = (torch.randn(m, layer.widths.hidden, dtype=DTYPE, device=device) for _ in range(2))
     return layers.cosine(layer(x, residual.clone()), layer.decoded()(x, residual.clone()))
 
@@ -339,12 +339,19 @@ def run(
     read_tbps: float | None,
     record: Callable[[Replay], Sequence[timeline.Kernel]] | None = None,
 ) -> dict[str, Any]:
-    """Times of a layer with `m` rows in each precision, µs, and the floor: its weights' bytes at the rate of reads;
-    with `record`, which says what ran in a replay, the timeline of a layer in each precision too."""
+    """Measure a layer with `m` rows in each precision.
+
+    Args:
+        record: function that returns the kernels of a replay, or None to record no timelines.
+
+    Returns:
+        A row of the results: times in µs; the floor, the time to read the weights at `read_tbps`; cosines; reasons
+        that a precision is absent; timelines.
+    """
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
     calls, cosines, absent = {}, {}, {}
-    torch._dynamo.reset()  # or it stops compiling, since each number of rows has code of its own
+    torch._dynamo.reset()  # each number of rows is compiled separately, and Dynamo limits the recompilations
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
         try:
@@ -353,7 +360,7 @@ def run(
                 one.following = other
             if label != "bf16":
                 cosines[label] = cosine(chain[0], m, device)
-        except Exception as error:  # a peer that is not installed, say
+        except Exception as error:  # for example, a peer is not installed
             absent[label] = describe(error)
             continue
         calls[label] = _chain(chain, torch.randn_like(residual), residual)
@@ -370,18 +377,21 @@ def run(
             try:
                 ran = record(backend.capture(calls[label], how.n_sets, how.n_sets))
                 lines[label] = timeline.one_of(ran, how.n_sets)
-            except Exception as error:  # no profiler here, say
+            except Exception as error:  # for example, no profiler is available
                 absent[f"timeline of {label}"] = str(error)
     return row
 
 
 def floor_us(widths: Widths, label: str, read_tbps: float | None) -> float | None:
-    """The time to read a layer's weights, if it is known how fast."""
+    """Return the time to read a layer's weights in µs, or None if the rate is unknown."""
     return None if read_tbps is None else widths.weights * LAYERS[label].element_bytes / read_tbps * 1e-6
 
 
 def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
-    """Layer `i`, of what the layer called before returned; the first, of `x`, which lives as long as a graph of it."""
+    """Return a function that calls layer `i` on the previous layer's result, and the first layer on `x`.
+
+    The function keeps `x` alive for captured graphs.
+    """
     held = [x]
 
     def call(i: int) -> Tensor:
@@ -392,7 +402,7 @@ def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int]
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """What was measured, against the times that a layer has to reach."""
+    """Return the measured times with their targets."""
     times = {(row["model"], row["rows"], label): each["us"] for row in rows for label, each in row["variants"].items()}
     found = []
     for model, longest in targets.LAYER_US.items():
@@ -410,7 +420,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The tables, one for each model."""
+    """Return the tables, one for each model."""
     parts = [f"# A decoder layer as one chain\n\n{environment.headline(result['environment'])}"]
     parts.append(
         f"µs a layer, medians; floor: bytes of the weights at {report.number(result['peak_read_tbps'])} TB/s, the rate "
@@ -432,7 +442,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The picture: a panel for each model."""
+    """Draw a panel for each model."""
     layers.plot(report.grouped(rows, lambda row: row["model"]), list(LAYERS), "rows", path)
 
 
@@ -452,10 +462,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
-    """One result of several files, each of other models; the rate of reads, and floors with it, is that of the first.
+    """Merge result files of different models. The first file's read rate determines all floors.
 
     Raises:
-        ValueError: if they were measured in different environments, or have a model twice.
+        ValueError: if the files were measured in different environments, or two contain the same model.
     """
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     first = results[0]
@@ -463,7 +473,7 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
         raise ValueError("the files were measured in different environments")
     of_model = [report.grouped(each["rows"], lambda row: row["model"]) for each in results]
     if len({model for each in of_model for model in each}) < sum(map(len, of_model)):
-        raise ValueError("several files have the same model")
+        raise ValueError("several files contain the same model")
     rows = sorted((row for each in results for row in each["rows"]), key=lambda row: list(MODELS).index(row["model"]))
     for row in rows:
         for label, each in row["variants"].items():
@@ -479,7 +489,7 @@ def save(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
-    """Measure what was asked for; print and write `layer.json`, `layer.md` and `layer.png`."""
+    """Measure the chosen models; print the results, and write `layer.json`, `layer.md` and `layer.png`."""
     peaks, settings = ceilings(backend, device), Settings()
     result: dict[str, Any] = {
         "environment": environment.collect(device),

@@ -1,6 +1,6 @@
-"""What the benchmarks of whole layers, `layer` and `expert_layer`, have in common.
+"""Code shared by `layer` and `expert_layer`, the benchmarks of whole layers.
 
-Both have rows {"model", "rows", "variants": {label: times and floor}, "cosine", "absent"} in their result files.
+Rows of their result files are {"model", "rows", "variants": {label: times and floor}, "cosine", "absent"}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_GPU = 2
 
 
 def parser(command: str, doc: str | None, models: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser of the options that each of the commands has."""
+    """Return a parser with the options that both commands share."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks {command}", description=(doc or "").splitlines()[0])
     made.add_argument("--models", nargs="+", choices=models, default=list(models), metavar="MODEL")
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
@@ -34,7 +34,7 @@ def parser(command: str, doc: str | None, models: Sequence[str]) -> argparse.Arg
 def on_gpu(
     command: str, measure: Callable[[argparse.Namespace, torch.device, Backend, int], int], options: argparse.Namespace
 ) -> int:
-    """The exit status of `measure(options, device, backend, L2 bytes)` on the current GPU."""
+    """Call `measure(options, device, backend, L2 bytes)` on the current GPU, and return the exit status."""
     if not torch.cuda.is_available():
         print(f"python -m benchmarks {command} needs a CUDA GPU, and torch sees none here.", file=sys.stderr)
         return NO_GPU
@@ -43,12 +43,12 @@ def on_gpu(
 
 
 def cosine(got: Tensor, want: Tensor) -> float:
-    """Of all elements of a result to those that it should have."""
+    """Return the cosine of two tensors, over all elements."""
     return F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0).item()
 
 
 def progress(where: str, variants: Mapping[str, Mapping[str, float]]) -> str:
-    """One line for each row, as it is measured."""
+    """Return the line to print after measuring a row."""
     times = ", ".join(f"{label} {report.number(each['us'])}" for label, each in variants.items())
     return f"  {where}: {f'{times} µs a layer' if times else 'no time'}"
 
@@ -60,7 +60,7 @@ def finish(
     rows: Sequence[Mapping[str, Any]],
     draw: Callable[[Sequence[Mapping[str, Any]], Path], None],
 ) -> None:
-    """Write and print the tables, and draw the rows, where it is wanted and something was measured."""
+    """Write and print the tables. Draw the rows, unless `--no-plot` is given or nothing was measured."""
     (options.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}", flush=True)
     if rows and not options.no_plot:
@@ -68,7 +68,7 @@ def finish(
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], labels: Sequence[str], size: str, path: Path) -> None:
-    """Time over rows: a panel for each title, a line for each label, and its floor, dashed."""
+    """Plot time over rows: a panel for each title, a line for each label, and a dashed line for its floor."""
     from matplotlib import pyplot
 
     columns = min(3, len(panels))

@@ -1,4 +1,4 @@
-"""Row-wise ops whose output is bfloat16, as GEMMs with 16-bit activations take it."""
+"""Row-wise ops whose output is bfloat16, the input of GEMMs with 16-bit activations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from .rows import RowBenchmark
 
 
 class RoundedRows(RowBenchmark):
-    """Values rounded to the dtype of the input."""
+    """Benchmark of a row-wise op whose output is rounded to the input's dtype."""
 
     settings: ClassVar = {"dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""When each kernel of a captured chain starts and ends, as the profiler sees it: gaps, and what overlaps."""
+"""Record when each kernel of a captured chain starts and ends, with the profiler, to find gaps and overlaps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .measure import Replay
 
 NAME_LENGTH = 48
 _OURS = re.compile(r"torch_cute_opskernels(\w+?)kernel[A-Z]")
-"""The DSL's names of our kernels hold the module that they are from, without its dots."""
+"""Pattern of our kernels' names, in which the DSL writes the module's name without dots."""
 
 
 class Kernel(NamedTuple):
-    """A kernel, or a copy, that ran; µs."""
+    """A kernel or copy that ran, with its start and end in µs."""
 
     name: str
     start: float
@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 def recorded(replay: Replay) -> list[Kernel]:
-    """What runs on the GPU in a replay, in the order of the starts."""
+    """Return the kernels and copies of a replay, ordered by start."""
     replay()  # uploads the graph
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -41,31 +41,33 @@ def recorded(replay: Replay) -> list[Kernel]:
 
 
 def short(name: str) -> str:
-    """The family of one of our kernels; of others the name without arguments."""
+    """Return the family of one of our kernels, or another kernel's name without its arguments."""
     ours = _OURS.search(name)
     return ours[1] if ours else re.sub(r"[<(].*", "", name.removeprefix("void "))[:NAME_LENGTH]
 
 
 def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
-    """The kernels of one repetition in the middle of a chain of ``repeats``, which are alike, behind the one before it.
+    """Return the kernels of a repetition in the middle of a chain of ``repeats`` equal layers.
 
-    Times count from its first start; so the end of the kernel before is at or below 0, or above it where the two
-    overlap.
+    The first element is the last kernel before that repetition. Times count from the start of the repetition's first
+    kernel. If the end of the first element is above 0, the two kernels overlap.
 
     Raises:
-        ValueError: if the repetitions do not have equally many kernels, at least one.
+        ValueError: if the kernels do not divide into ``repeats`` equal groups of at least one, or ``repeats`` is 1.
     """
     each, rest = divmod(len(kernels), repeats)
     if rest or not each or repeats < 2:
-        raise ValueError(f"{len(kernels)} kernels are not those of {repeats} equal layers")
+        raise ValueError(f"{len(kernels)} kernels do not divide into {repeats} equal layers")
     first = repeats // 2 * each
     zero = kernels[first].start
     return [Kernel(kernel.name, kernel.start - zero, kernel.end - zero) for kernel in kernels[first - 1 : first + each]]
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """A line for each kernel but the first, which is the one before them: start, end, and how long after the latest end
-    before it the kernel starts; less than 0 where the two overlap."""
+    """Return a table of start, end and gap of each kernel except the first, which precedes the repetition.
+
+    The gap is the time from the latest earlier end to the kernel's start, negative if the kernels overlap.
+    """
     body, latest = [], kernels[0].end
     for kernel in kernels[1:]:
         body.append([kernel.name, *(f"{us:.2f}" for us in (kernel.start, kernel.end, kernel.start - latest))])

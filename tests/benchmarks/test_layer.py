@@ -137,7 +137,7 @@ def test_a_timeline():
     assert ends == ("28.00", "18.00", "28.00", "38.00", "48.00", "58.00")
     assert gaps == ("2.00", "-18.00", "-8.00", "2.00", "2.00", "2.00")
     for count, layers in ((24, 5), (0, 2), (24, 1)):
-        with pytest.raises(ValueError, match=f"^{count} kernels are not those of {layers} equal layers$"):
+        with pytest.raises(ValueError, match=f"^{count} kernels do not divide into {layers} equal layers$"):
             timeline.one_of(recorded(lambda: None)[:count], layers)
 
 
