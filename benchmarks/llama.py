@@ -1,7 +1,7 @@
-"""What `python -m benchmarks model` measures: Llamas by size and precision, and how they are called.
+"""Build and call the Llamas that `python -m benchmarks model` measures, by size and precision.
 
-They have random weights, on transformers' own modelling code. bf16 is what the same configuration gives there,
-untouched; ours has quantised linear layers, merged where they share an input, and its `lm_head` in bf16.
+The models use transformers' modelling code with random weights. The bf16 models are unchanged. In ours, linear layers
+are quantised, and merged if they share an input; `lm_head` stays in bf16.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ from . import layer
 
 DTYPE = layer.DTYPE
 HEAD = 128
-"""Elements of a head of attention."""
+"""Width of an attention head."""
 BATCHES, CONTEXT, TOKENS = (1, 16, 64), 1024, 2048
-"""Sequences of a decode step, tokens in its cache, tokens of a prefill."""
+"""Batch sizes of decode steps, tokens in the cache, tokens of a prefill."""
 MANY = 64
-"""Sequences from which on FP8 activations are measured beside those that were asked for."""
+"""Smallest batch size for which FP8 activations are measured too."""
 ROUNDS = 11
-"""Of a decode step, a prefill, or a generation each model is timed so many times, in turn."""
+"""Rounds of timing; each round times a decode step, prefill or generation of each model once."""
 PROMPT, NEW, LONGEST, GENERATIONS = 16, 128, 256, 3
-"""Tokens of the prompt of `generate()`, new ones where it is timed and where recompilations are counted; how often."""
+"""`generate()`: tokens of the prompt; new tokens when timing; new tokens when counting recompilations; repetitions."""
 BF16 = "bf16"
 UNMASKED = "sdpa_unmasked"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a Llama: a layer's widths, how many there are, the vocabulary.
+    """Size of a Llama.
 
     Attributes:
-        parts: what is measured if nothing is said.
-        bf16_layers: of the bf16 models that are timed in place of one that does not fit; empty: it does.
+        widths: widths of a layer.
+        layers: number of layers.
+        vocabulary: number of tokens in the vocabulary.
+        parts: measurements that run by default.
+        bf16_layers: layer counts of the smaller bf16 models that replace a bf16 model too large for the GPU; empty if
+            it fits.
     """
 
     widths: layer.Widths
@@ -49,7 +53,7 @@ class Size:
     bf16_layers: tuple[int, ...] = ()
 
     def config(self, layers: int | None = None, attention: str = "sdpa") -> Any:
-        """transformers' configuration, with all layers or `layers`."""
+        """Return transformers' configuration, with `layers` layers or all."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -62,7 +66,7 @@ class Size:
             vocab_size=self.vocabulary,
             max_position_embeddings=8192,
             attn_implementation=attention,
-            eos_token_id=None,  # random weights would draw it anywhere
+            eos_token_id=None,  # a model with random weights would generate it at any place
         )
 
 
@@ -78,10 +82,10 @@ MODELS = {
 
 
 def register_unmasked() -> None:
-    """Have transformers know `UNMASKED`: its attention by `scaled_dot_product_attention`, without a mask.
+    """Register `UNMASKED` with transformers: attention by `scaled_dot_product_attention` without a mask.
 
-    Right where a prompt fills an empty cache, and where a token takes the last place of one. With a mask transformers
-    5.17 copies keys and values for each head of queries, eight times the cache of a 70B, in every step.
+    It is correct if a prompt fills an empty cache, or a token takes the last place of a cache. With a mask,
+    transformers 5.17 copies keys and values for each query head in every step: eight times the cache of a 70B model.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -90,10 +94,10 @@ def register_unmasked() -> None:
 
 
 def build(label: str, config: Any, device: torch.device, merge: bool = True) -> Any:
-    """The model in bf16, or in "scheme/activations"."""
+    """Return the model in the precision `label`: bf16, or "scheme/activations"."""
     from torch_cute_ops.integrations.transformers import from_config
 
-    if label == BF16:  # no layer quantised: the layers as transformers has them
+    if label == BF16:  # every layer ignored: transformers' layers stay unchanged
         return from_config(config, device=device, dtype=DTYPE, merge=False, ignore=("*",))
     scheme, _, activations = label.partition("/")
     return from_config(
@@ -107,7 +111,7 @@ def build(label: str, config: Any, device: torch.device, merge: bool = True) -> 
 
 
 def decoded(model: nn.Module) -> nn.Module:
-    """The model with bf16 weights that have the numbers of the quantised ones, which are not merged."""
+    """Return a copy of a model without merged layers, with the quantised weights decoded to bf16."""
     twin = copy.deepcopy(model)
     for parent in [*twin.modules()]:
         for name, each in [*parent.named_children()]:
@@ -119,7 +123,7 @@ def decoded(model: nn.Module) -> nn.Module:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Of all tensors of a model, shared ones once."""
+    """Return the bytes of all tensors of a model; shared tensors count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -127,9 +131,9 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class Context:
-    """A static cache with random keys and values in all places but the last.
+    """A static cache with random keys and values in all places except the last.
 
-    The layers count their tokens in views of one tensor, so that one fill takes a step back.
+    The layers' token counts are views of one tensor, so that one fill resets them all.
     """
 
     def __init__(self, config: Any, batch: int, length: int, device: torch.device) -> None:
@@ -148,12 +152,13 @@ class Context:
             each.values.normal_()
 
     def rewind(self) -> None:
-        """Free the last place again."""
+        """Make the last place free again."""
         self.taken.fill_(self.length - 1)
 
 
 class DecodeStep:
-    """A token for each sequence at the last place of a context, and greedily the one after it; as often as called."""
+    """Decode step for the token at the last place of each sequence's context. Each call chooses the next tokens
+    greedily, and the next call puts them at the same place."""
 
     def __init__(self, model: Any, context: Context, batch: int) -> None:
         self.model, self.context = model, context
@@ -161,7 +166,7 @@ class DecodeStep:
         self.positions = torch.full((1, 1), context.length - 1, device=model.device)
 
     def __call__(self, _: int = 0) -> Tensor:
-        """The logits, (batch, 1, vocabulary); `ids` are the next tokens then."""
+        """Return the logits (batch, 1, vocabulary), and set `ids` to the next tokens."""
         self.context.rewind()
         logits = forward(self.model, self.ids, self.context.cache, position_ids=self.positions)
         self.ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
@@ -169,7 +174,7 @@ class DecodeStep:
 
 
 def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
-    """The logits of the last token after `ids`, with a new cache or the given one."""
+    """Return the logits after the last token of `ids`, with the given cache or a new one."""
     if cache is not None:
         # transformers 5.17 calls it `past_key_values`.
         parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
@@ -178,7 +183,7 @@ def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
 
 
 def generated(model: Any, prompt: Tensor, new: int, compile_config: Any = None) -> Tensor:
-    """`new` tokens after a prompt by `generate()`: greedily, with a static cache."""
+    """Return the result of `generate()` with `new` tokens, chosen greedily, with a static cache."""
     from transformers import GenerationConfig
 
     how = GenerationConfig(

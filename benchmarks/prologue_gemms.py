@@ -1,5 +1,5 @@
-"""What the benchmarks of GEMMs share that gate or quantise their activations first. The column "apart" is two ops: the
-one that makes the activations, and the GEMM."""
+"""Base classes of the benchmarks of GEMMs with a prologue, which gate or quantise their activations. The column "apart"
+is two ops: the gate or quantisation, and the GEMM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .compositions import nvfp4_dequantize, nvfp4_quantize
 from .fp4_gemms import FP4GemmBenchmark
 
 OUT = ((4096, 4096), (8192, 8192))
-"""(N, K) of the projections behind attention of a Llama 8B and a 70B."""
+"""(N, K) of the projection after attention in Llama 8B and 70B."""
 DOWN = ((4096, 14336), (8192, 28672))
-"""The same of the down projections."""
+"""(N, K) of the down projections in Llama 8B and 70B."""
 ROWS: dict[str, tuple[int, ...]] = {
     "marks": (1, 8),
     "quick": (1, 8, 16, 64, 1024),
@@ -29,15 +29,15 @@ SEPARATE = "apart"
 
 
 class PrologueGemm(FP4GemmBenchmark):
-    """Subclasses say how activations are made of what calls pass, and which two ops do the same."""
+    """Benchmark of a GEMM with a prologue. Subclasses define the prologue and the two equivalent ops."""
 
     peers = ()
     weights: ClassVar[tuple[tuple[int, int], ...]]
-    """(N, K)."""
+    """(N, K) of the weights."""
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The op's backends; and two ops in its place."""
+        """The op's backends, and the two equivalent ops."""
         return (*super().ways, SEPARATE)
 
     def cases(self, sizes: str) -> list[Case]:
@@ -48,7 +48,7 @@ class PrologueGemm(FP4GemmBenchmark):
 
     @abstractmethod
     def call_apart(self, given: Tensors, out: torch.Tensor) -> None:
-        """The two ops, by the op's arguments."""
+        """Call the two equivalent ops with the op's arguments."""
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         if name != SEPARATE:
@@ -59,22 +59,23 @@ class PrologueGemm(FP4GemmBenchmark):
             return self.results(sets[i])
 
         activations = case["M"] * self.problem(case).without_prologue.a.row_bytes(case["K"])
-        return Variant(call, self.bytes_moved(case) + 2 * activations)  # written and read again
+        return Variant(call, self.bytes_moved(case) + 2 * activations)  # activations are written, then read
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         return self.choice_marks(rows)
 
 
 class QuantisingPrologueGemm(PrologueGemm):
-    """Those that quantise, with a global scale of 1: the compositions that results are checked against have none."""
+    """Benchmark of a GEMM that quantises its activations. The global scale is 1, because the compositions that check
+    the results have no global scale."""
 
     settings: ClassVar = {**PrologueGemm.settings, "global scale": "given"}
     quantise: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """The op that makes the activations."""
+    """Op that makes the quantised activations."""
 
     @abstractmethod
     def value(self, a: torch.Tensor) -> torch.Tensor:
-        """What is quantised, in fp32."""
+        """Return the values to quantise, in fp32."""
 
     def properties(self, case: Case) -> dict[str, Any]:
         return {**super().properties(case), "global_scale": True}

@@ -1,4 +1,4 @@
-"""One file per op, named as the op, that binds `BENCHMARK`. Nothing else has to be edited to add one."""
+"""One file per op, named after the op, that defines `BENCHMARK`. To add a benchmark, only add its file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..case import Benchmark
 
 
 def names() -> list[str]:
-    """The ops that have a benchmark, in alphabetical order."""
+    """Return the names of the ops with a benchmark, in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def load(name: str) -> Benchmark:
-    """The benchmark of one op."""
+    """Return the benchmark of an op."""
     benchmark = importlib.import_module(f"{__name__}.{name}").BENCHMARK
     if benchmark.op != name:
-        raise ValueError(f"benchmarks/ops/{name}.py is named after one op and benchmarks another: {benchmark.op}")
+        raise ValueError(f"benchmarks/ops/{name}.py benchmarks the op {benchmark.op}, not {name}")
     return benchmark

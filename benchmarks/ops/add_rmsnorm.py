@@ -15,7 +15,7 @@ class AddRmsnorm(RoundedRows):
     most_over_quack = targets.ADD_NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
-        """Input, residual and weight read; residual and normalised rows written; bytes."""
+        """Return the bytes: input, residual and weight read; residual and normalised rows written."""
         return row_bytes(4 * case["M"] + 1, case["H"], DTYPE.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""add_rmsnorm_fp4quant_both_layouts: as add_rmsnorm_fp4quant, in a pass that stores the scales in two layouts."""
+"""add_rmsnorm_fp4quant_both_layouts: add_rmsnorm_fp4quant that also stores the scales in a second layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AddRmsnormFp4quantBothLayouts(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Input, residual and weight read; residual, packed data and twice the scales written; bytes."""
+        """Return the bytes: input, residual and weight read; residual, packed data and twice the scales written."""
         m, h = case["M"], case["H"]
         return row_bytes(3 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h) + row_bytes(m, h // 16, 1)
 

@@ -1,4 +1,4 @@
-"""add_rmsnorm_fp4quant_with_norm: as add_rmsnorm_fp4quant, in a pass that also stores the normalised rows."""
+"""add_rmsnorm_fp4quant_with_norm: add_rmsnorm_fp4quant that also stores the normalised rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AddRmsnormFp4quantWithNorm(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Input, residual and weight read; residual, packed data, scales and normalised rows written; bytes."""
+        """Return the bytes: input, residual and weight read; residual, packed data, scales and normalised rows written."""
         m, h = case["M"], case["H"]
         return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

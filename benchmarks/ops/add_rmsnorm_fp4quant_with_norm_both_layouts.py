@@ -1,5 +1,5 @@
-"""add_rmsnorm_fp4quant_with_norm_both_layouts: as add_rmsnorm_fp4quant, in a pass that stores the scales in two layouts
-and the normalised rows too."""
+"""add_rmsnorm_fp4quant_with_norm_both_layouts: add_rmsnorm_fp4quant that also stores the normalised rows, and the
+scales in a second layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp4_dequantize: NVFP4 back to bfloat16. Nobody has set a target for it: GEMMs decode in registers."""
+"""fp4_dequantize: decode NVFP4 to bfloat16. There is no target, because GEMMs decode in registers without this op."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fp4Dequantize(Fp4Rows):
     weighted = False
 
     def bytes_moved(self, case: Case) -> int:
-        """Packed data and scales read, result written; bytes."""
+        """Return the bytes: packed data and scales read, result written."""
         m, h = case["M"], case["H"]
         return fp4_bytes(m, h) + row_bytes(m, h, DTYPE.itemsize)
 

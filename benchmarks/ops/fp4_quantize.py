@@ -1,4 +1,4 @@
-"""fp4_quantize: NVFP4 quantisation alone. No peer quantises without a norm, so it is compared with Inductor alone."""
+"""fp4_quantize: NVFP4 quantisation alone. Inductor is the only peer that quantises without a norm."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..rows import DTYPE, INDUCTOR_LARGE
 class Fp4Quantize(Fp4Rows):
     op = "fp4_quantize"
     peers = ("inductor",)
-    tolerance = 0.0  # no reduction over the row: bit-exact
+    tolerance = 0.0  # bit-exact, because nothing is reduced over the row
     weighted = False
     least_over_inductor: ClassVar = {INDUCTOR_LARGE: targets.FP4_OVER_INDUCTOR}
 
     def bytes_moved(self, case: Case) -> int:
-        """Input read, packed data and scales written; bytes."""
+        """Return the bytes: input read, packed data and scales written."""
         m, h = case["M"], case["H"]
         return row_bytes(m, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

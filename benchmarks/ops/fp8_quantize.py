@@ -1,4 +1,4 @@
-"""fp8_quantize: FP8 quantisation alone. No peer quantises without a norm, so it is compared with Inductor alone."""
+"""fp8_quantize: FP8 quantisation alone. Inductor is the only peer that quantises without a norm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..rows import DTYPE
 class Fp8Quantize(Fp8Rows):
     op = "fp8_quantize"
     peers = ("inductor",)
-    tolerance = 0.0  # no reduction whose order matters: bit-exact
+    tolerance = 0.0  # bit-exact, because the only reduction is a maximum
     weighted = False
 
     def bytes_moved(self, case: Case) -> int:
-        """Input read, data and scales written; bytes."""
+        """Return the bytes: input read, data and scales written."""
         m, h = case["M"], case["H"]
         return row_bytes(m, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
 

@@ -34,16 +34,15 @@ PREFILL = {
     "quick": ((4, 8192), (8, 512), (8, 4096), (32, 128), (32, 1024)),
     "full": tuple((experts, rows // experts) for experts in (4, 8, 16, 32) for rows in (4096, 8192, 16384, 32768)),
 }
-"""Experts, and rows of each, in the contiguous layout: 4,096 to 32,768 rows."""
+"""(experts, rows per expert) in the contiguous layout: 4,096 to 32,768 rows."""
 DECODE = {
     "marks": ((8, 16), (32, 1), (32, 16), (32, 64)),
     "quick": tuple((experts, rows) for experts in (8, 32) for rows in (1, 8, 16, 64)),
     "full": tuple((experts, 2**i) for experts in (8, 16, 32) for i in range(7)),
 }
-"""The same in the masked layout, where each has room for just its rows."""
+"""(experts, rows per expert) in the masked layout, without room for more rows."""
 ROUTED = {"marks": (), "quick": ((32, 4), (32, 16), (32, 64)), "full": tuple((32, 2**i) for i in range(11))}
-"""Experts, and their mean number of rows, in the contiguous layout without padding: tokens choose 8 experts at
-random."""
+"""(experts, mean rows per expert) in the contiguous layout without padding: each token chooses 8 experts at random."""
 BY_LAYOUT = {"contiguous": PREFILL, "masked": DECODE, "routed": ROUTED}
 PEER = "scaled_grouped_mm"
 DEEP_GEMM_ROWS = 128
@@ -59,7 +58,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
         return {**super().properties(case), "experts": case["E"], **layout}
 
     def case(self, experts: int, m: int, n: int, k: int, layout: str = "contiguous") -> Case:
-        """A case of this op: ``m`` rows of each expert, or as many on average."""
+        """Return a case of this op with ``m`` rows per expert, on average in the layout "routed"."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"layout": layout})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -76,12 +75,12 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- formulas ---
 
     def problem(self, case: Case) -> GemmProblem:
-        """What the case's calls compute, with the experts that have rows."""
+        """Return the GEMM of a case; experts without rows are not counted."""
         problem, used = super().problem(case), int(counts_of(case).count_nonzero())
         return replace(problem, grouping=replace(problem.grouping, experts=used))
 
     def rows_of_problem(self, case: Case) -> int:
-        """M of the problem's formulas: in the masked layout the rows of an expert, else of all."""
+        """Return M for the problem's formulas: rows per expert in the masked layout, else rows of all experts."""
         return case["M"] if case.choices["layout"] == "masked" else int(counts_of(case).sum())
 
     def bytes_moved(self, case: Case) -> int:
@@ -116,7 +115,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """torch's, which takes the experts' rows without padding, as all layouts are here; or DeepGEMM's."""
+        """Return torch's or DeepGEMM's variant. torch's GEMM reads unpadded rows; no layout here is padded."""
         experts, layout = experts_of(case), case.choices["layout"]
         if name == DEEP_GEMM:
             return self.deep_gemm(masked if layout == "masked" else contiguous, case, sets)
@@ -148,7 +147,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
 
 
 def counts_of(case: Case) -> torch.Tensor:
-    """Rows of each expert (E,), int32 on the CPU."""
+    """Return the rows of each expert: (E,) int32 on the CPU."""
     experts, m = experts_of(case), case["M"]
     if case.choices["layout"] != "routed":
         return torch.full((experts,), m, dtype=torch.int32)
@@ -156,17 +155,17 @@ def counts_of(case: Case) -> torch.Tensor:
 
 
 def contiguous(library: ModuleType, t: Tensors) -> Prepared:
-    """DeepGEMM's grouped GEMM of rows one expert after the other, in multiples of 128."""
+    """Prepare DeepGEMM's grouped GEMM in the contiguous layout; each expert's rows must be a multiple of 128."""
     a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
     counts = t["offsets"].diff().cpu()
     if (counts % BLOCK).any():
-        raise ValueError("the number of an expert's rows is no multiple of 128")
+        raise ValueError("DeepGEMM expects a multiple of 128 rows for each expert")
     owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts).to(t["a"].device)
     return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners), t["out"]
 
 
 def masked(library: ModuleType, t: Tensors) -> Prepared:
-    """DeepGEMM's grouped GEMM of equally many rows for each expert, with room for the whole tiles that it writes."""
+    """Prepare DeepGEMM's grouped GEMM in the masked layout. Rows are padded, because it writes whole tiles."""
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
     rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)

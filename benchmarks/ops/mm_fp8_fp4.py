@@ -17,7 +17,7 @@ from ..gemms import problem_of
 from .mm_fp8_block import BENCHMARK as FP8
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (57344, 8192))
-"""(N, K) of a Llama 8B, and the largest of a 70B."""
+"""(N, K) of all weights of Llama 8B, and of the largest weight of Llama 70B."""
 ROWS = {
     "marks": (1, 16, 64, 256, 2048),
     "quick": (1, 16, 64, 128, 256, 1024, 2048, 4096),
@@ -36,7 +36,7 @@ class MmFp8Fp4(FP8GemmBenchmark):
         return {**super().properties(case), **fp8_fp4_gemms.choices_of(case)}
 
     def case(self, m: int, n: int, k: int, weight: str = "mxfp4") -> Case:
-        """A case of this op."""
+        """Return a case of this op."""
         return Case({"M": m, "N": n, "K": k}, choices={"weight": weight})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -54,7 +54,7 @@ class MmFp8Fp4(FP8GemmBenchmark):
         return {"b": tensors["b"].t(), **given, "block_size": fp8_fp4_gemms.format_of(tensors).block_size}  # type: ignore[dict-item]
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Our GEMM with an FP8 weight, DeepGEMM's, or humming's with the FP4 weight."""
+        """Return our GEMM or DeepGEMM's with an FP8 weight, or humming's GEMM with the FP4 weight."""
         if name in HUMMING:
             return fp8_fp4_gemms.humming(name, self.problem(case), case["M"], sets)
         weights = [{name: one[0] for name, one in self.weight(case, tensors["a"].device).items()} for tensors in sets]

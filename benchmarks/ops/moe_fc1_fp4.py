@@ -1,5 +1,5 @@
-"""moe_fc1_fp4: the first GEMM of an expert layer, of NVFP4 activations and NVFP4 weights, with SwiGLU and NVFP4 behind
-it."""
+"""moe_fc1_fp4: the first GEMM of an expert layer, with NVFP4 activations and weights, followed by SwiGLU and NVFP4
+quantisation."""
 
 from __future__ import annotations
 

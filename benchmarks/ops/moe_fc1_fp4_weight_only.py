@@ -1,5 +1,5 @@
-"""moe_fc1_fp4_weight_only: the first GEMM of an expert layer, of bfloat16 activations and NVFP4 weights, with SwiGLU
-behind it."""
+"""moe_fc1_fp4_weight_only: the first GEMM of an expert layer, with bfloat16 activations and NVFP4 weights, followed by
+SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe_finalize: the experts' rows of a token, weighted and added up, with a residual."""
+"""moe_finalize: the weighted sum of each token's expert rows, plus a residual."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MoeFinalize(MoeRowBenchmark):
     family = "moe_finalize"
 
     def bytes_moved(self, case: Case) -> int:
-        """A row for each pair, the residual, indices and weights read, the sums written; bytes."""
+        """Bytes of a row per pair, the residual, indices and weights read, and the result written."""
         m, pairs = case["M"], self.pairs(case)
         return row_bytes(pairs + 2 * m, case["H"], DTYPE.itemsize) + row_bytes(pairs, 2, 4)
 

@@ -1,4 +1,4 @@
-"""moe_permute_fp8quant: tokens in the experts' order and FP8."""
+"""moe_permute_fp8quant: tokens permuted to the experts' order and quantised to FP8."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class MoePermuteFp8quant(MoeRowBenchmark):
     op = "moe_permute_fp8quant"
     family = "moe_permute"
     peers = ("fill",)
-    notes = ("Fill: torch writes the codes' bytes, and reads nothing. They are four fifths of what this op moves.",)
+    notes = ("Fill: torch writes as many bytes as the codes, four fifths of the bytes that this op moves.",)
 
     def bytes_moved(self, case: Case) -> int:
-        """Tokens and indices read once, codes and scales of each pair written; bytes."""
+        """Return the bytes: tokens and indices read once, codes and scales of each pair written."""
         pairs, width = self.pairs(case), case["H"]
         written = fp8_bytes(pairs, width, "block128")
         return row_bytes(case["M"], width, DTYPE.itemsize) + written + row_bytes(pairs, 1, 4)

@@ -1,4 +1,4 @@
-"""moe_route: the experts of each token by grouped sigmoids, and the order of their rows."""
+"""moe_route: choose each token's experts by grouped sigmoids, and order their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..moe_rows import CHOICE, DTYPE, PADDED, RoutingBenchmark
 
 class MoeRoute(RoutingBenchmark):
     op = "moe_route"
-    about = "Logits are bfloat16 numbers, of which equal ones are ties; 4 of 8 groups of experts."
+    about = "Logits are bfloat16; equal logits are ties. Each token chooses from 4 of 8 groups of experts."
 
     def bytes_moved(self, case: Case) -> int:
         """The logits read; weight, expert and row of each pair, pair of each row, offsets and counts written; bytes."""

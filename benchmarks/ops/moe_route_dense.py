@@ -13,10 +13,10 @@ from ..moe_rows import CHOICE, DTYPE, RoutingBenchmark
 
 class MoeRouteDense(RoutingBenchmark):
     op = "moe_route_dense"
-    about = "Logits are bfloat16 numbers, of which equal ones are ties; 4 of 8 groups of experts."
+    about = "Logits are bfloat16; equal logits are ties. Each token chooses from 4 of 8 groups of experts."
 
     def bytes_moved(self, case: Case) -> int:
-        """The logits read, a float32 for each token and expert written; bytes."""
+        """Return the bytes: the logits read, a float32 for each token and expert written."""
         return row_bytes(case["M"], case["E"], DTYPE.itemsize + 4)
 
     def numbers(self, case: Case) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""moe_route_ids: the order of the rows of experts that were chosen elsewhere."""
+"""moe_route_ids: order the rows of experts that another op chose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..moe_rows import PADDED, RoutingBenchmark
 class MoeRouteIds(RoutingBenchmark):
     op = "moe_route_ids"
     peer_is_checked = True
-    about = "Tokens have 8 experts, all equally likely."
+    about = "Each token chooses 8 experts, all equally likely."
 
     def bytes_moved(self, case: Case) -> int:
         """The expert of each pair read; row of each pair, pair of each row, offsets and counts written; bytes."""

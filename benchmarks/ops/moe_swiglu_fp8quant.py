@@ -1,6 +1,6 @@
 """moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output.
 
-Rows without padding are given by their offsets alone, of which the kernel reads two.
+Rows without padding need only offsets; the kernel reads two of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MoeSwigluFp8quant(MoeRowBenchmark):
     usual_width = 2048
 
     def bytes_moved(self, case: Case) -> int:
-        """Both halves of each pair's row and where rows are read, codes and scales written; bytes."""
+        """Bytes of both halves of each pair's row, offsets and counts read, and codes and scales written."""
         pairs, width = self.pairs(case), case["I"]
         moved = row_bytes(pairs, 2 * width, DTYPE.itemsize) + fp8_bytes(pairs, width, "block128")
         return moved + row_bytes(2 if is_packed(case) else 2 * case["E"] + 1, 1, 4)
@@ -31,7 +31,7 @@ class MoeSwigluFp8quant(MoeRowBenchmark):
 
 
 def is_packed(case: Case) -> bool:
-    """Whether there is no padding."""
+    """Check whether the rows have no padding."""
     return alignment_of(case.choices) == PACKED
 
 

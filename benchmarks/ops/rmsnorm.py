@@ -14,7 +14,7 @@ class Rmsnorm(RoundedRows):
     most_over_quack = targets.NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
-        """Input and weight read, normalised rows written; bytes."""
+        """Return the bytes: input and weight read, normalised rows written."""
         return row_bytes(2 * case["M"] + 1, case["H"], DTYPE.itemsize)
 
 

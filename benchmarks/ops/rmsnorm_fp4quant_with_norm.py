@@ -12,7 +12,7 @@ class RmsnormFp4quantWithNorm(RmsnormFp4quant):
     op = "rmsnorm_fp4quant_with_norm"
 
     def bytes_moved(self, case: Case) -> int:
-        """Input and weight read; packed data, scales and normalised rows written; bytes."""
+        """Return the bytes: input and weight read; packed data, scales and normalised rows written."""
         return super().bytes_moved(case) + row_bytes(case["M"], case["H"], DTYPE.itemsize)
 
 

@@ -12,7 +12,7 @@ class RmsnormFp8quant(Fp8Rows):
     op = "rmsnorm_fp8quant"
 
     def bytes_moved(self, case: Case) -> int:
-        """Input and weight read, data and scales written; bytes."""
+        """Return the bytes: input and weight read, data and scales written."""
         m, h = case["M"], case["H"]
         return row_bytes(m + 1, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
 

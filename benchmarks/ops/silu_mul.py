@@ -12,7 +12,7 @@ class SiluMul(GatedRows, RoundedRows):
     op = "silu_mul"
 
     def bytes_moved(self, case: Case) -> int:
-        """Both halves of the input read, gated values written; bytes."""
+        """Return the bytes: both halves of the input read, gated values written."""
         return row_bytes(case["M"], 3 * case["I"], DTYPE.itemsize)
 
 

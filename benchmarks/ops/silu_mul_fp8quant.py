@@ -12,7 +12,7 @@ class SiluMulFp8quant(GatedRows, Fp8Rows):
     op = "silu_mul_fp8quant"
 
     def bytes_moved(self, case: Case) -> int:
-        """Both halves of the input read, data and scales written; bytes."""
+        """Return the bytes: both halves of the input read, data and scales written."""
         m, i = case["M"], case["I"]
         return row_bytes(m, 2 * i, DTYPE.itemsize) + fp8_bytes(m, i, case.choices["granularity"])
 
