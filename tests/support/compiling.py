@@ -1,4 +1,4 @@
-"""``torch.compile`` in tests."""
+"""Fixture for tests of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch._dynamo.guards
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reset Dynamo before and after a test.
 
-    Also skip a step that takes 20 ms per compilation: for its log, Dynamo flushes the processor's caches and then
-    measures the guards.
+    Also skip a step that takes 20 ms per compilation: Dynamo flushes the processor's caches and times the guards, only
+    to log their latency.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Epilogues of GEMMs: operands for one, and what it makes of sums, by NumPy."""
+"""Epilogues of GEMMs: operands, and results computed with NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def epilogues(alphas: tuple[str | None, ...]) -> list[Epilogue]:
-    """Some, in which any two of a dtype of the result, an alpha and a bias (none, float32, as the result) meet."""
+    """Return epilogues that cover every pair of result dtype, alpha and bias (none, float32, result dtype)."""
     chosen = []
     for i, alpha in enumerate(alphas):
         for j, bias in enumerate((None, torch.float32, "out")):
@@ -23,7 +23,7 @@ def epilogues(alphas: tuple[str | None, ...]) -> list[Epilogue]:
 
 
 def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """``alpha`` and the bias, random: most products with them, and sums, have to be rounded."""
+    """Return random ``alpha`` and bias. Most products with alpha, and additions of the bias, need rounding."""
     vector = (n,) if experts is None else (experts, n)
     sizes = {None: None, "one": (1,), "expert": (experts,), "column": vector, "expert_column": vector}
     size = sizes[epilogue.alpha]
@@ -35,8 +35,13 @@ def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Te
 def finished(
     sums: Tensor, epilogue: Epilogue, alpha: Tensor | None, bias: Tensor | None, expert: int | None = None
 ) -> Tensor:
-    """The result of float32 ``sums`` (rows, N), of that expert of a grouped GEMM: a rounded product, a rounded sum, a
-    rounding to the dtype of the result."""
+    """Return the epilogue's result for float32 accumulators ``sums`` (rows, N).
+
+    The product with alpha and the addition of the bias are each rounded to float32, then the result to its dtype.
+
+    Args:
+        expert: index of the rows' expert in a grouped GEMM, or None.
+    """
     total = sums.numpy()
     assert total.dtype == np.float32
     if alpha is not None:
@@ -58,7 +63,8 @@ def finished_by_expert(
     bias: Tensor | None,
     untouched: float,
 ) -> Tensor:
-    """``finished`` of each expert's rows of a grouped GEMM's ``sums`` (..., N); the others are ``untouched``."""
+    """Apply ``finished`` to each expert's rows of a grouped GEMM's accumulators ``sums`` (..., N). Rows without an
+    expert are ``untouched``."""
     rows = sums.view(-1, sums.shape[-1])
     want = torch.full(rows.shape, untouched, dtype=epilogue.out_dtype)
     owner = expert_of_rows(len(rows), offsets, counts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FakeDevice:
-    """A device whose calls take ``costs``, in µs, in the order in which variants are captured."""
+    """A device whose calls take ``costs`` in µs; variants are assigned costs in the order of their capture."""
 
     costs: list[float]
     now: float = 0.0

@@ -1,4 +1,4 @@
-"""A kernel that nobody can trace, and a row-quantising problem: for the compiler's and the store's tests."""
+"""A kernel that cannot be traced, and a row-quantisation problem, for tests of the compiler and the kernel store."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ PROBLEM = row_quant.RowQuantSpec("add", BF16, BF16, 4096, 4096, NVFP4, SCALE_LAY
 
 @dataclasses.dataclass(frozen=True)
 class FakeKernel:
-    """A kernel that nobody can trace."""
+    """A kernel without device code, which cannot be traced."""
 
     config: object = 0
     declared: tuple = ()

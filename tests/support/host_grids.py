@@ -1,4 +1,4 @@
-"""Grids that a kernel's host function launches for tensors at given addresses, without memory and without a GPU."""
+"""Compute the grids that a kernel's host function launches for tensors at given addresses, without memory or a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
 
 
 def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
-    """Return the tensor that ``spec`` describes, with these run-time extents and strides by name."""
+    """Return the tensor that ``spec`` describes; ``dims`` are its run-time extents and strides by name."""
     import cutlass
 
     def known(dim: int | Dim) -> int:
@@ -48,7 +48,7 @@ SEPARATE = 1 << 48
 
 
 def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) -> Any:
-    """Return arguments of a kernel that do not overlap."""
+    """Return arguments of a kernel whose tensors do not overlap."""
     specs = kernel.arguments()
     given: dict[str, Placed | float | None] = {}
     for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
@@ -82,12 +82,12 @@ DIMS = {
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }
-"""Extents and strides of a small GEMM, dense or with two experts, by the kernels' names for them."""
+"""Extents and strides of a small GEMM, dense or with two experts, keyed by their names in the kernels."""
 NUMBERS = {"num_ctas": 3, "has_partial_sums": 1, "max_ctas": 8}
 
 
 def gemm_call(kernel: Any, **changes: int) -> Any:
-    """Return arguments of a GEMM kernel that do not overlap, with some extents, strides and numbers replaced."""
+    """Return arguments of a GEMM kernel whose tensors do not overlap; ``changes`` replace extents and numbers."""
     return call_apart(kernel, DIMS | changes, NUMBERS | changes)
 
 
@@ -108,7 +108,7 @@ def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int
         ):
             launched = grids(kernel, arch, *call._replace(out=out._replace(address=address)))
             assert (0 in launched[0]) is overlaps, (name, address - other.address)
-            # Launching no CTAs is an error, which ends the call.
+            # A grid without CTAs is an error, which ends the call.
             assert launched == (launched[:1] if overlaps else usual)
     workspace = others.pop("workspace", None)
     if workspace is not None:

@@ -1,8 +1,8 @@
-"""A model of compiled kernels, with which the ops' CUDA entries run on CPU tensors.
+"""A model of compiled kernels, to run the ops' CUDA implementations on CPU tensors.
 
-It takes and refuses tensors as a function compiled through TVM-FFI does, by what the kernel's ``arguments()`` declare,
-and computes with the reference. So the way of a call (look-up, checks, copies, allocation, errors) is tested without a
-GPU.
+Like a function compiled through TVM-FFI, a model checks tensors against the declarations in the kernel's
+``arguments()``. It computes with the reference. The host side of a call (cache look-up, checks, copies, allocation,
+errors) is so tested without a GPU.
 """
 
 from __future__ import annotations
@@ -69,11 +69,16 @@ DSL_NAMES = {
 
 
 COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue)
-"""The modules that compile kernels."""
+"""Modules that compile kernels."""
 
 
 class Launches:
-    """What was compiled, and what was launched: for each launch the kernel and its arguments."""
+    """Record of compiled kernels and of launches.
+
+    Attributes:
+        compiled: kernels, in the order of compilation.
+        calls: (kernel, arguments) of each launch.
+    """
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []
@@ -81,13 +86,13 @@ class Launches:
         self._functions: dict[tuple[KernelSpec, Any], Any] = {}
 
     def forget(self) -> None:
-        """As before the first call."""
+        """Delete all records and compiled functions."""
         self.compiled.clear()
         self.calls.clear()
         self._functions.clear()
 
     def anew(self) -> None:
-        """The same, and no op remembers a call: before each case of a chunk."""
+        """Delete all records, and make all ops forget their calls. Runs before each case of a chunk."""
         self.forget()
         forget_all()
 
@@ -114,7 +119,7 @@ class Launches:
 
 
 def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None:
-    """Raise as TVM-FFI does where ``value`` is not what is declared."""
+    """Raise as TVM-FFI does if ``value`` does not match the declared argument."""
     if argument is None:
         assert value is None, f"{name}: the kernel was made for None"
     elif isinstance(argument, ScalarArg):
@@ -152,7 +157,7 @@ def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[D
 
 
 class LaunchFailed(Exception):
-    """What CUDA answers to a grid of no CTAs: no error of Python's."""
+    """Error of CUDA for a grid without CTAs."""
 
 
 ROUTE_OUTPUTS = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
@@ -164,12 +169,14 @@ WRITTEN = {
     "FP4GatedExpertsKernel": ("y", "scale"),
     "RecodeWeightKernel": ("weight", "notes"),
 }
-"""Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
+"""Fields of ``Arguments`` that a kernel writes, for kernels that write more than ``out``. Workspaces are not listed:
+each is newly allocated."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
+"""(written field, read field) of a kernel that may share memory."""
 
 
 def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Raise as a launch does that the host function's guard has left without CTAs."""
+    """Raise as a launch does if tensors overlap: the host function then launches a grid without CTAs."""
     name, fields = type(kernel).__name__, kernel.arguments()._fields
     tensors = {field: value for field, value in zip(fields, args, strict=True) if isinstance(value, torch.Tensor)}
     for unread in ("workspace", "prefetch"):
@@ -191,14 +198,14 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
-    """The same where the host function's guard finds another number of scale rows than the tiles have."""
+    """Raise as a launch does if the number of scale rows does not match the tiles: its grid then has no CTAs."""
     if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.spec.layout.is_linear:
         call = row_quant.Arguments(*args)
         if len(call.scale) != kernel.config.spec.layout.padded_rows(len(call.input)):
             raise LaunchFailed(f"{len(call.scale)} rows of scales")
 
 
-# What the kernels would compute
+# Results of the kernels, by the reference
 
 
 def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, max_ctas: int) -> None:
@@ -262,7 +269,7 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
 def compute_fp8(config: Any, *args: Any) -> None:
     call = fp8_wgmma.Arguments(*args)
     assert call.max_ctas > 0
-    # The kernel goes on the assumption that experts' rows follow each other.
+    # The kernel assumes that the experts' rows are adjacent in memory.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
     weight = call.b.t() if config.rows.is_plain else call.b
     if isinstance(config, fp8_fp4_recode.Config):
@@ -283,7 +290,7 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp8_fp4_recode.WeightArguments(*args)
     if config.overlaps_gemm:
         assert call.max_ctas > 0
-        return  # what it writes is written already
+        return  # the launch before the GEMM has written the whole weight
     weight, factors = fp8_weight(call.b.t() if config.is_plain else call.b, call.b_scale, config.fmt, config.layout)
     write(call.weight, weight.view(call.weight.shape))
     held = held_exponents(call.notes, *call.weight.shape)
@@ -293,14 +300,14 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
 
 
 def exponents_of(words: Any, shape: torch.Size) -> torch.Tensor:
-    """Those of a weight (..., N, K): a column for each K block."""
+    """Return the exponents of a weight (..., N, K), with a column for each block of K."""
     *experts, n, k = shape
     held = held_exponents(words, *experts or (1,), n, k)
     return held.transpose(2, 3).flatten(1, 2)[:, :n].reshape(*experts, n, -1)
 
 
 def held_exponents(words: Any, experts: int, n: int, k: int) -> torch.Tensor:
-    """The exponents of K blocks as kernels hold them, int16 (E, tiles, blocks, rows of a tile)."""
+    """Return a view of the exponents in the notes of the kernel: int16 (E, tiles, blocks of K, rows of a tile)."""
     tiles, blocks = -(-n // fp8_fp4_recode.NOTE_ROWS), -(-k // FP8_BLOCK128.block_size)
     begin, end = fp8_fp4_recode.Notes.exponents(blocks, 1), fp8_fp4_recode.Notes.done(blocks)
     notes = words.data.view(experts, tiles, -1)[..., begin:end]
@@ -408,7 +415,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
 
 
 def as_if_contiguous(tensor: Any) -> Any:
-    """What a kernel finds that does not look at strides, from the first element on."""
+    """Return the contiguous tensor that a kernel reads if it ignores strides, from the first element."""
     stride = torch.empty(tensor.shape, device="meta").stride()
     return tensor if tensor.stride() == stride else tensor.data.as_strided(tensor.shape, stride)
 
@@ -416,8 +423,8 @@ def as_if_contiguous(tensor: Any) -> Any:
 def write_copies(
     codes: torch.Tensor, scales: torch.Tensor, places: torch.Tensor, pairs: torch.Tensor, y: Any, scale: Any
 ) -> None:
-    """Copies of rows of codes and columns of scales; codes by where pairs go, scales by where rows are from."""
-    # Before torch 2.13 there is no indexing of FP8.
+    """Copy rows of codes to the ``places`` of their pairs, and columns of scales from the tokens of ``pairs``."""
+    # torch before 2.13 cannot index FP8 tensors.
     y, codes = y.data.view(torch.uint8), codes.view(torch.uint8)
     for copies in places.t():
         exists = copies >= 0
@@ -427,13 +434,13 @@ def write_copies(
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:
-    """As a kernel writes: PyTorch does not notice."""
+    """Write an output as a kernel does, without PyTorch's knowledge: its version counter stays the same."""
     output.data.copy_(value)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """CUDA entries that take CPU tensors; what was launched is recorded."""
+    """Make the ops' CUDA implementations accept CPU tensors, and record their launches."""
     recorded = Launches()
     for module in COMPILING:
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
@@ -446,15 +453,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
-    # In the reference's order, on which float64 sums depend where large terms cancel.
+    # Add in the reference's order: even float64 results depend on it if large terms cancel.
     monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    # Launchers of the model must not outlive it, nor real ones be met in it.
+    # Launchers of the model must not be used after the test, nor real launchers in it.
     forget_all()
     yield recorded
     forget_all()
 
 
 def forget_all() -> None:
-    """Have no op remember a call."""
+    """Make all ops forget their calls."""
     for op in OPS.values():
         forget(op)

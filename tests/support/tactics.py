@@ -1,4 +1,4 @@
-"""Every tactic of a backend of FP8 GEMMs, on the operands of one call."""
+"""Run every tactic of an FP8 GEMM backend on the operands of one call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def operands_of(call: Any) -> Operands:
 def results(
     op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target
 ) -> Iterator[tuple[Tactic, torch.Tensor]]:
-    """Each tactic of the backend of this name, and what it leaves in an output that was poisoned with NaN; ``given``
-    are arguments besides the sample's."""
+    """Yield each tactic of the named backend, and its result in an output that was full of NaN.
+
+    Args:
+        given: keyword arguments in addition to the sample's.
+    """
     call = op.bind(*one.args, **one.kwargs, **given)
     problem = op.path.problem(call)
     backend = backend_for(name, problem)
@@ -38,7 +41,7 @@ def results(
 
 
 def check_every_tactic(op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target) -> None:
-    """Each gives the reference's sums bit for bit, and writes nothing in rows that no expert has."""
+    """Check that every tactic gives the reference's bits, and does not write rows without an expert."""
     want = op.reference(*one.args, **one.kwargs, **given)
     call = op.bind(*one.args, **one.kwargs, **given)
     used = torch.ones(want.shape[:-1], dtype=torch.bool, device=want.device)
