@@ -1,4 +1,4 @@
-"""A made-up device, and the repository's root on the path: `benchmarks` is no part of the installed package."""
+"""Simulated device, and the repository's root on the path: the installed package does not contain `benchmarks`."""
 
 import sys
 from pathlib import Path
@@ -13,5 +13,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture
 def fake_backend():
-    """The class of the made-up device."""
+    """Return the class of the simulated device."""
     return FakeDevice

@@ -1,4 +1,4 @@
-"""The benchmarks without a GPU: bytes, sizes, the checks of results, and a whole run with a made-up clock."""
+"""Test the benchmarks without a GPU: bytes, sizes, checks of results, and a whole run with a simulated clock."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_mismatch_counts_codes_scales_and_ulps():
 
 
 def assert_agrees(benchmark, case):
-    """Our op gives on a fresh set what the composition does, in every tensor that it writes and in no other."""
+    """Check that our op and the composition agree on a fresh set of tensors, and that other tensors stay unchanged."""
     sets = [benchmark.make_set(case, CPU)]
     made = {name: tensor.clone() for name, tensor in sets[0].items()}
     expected = benchmark.expected(case, sets[0])
@@ -118,8 +118,8 @@ def assert_agrees(benchmark, case):
 
 
 def may_differ(benchmark, output):
-    """The fraction of an output's elements that may differ: one, where that is more than the tolerance, which is for
-    outputs of thousands. A row's sum in another order moves one in some 500,000 over a boundary between roundings."""
+    """Return the fraction of an output's elements that may differ: the tolerance, but at least one element. The tolerance
+    is meant for outputs of thousands of elements. A row's sum in another order moves one in some 500,000 over a boundary between roundings."""
     return max(benchmark.tolerance, 1 / output.numel()) if benchmark.tolerance else 0.0
 
 
@@ -230,7 +230,7 @@ SMALL = {"M": 9, "H": 256, "I": 256, "N": 64, "K": 1024, "E": 16}
 
 @pytest.mark.parametrize("op", ops.names())
 def test_every_op_from_its_cases_to_reports(op, tmp_path, monkeypatch, capsys, fake_backend):
-    """In every way that its cases differ but for sizes: measured, right, written, and read again by the commands."""
+    """Measure an op for each combination of choices, write the reports, and read them with the other commands."""
     benchmark = ops.load(op)
     small = [replace(case, sizes={name: SMALL[name] for name in case.sizes}) for case in benchmark.cases("full")]
     small = list({str(case): replace(case, inductor="") for case in small}.values())

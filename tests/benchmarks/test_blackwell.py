@@ -1,4 +1,4 @@
-"""`python -m benchmarks blackwell`: the model's figures, against those worked out by hand."""
+"""Check the model of `python -m benchmarks blackwell` against figures computed by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 (B200,) = cost.usual_targets(ARCHS["sm_100a"])
 BANDWIDTH = 0.888 * 8e12
-"""What a copy reaches of 8 TB/s, if it reaches as much as on an H200."""
+"""Rate of a copy: the same share of 8 TB/s as of an H200's peak."""
 BYTES_PER_CLOCK = BANDWIDTH / (148 * 1.7e9)
 
 
@@ -20,7 +20,7 @@ def rows_of(printed):
 
 
 def test_figures(capsys):
-    """Of a tile of 128 × 16 on 148 SMs with 28 bytes and 32,768 operations a clock each, at 1.7 GHz."""
+    """Check a tile of 128 × 16 on 148 SMs at 1.7 GHz, each with 28 bytes and 32,768 operations per clock."""
     one = blackwell.line(NVFP4, 16384, 16384, 16, B200, None)
     assert one.tactic == (16, 1, 1) and one.config.tmem_columns == 128
     # A k tile is 256 elements: 128 bytes of codes and 16 bytes of scales a row.
@@ -47,7 +47,7 @@ def test_experts():
 
 
 def test_table(capsys):
-    """It says that nothing was measured; each shape is there, and TensorRT-LLM's figures beside its own."""
+    """Check that the table says that nothing was measured, and lists every shape and TensorRT-LLM's figures."""
     assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
@@ -60,7 +60,7 @@ def test_table(capsys):
 
 
 def test_registers(monkeypatch, capsys):
-    """Of the compiled kernels, one for each configuration."""
+    """Check the registers of the compiled kernel of each configuration."""
     monkeypatch.setattr(blackwell, "SHAPES", {(16384, 16384): (1, 2), (28672, 4096): (1,)})
     compiled = []
     real = blackwell.compile_for

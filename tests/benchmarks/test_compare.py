@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare`: what it prints, and its status."""
+"""Test the output and exit status of `python -m benchmarks compare`."""
 
 import json
 
@@ -9,13 +9,13 @@ from benchmarks import compare, host
 
 
 def row(m, us, others, correct=True, **choices):
-    """A row of mm_fp4: "wgmma" is ours too, the others are not."""
+    """Return a row of mm_fp4, in which "ours" and "wgmma" are our variants."""
     variants = {name: {"us": value} for name, value in {"ours": us, "wgmma": us, **others}.items()}
     return {"sizes": {"M": m, "N": 64, "K": 128}, "choices": choices, "variants": variants, "correct": correct}
 
 
 def folder(path, **results):
-    """A folder of result files."""
+    """Write a folder of result files."""
     path.mkdir()
     for name, result in results.items():
         (path / f"{name}.json").write_text(json.dumps(result))
@@ -39,7 +39,7 @@ def old(tmp_path):
 
 
 def lines(out):
-    """The table's cells by the case."""
+    """Return the cells of the table, keyed by case."""
     cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|"))
     return {first: rest for first, *rest in cells}
 

@@ -1,4 +1,4 @@
-"""The torch compositions, against docs/numerics.md written out in plain Python, one element at a time."""
+"""Check the torch compositions against docs/numerics.md in plain Python, one element at a time."""
 
 import math
 import struct
@@ -20,7 +20,7 @@ def fp32(value):
 
 
 def e4m3_value(byte):
-    """The value of a positive e4m3 byte."""
+    """Return the value of a positive e4m3 byte."""
     exponent, mantissa = byte >> 3, byte & 7
     return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
 
@@ -36,7 +36,7 @@ E4M3 = [e4m3_value(byte) for byte in range(0x7F)]
 
 
 def quantize_block(values):
-    """(16 codes, scale byte) of one NVFP4 block with global scale 1; fp32 after each operation."""
+    """Return (16 codes, scale byte) of an NVFP4 block with global scale 1. Each operation rounds to fp32."""
     if not all(math.isfinite(v) for v in values):
         return [0] * 16, 0x7F
     byte = nearest(fp32(max(map(abs, values)) * fp32(1 / 6)), E4M3)
@@ -49,7 +49,7 @@ def quantize_block(values):
 
 
 def quantize(rows):
-    """Packed bytes and scale bytes of rows of floats."""
+    """Return packed bytes and scale bytes of rows of floats."""
     packed, scales = [], []
     for row in rows:
         blocks = [quantize_block(row[i : i + 16]) for i in range(0, len(row), 16)]
@@ -60,7 +60,7 @@ def quantize(rows):
 
 
 def to_128x4(scales):
-    """The byte order of the layout, byte by byte, in a zeroed buffer."""
+    """Return scales in the 128x4 layout, written byte by byte into a zeroed buffer."""
     tiles = math.ceil(len(scales[0]) / 4)
     buffer = [0] * (math.ceil(len(scales) / 128) * 128 * tiles * 4)
     for m, row in enumerate(scales):
@@ -111,7 +111,7 @@ def test_quantise_with_layout_bit_for_bit(m, h):
 
 
 def test_norm_and_quantise():
-    """Behind the row reduction at most 1 in 1,000 codes and scales may differ (here: each by one step)."""
+    """Check that at most 1 in 1,000 codes and scales differ, by one step: the row reduction may round differently."""
     generator = torch.Generator().manual_seed(7)
     x, w = (torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((40, 1024), (1024,)))
     rows = []
@@ -132,7 +132,7 @@ def test_norm_and_quantise():
 
 
 def quantize_fp8(values):
-    """(bytes, scale) of what shares one FP8 scale; fp32 after each operation."""
+    """Return (bytes, scale) of elements that share an FP8 scale. Each operation rounds to fp32."""
     if not all(math.isfinite(v) for v in values):
         return [0] * len(values), math.nan
     scale = fp32(max(map(abs, values)) / 448)
@@ -198,7 +198,7 @@ def test_the_residual_becomes_the_rounded_sum_which_is_normalised(op):
 
 
 def test_every_code_and_scale_is_decoded():
-    """All codes in a block, and a block for each finite scale; exact in bfloat16."""
+    """Decode a block with all codes for each finite scale; results are exact in bfloat16."""
     finite = [byte for byte in range(256) if byte & 0x7F != 0x7F]
     codes = torch.tensor([low | low + 1 << 4 for low in range(0, 16, 2)], dtype=torch.uint8).repeat(len(finite), 1)
     linear = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
@@ -212,7 +212,7 @@ def test_every_code_and_scale_is_decoded():
 
 
 def routed(logits, groups, best, top, factor):
-    """Experts and weights of one token, as DeepSeek-V3 chooses."""
+    """Return a token's experts and weights by DeepSeek-V3's rule."""
     scores, size = [1 / (1 + math.exp(-x)) for x in logits], len(logits) // groups
     two_best = [sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
     kept = sorted(range(groups), key=lambda g: -two_best[g])[:best]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks distributed`: the model's figures, against those worked out by hand."""
+"""Check the model of `python -m benchmarks distributed` against figures computed by hand."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def rows_of(printed, columns):
 
 
 def test_bytes_of_a_decoder_layer():
-    """Of 4,096 tokens of 8,192 elements each GPU receives seven eighths, twice, at 450 GB/s."""
+    """Check that each GPU receives 7/8 of 4,096 tokens × 8,192 elements twice, at 450 GB/s."""
     elements = 2 * 4096 * 8192 * 7 / 8
     sizes = {"bf16": 2, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
     for fmt, size in sizes.items():
@@ -31,7 +31,7 @@ def test_bytes_of_a_decoder_layer():
 
 
 def test_gemms_of_a_rank():
-    """Llama 3 70B's, an eighth of each weight; in bf16 the longer of bytes and operations."""
+    """Check the GEMMs of Llama 3 70B with 1/8 of each weight; bf16 takes the larger of memory and compute time."""
     assert distributed.LLAMA_70B.gemms(8) == ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
     assert sum(n * k for n, k in distributed.LLAMA_70B.gemms(8)) * 8 == 8192 * (10240 + 8192 + 3 * 28672)
     rate, bandwidth = 132 * 1.7e9, 4.26e12
@@ -52,7 +52,7 @@ def test_bytes_of_experts():
 
 
 def test_tables(capsys):
-    """It says that nothing was measured; every number of tokens is there in every format."""
+    """Check that the tables say that nothing was measured, and list every number of tokens in every format."""
     assert cli.main(["distributed"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: 8 H200s, NVLink at 450 GB/s")

@@ -1,4 +1,4 @@
-"""The benchmarks of the second GEMM of an expert layer without a GPU: routings, bytes, sizes, checks, peers, marks."""
+"""Test the second expert GEMM's benchmarks without a GPU: routings, bytes, sizes, checks, peers, marks."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ by_routing = pytest.mark.parametrize("name", ["top-8", "Zipf", "dense"])
 
 @by_routing
 def test_routings(name):
-    """Eight experts a token, or all; powers of two; the same when asked again, and for every buffer set."""
+    """Check the experts per token and their alphas, and that routings are the same in every call and buffer set."""
     alpha = expert_gemms.routing(name, 512, 256)
     count = 256 if name == "dense" else 8
     assert alpha.shape == (512, 256) and alpha.dtype == torch.float32
@@ -27,7 +27,7 @@ def test_routings(name):
 
 
 def test_how_likely_experts_are():
-    """As often each, or as Zipf says: the likeliest has most tokens, half of the 256 a quarter of the pairs at most."""
+    """Check that experts are equally likely, or follow Zipf: the less likely half gets at most 1/4 of the pairs."""
     pair = (expert_gemms.routing(name, 512, 256).count_nonzero(0) for name in ("top-8", "Zipf"))
     even, uneven = (counts.sort(descending=True).values for counts in pair)
     assert 20 < even[0] < 45 and even[-1] > 2
@@ -38,7 +38,7 @@ def test_how_likely_experts_are():
 
 
 def test_bytes_by_hand():
-    """Two tokens of four experts, of 64 elements each: all have all four."""
+    """Check the bytes of two tokens that choose all of four experts with 64 elements each."""
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(2, 32, 256, 4)
     rest = 32 * (128 + 16) + 2 * 4 * 4 + 2 * 32 * 2
@@ -52,7 +52,7 @@ def test_bytes_by_hand():
 @by_op
 @by_routing
 def test_bytes_are_those_of_what_is_routed(op, name):
-    """With one token eight experts of 256; dense, all."""
+    """Check that one token reads 8 of 256 experts, and all of them if dense."""
     benchmark = ops.load(op)
     for m in expert_gemms.ROWS:
         case = benchmark.case(m, name=name)
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_what_is_routed(op, name):
 
 @by_op
 def test_the_package_s_estimate_is_near(op):
-    """It knows no alpha, and counts the experts that are likely to be drawn."""
+    """Compare with the package's estimate, which counts the expected experts instead of reading alpha."""
     benchmark = ops.load(op)
     for m in expert_gemms.ROWS:
         case = benchmark.case(m)

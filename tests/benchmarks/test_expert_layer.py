@@ -1,4 +1,4 @@
-"""`python -m benchmarks expert_layer`: each way computes what the weights say, and the tables what was measured."""
+"""Test the results and tables of `python -m benchmarks expert_layer` for each way to compute the layer."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ LEAST = {"few": {"nvfp4": 0.98, "mxfp4": 0.96}, "few-bf16": 0.9999, "many": 0.99
 
 
 def pairs(model, row):
-    """The experts of a token with these logits, and their weights, in float64."""
+    """Return the experts of a token with these logits, and their weights in float64."""
     best = sorted(range(len(row)), key=lambda e: -row[e])[: model.topk]
     if model.scoring:
         scores = [1 / (1 + math.exp(-row[e])) for e in best]
@@ -41,7 +41,7 @@ def pairs(model, row):
 
 
 def by_pairs(model, experts, x, logits):
-    """The layer in float64, pair by pair, of the numbers that the codes stand for."""
+    """Compute the layer in float64 from the decoded weights, one (token, expert) pair at a time."""
     gate_up, down = (weight.double() for weight in experts.dequantize())
     width = down.shape[-1]
     biases = [
@@ -76,7 +76,7 @@ def test_a_way(name, way):
 
 
 def test_models():
-    """Sizes as they are published, and bytes: 4 bits and a scale for 16 or 32 of them."""
+    """Check the published sizes, and bytes: 4 bits per element and a scale per 16 or 32 elements."""
     deepseek, gpt_oss = (expert_ways.MODELS[name] for name in (DEEPSEEK, GPT_OSS))
     assert (deepseek.intermediate, gpt_oss.intermediate) == (256, 2880)
     assert expert_ways.expert_bytes(deepseek, "nvfp4") == 3 * 256 * 7168 * 9 // 16
@@ -91,7 +91,7 @@ def test_models():
 
 @pytest.mark.parametrize("routing", expert_ways.ROUTINGS)
 def test_routing(routing):
-    """The experts that the op chooses by the logits: how often, how many, and others in each draw."""
+    """Check how often experts are chosen, how many, and that draws differ."""
     model = expert_ways.Model(64, 64, 64, 8, "nvfp4")
     draws = [expert_ways.draw(model, routing, 200, seed, CPU) for seed in range(3)]
     most = []
@@ -101,7 +101,7 @@ def test_routing(routing):
         assert sum(counts.values()) == 1600 and len(counts) == used
         (expert, count), (_, second) = counts.most_common(2)
         most.append(expert)
-        # Each has 25 of 200 tokens on average; of a Zipf distribution the first has nearly all.
+        # Experts get 25 of 200 tokens on average; with Zipf, the first gets nearly all.
         assert {"uniform": count < 60, "zipf": 120 < count < 200, "hot": count == 200}[routing]
         assert second < 60 or routing == "zipf"
     assert len(set(most)) > 1
@@ -116,7 +116,7 @@ def options(tmp_path, **changed):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small models and short measurements."""
+    """Replace the models by small ones, and shorten the measurements."""
     monkeypatch.setattr(expert_layer, "MODELS", SMALL)
     monkeypatch.setattr(expert_layer, "ceilings", lambda *_: measurements.Ceilings(2.0))
     monkeypatch.setattr(expert_layer.environment, "collect", lambda device: {"gpu": "made up"})
@@ -129,7 +129,7 @@ def cells(line):
 
 
 def test_results(small, fake_backend, tmp_path, capsys):
-    """Of one token `few` takes 4 µs and `many` 8, of 64 (16 of an expert) 32 and 16: they cross half way."""
+    """Check the crossing: for 1 token, `few` takes 4 µs and `many` 8; for 64 tokens (16 per expert), 32 and 16."""
     backend = fake_backend([4.0, 6.0, 8.0, 10.0, 9.0, 32.0, 30.0, 16.0, 20.0, 50.0])
     assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
     result = json.loads((tmp_path / "expert_layer.json").read_text())
@@ -176,7 +176,7 @@ def test_results(small, fake_backend, tmp_path, capsys):
 
 
 def row(m, experts, times, routing="uniform", model=DEEPSEEK, cosine=()):
-    """A row of a result file; an expert has a MB."""
+    """Return a row of a result file; each expert is 1 MB."""
     variants = {name: {"us": us} for name, us in times.items()}
     own = {"rows": m, "experts": experts, "bytes": experts * 1e6, "rows_of_expert": m * 8 / 256}
     return {"model": model, "routing": routing, **own, "variants": variants, "cosine": dict(cosine), "absent": {}}
@@ -188,13 +188,13 @@ def test_the_time_of_the_same_bytes():
     assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
     assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
     assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
-    # 1,024 tokens take longer than the few whose experts have 128 MB, which would take 151.
+    # 1,024 tokens take longer than 151 µs, the time of the few tokens that read as many bytes (128 MB).
     assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    """Its options reach the measurement; without a GPU it says so."""
+    """Check that options reach the measurement, and that the command reports a missing GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["expert_layer"]) == 2
     assert "benchmarks expert_layer needs a CUDA GPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmarks of the FP4 GEMMs without a GPU: bytes, sizes, checks, stand-ins for the peers, marks."""
+"""Test the benchmarks of the FP4 GEMMs without a GPU: bytes, sizes, checks, stand-ins for the peers, marks."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def sets_of(benchmark, case, count=2):
 
 
 def test_bytes_by_hand():
-    """16 rows, 32 columns, sums of 64: 4-bit codes and a byte for 16 of them; 16-bit results."""
+    """Check M = 16, N = 32, K = 64: 4-bit codes, a byte per 16 codes, 16-bit results."""
     weight, out = 32 * (32 + 4), 16 * 32 * 2
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(16, 32, 64)
@@ -88,7 +88,7 @@ def test_mismatch_allows_rounded_partial_sums_and_no_more():
 
 
 def test_ceilings(fake_backend, monkeypatch):
-    """Reads: the faster of two ways; a ceiling that cannot be measured is None."""
+    """Check that the faster of two kinds of reads counts, and that a ceiling is None if it cannot be measured."""
     monkeypatch.setattr(measure, "peak_copy_tbps", lambda backend, device: 4.2)
     peaks = {name: getattr(measure, name) for name in ("peak_read_tbps", "peak_bf16_tflops")}
     read = peaks["peak_read_tbps"](fake_backend([100.0, 50.0]), CPU, mib=1)

@@ -1,4 +1,4 @@
-"""The benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, marks."""
+"""Test the benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, marks."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4)
 
 @by_any
 def test_the_formula_is_the_bytes_of_the_tensors(op, case):
-    """Offsets and counts apart."""
+    """Compare the formula with the tensors, except offsets and counts."""
     benchmark = ops.load(op)
     tensors = benchmark.make_set(case, CPU)
     padding = 0
-    if tensors["b"].dtype == torch.uint8:  # of tiled scales
+    if tensors["b"].dtype == torch.uint8:  # its scales are tiled
         block = benchmark.problem(case).b.format.block_size
         padding = tensors["b_scale"].nbytes - tensors["b"].nbytes * 2 // block
     moved = sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
@@ -42,14 +42,14 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
     expected = benchmark.expected(case, sets[0])
     assert benchmark.mismatch(got, expected) == 0.0
     wrong = got[0].clone()
-    wrong.view(-1)[7] += wrong.abs().max()  # half as much again of a small number is within the noise
+    wrong.view(-1)[7] += wrong.abs().max()  # a 50 % error of a small number is within the noise
     assert 0 < benchmark.mismatch((wrong,), expected) < 0.01
     assert benchmark.mismatch((got[0].fill_(torch.nan),), expected) == 1.0
 
 
 @pytest.mark.parametrize(("op", "case"), WITH_FP4)
 def test_fp8_weights_beside_fp4_ones(op, case):
-    """Their GEMM runs, moves twice the weight, and is not taken for the same."""
+    """Check that the GEMM with FP8 weights reads twice the weight bytes, and that results are not compared."""
     benchmark = ops.load(op)
     sets = [benchmark.make_set(case, CPU)]
     other = benchmark.peer("fp8_weight", case, sets)
@@ -61,8 +61,8 @@ def test_fp8_weights_beside_fp4_ones(op, case):
 
 
 def test_random_routing_gives_experts_unequal_rows():
-    """64 tokens of 8 of 32 experts: as many rows as 16 for each, in the order of the experts; bytes of the experts with
-    rows alone."""
+    """Route 64 tokens to 8 of 32 experts each: 16 rows per expert on average, ordered by expert. Only experts with rows
+    count as bytes."""
     benchmark = ops.load("grouped_mm_fp8")
     assert "M=16 N=4096 K=7168 E=32 routed" in map(str, benchmark.cases("quick"))
     case = benchmark.case(32, 16, 136, 256, "routed")

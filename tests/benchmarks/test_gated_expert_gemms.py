@@ -1,4 +1,4 @@
-"""The benchmarks of the first GEMM of an expert layer without a GPU: bytes, sizes, checks, marks."""
+"""Test the benchmarks of the first GEMM of an expert layer without a GPU: bytes, sizes, checks, marks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ by_op = pytest.mark.parametrize("op", OPS)
 
 
 def test_bytes_by_hand():
-    """Two tokens of four experts of 64, with sums of 128: all have all four."""
+    """Check the bytes of two tokens that choose all of four experts of width 64, with K = 128."""
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(2, 64, 128, 4)
     rest = 4 * 128 * (64 + 8) + 2 * 4 * 4 + 4 * 4
@@ -25,7 +25,7 @@ def test_bytes_by_hand():
 
 @by_op
 def test_the_package_s_estimate_is_near(op):
-    """It knows no routing, and counts the experts that are likely to be drawn."""
+    """Compare with the package's estimate, which counts the expected experts instead of reading the routing."""
     benchmark = ops.load(op)
     for case in benchmark.cases("marks"):
         m = case["M"]
@@ -36,7 +36,7 @@ def test_the_package_s_estimate_is_near(op):
 @by_op
 @pytest.mark.parametrize("name", ["top-8", "dense"])
 def test_the_op_agrees_with_float64(op, name):
-    """What is not routed keeps its poison; padding of scales becomes zero."""
+    """Check routed results; other elements keep their poison, and padding of scales becomes zero."""
     benchmark = ops.load(op)
     case = benchmark.case(9, 64, 256, 16, name)
     (tensors,) = sets_of(benchmark, case, 1)

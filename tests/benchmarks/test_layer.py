@@ -1,4 +1,4 @@
-"""`python -m benchmarks layer`: the layers compute what their weights say, and the tables what was measured."""
+"""Test the results and tables of `python -m benchmarks layer`."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def norm(x, weight):
 @torch.no_grad()
 @pytest.mark.parametrize("label", layer.PRECISIONS)
 def test_a_layer(label):
-    """Against the chain in float64, of the numbers that the codes stand for; the residual is updated twice."""
+    """Compare with the chain in float64 on decoded weights; the residual is updated twice."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
     weights = {
         name: (linear.weight if label == "bf16" else linear.dequantize()).double()
@@ -46,7 +46,7 @@ def test_a_layer(label):
 
 @torch.no_grad()
 def test_a_gate_apart(monkeypatch):
-    """Is one op more of one row, and of others the same."""
+    """Check that "gate apart" calls an extra op with one row, and the same ops with more rows."""
     one, apart = (cls(SMALL, CPU, 3, inductor=False) for cls in (layer.W4A16, layer.GateApart))
     apart.norms, gates = one.norms, []
     for each in (one, apart):
@@ -60,7 +60,7 @@ def test_a_gate_apart(monkeypatch):
 
 
 def test_bytes():
-    """Of the weights and their scales, as they lie in memory."""
+    """Compare `element_bytes` with the weights and scales in memory."""
     assert SMALL.weights == 320 * 128 + 128 * 256 + 384 * 128 + 128 * 192
     wide = layer.Widths(256, 512, 256, 256)
     for label, cls in layer.PRECISIONS.items():
@@ -74,7 +74,7 @@ def test_bytes():
 
 
 def recorded(replay):
-    """Kernels that last 8 µs, with 2 µs between, and a long one that the next two overlap."""
+    """Return kernels of 8 µs with gaps of 2 µs, and a long kernel that the next two overlap."""
     replay()
     kernels = [timeline.Kernel(f"kernel {i % 3}", 10.0 * i, 10.0 * i + 8) for i in range(24)]
     return [kernel._replace(end=kernel.end + 20) if i == 12 else kernel for i, kernel in enumerate(kernels)]
@@ -82,7 +82,7 @@ def recorded(replay):
 
 @pytest.fixture
 def made_up(monkeypatch, fake_backend, tmp_path):
-    """Measures two models on a device whose calls last 10, 4, 5, 3 and 2 µs."""
+    """Measure two models on a simulated device whose calls take 10, 4, 5, 3 and 2 µs."""
     monkeypatch.setattr(layer, "MODELS", {"8B": SMALL, "70B": SMALL})
     monkeypatch.setattr(timeline, "recorded", recorded)
     monkeypatch.setattr(layer, "ceilings", lambda *_: measurements.Ceilings(1.0, read_tbps=2.0))
@@ -117,7 +117,7 @@ def test_results(made_up, capsys):
 
 
 def test_timelines(made_up, capsys):
-    """Of the middle one of four layers with six kernels each, from its start."""
+    """Check the timeline of a middle layer of four, with six kernels each; times count from its start."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
     assert row["layers"] == 4 and set(row["timelines"]) == set(layer.PRECISIONS)
     ran = row["timelines"]["W4A8"]
@@ -125,7 +125,7 @@ def test_timelines(made_up, capsys):
 
 
 def test_a_timeline():
-    """Times of one repetition in the middle, and the gaps before its kernels; names as short as they can be."""
+    """Check times and gaps of a repetition in the middle, and shortened names."""
     ours = "kernel_cutlass_kernel_torch_cute_opskernelsfp4_wgmmakernelFP4WgmmaKernel_object_at__tensorptri8_0"
     assert timeline.short(ours) == "fp4_wgmma"
     assert timeline.short("void at::native::vectorized<4, at::add<float> >(int, float)") == "at::native::vectorized"

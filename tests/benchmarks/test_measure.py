@@ -1,4 +1,4 @@
-"""How often what is run, and in which order: plans, percentiles, and the two measuring loops."""
+"""Test plans, percentiles, and the number and order of runs in both measuring loops."""
 
 import pytest
 

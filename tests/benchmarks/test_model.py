@@ -1,4 +1,4 @@
-"""`python -m benchmarks model`: steps compute what the model does, and the tables say what was measured."""
+"""Test the steps and tables of `python -m benchmarks model`."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ W4A16 = "nvfp4/16bit"
 
 
 def cells(text):
-    """Of each line of the tables."""
+    """Return the cells of each line of the tables."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
@@ -37,11 +37,11 @@ def bench(result=None, **given):
     return one
 
 
-# What is timed
+# Timed calls
 
 
 class Called(TorchDispatchMode):
-    """Notes the operators that are called."""
+    """Record the operators that are called."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Called(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize(("attention", "label"), [(llama.UNMASKED, W4A16), ("sdpa", "bf16")])
 def test_a_decode_step(attention, label, monkeypatch):
-    """The logits of a forward pass over everything, however often it is called; nothing waits for the device."""
+    """Check that each call gives the logits of a whole forward pass, without synchronising with the device."""
     llama.register_unmasked()
     served = llama.build(label, SMALL.config(attention=attention), CPU)
     ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_a_decode_step(attention, label, monkeypatch):
     assert all((mask is None) == (attention == llama.UNMASKED) for mask in masks) and len(masks) == 3 * 2
     whole = served(ids, use_cache=True)
     want = whole.logits[:, -1:]
-    # The first layer's keys depend on the token and its place alone.
+    # The first layer's keys depend only on the token and its place.
     new, old = (one.layers[0].keys[:, :, -1] for one in (context.cache, getattr(whole, "cache", whole.past_key_values)))
     torch.testing.assert_close(new, old, rtol=2**-6, atol=2**-8)
     assert got.shape == want.shape == (3, 1, 64)
@@ -91,7 +91,7 @@ def test_a_decode_step(attention, label, monkeypatch):
 
 @torch.no_grad()
 def test_a_compiled_decode_step(monkeypatch):
-    """One graph, which serves all steps, and gives what eager code gives."""
+    """Check that one graph serves all steps, with the results of eager code."""
     llama.register_unmasked()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
@@ -106,7 +106,7 @@ def test_a_compiled_decode_step(monkeypatch):
 
 
 def test_sizes():
-    """Those of Llama 3.1, as its configurations have them."""
+    """Check the sizes against Llama 3.1's configurations."""
     for name, heads, layers, wide in (("8B", 32, 32, 14336), ("70B", 64, 80, 28672)):
         config = llama.MODELS[name].config()
         assert (config.hidden_size, config.intermediate_size) == (heads * 128, wide)
@@ -116,7 +116,7 @@ def test_sizes():
 
 @torch.no_grad()
 def test_logits():
-    """The worst token's cosine, against weights put into transformers' model, and a formula of its own."""
+    """Check the worst token's cosine against decoded weights in transformers' model, and a separate formula."""
     found = bench()
     torch.manual_seed(7)
     found.logits()
@@ -144,16 +144,16 @@ def test_logits():
 
 
 def test_extrapolation():
-    """2 ms of each layer and 6 of the rest."""
+    """Check the extrapolation of 2 ms per layer and 6 ms for the rest."""
     assert model.extrapolated({2: 10.0, 6: 18.0}, 80) == pytest.approx(166.0)
     assert model.extrapolated({6: 18.0, 2: 10.0}, 2) == pytest.approx(10.0)
 
 
-# A run
+# Whole run
 
 
 class Clock(FakeDevice):
-    """Whatever runs eagerly takes 1 ms, and a replay that and its costs."""
+    """Simulated clock: an eager run takes 1 ms, a replay 1 ms plus its costs."""
 
     def mark(self):
         self.now += 1000.0
@@ -162,7 +162,7 @@ class Clock(FakeDevice):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Measures made-up sizes; returns the exit status and the result."""
+    """Measure small sizes; return the exit status and the result."""
     monkeypatch.setattr(model.environment, "collect", lambda device: {"gpu": "made up"})
     monkeypatch.setattr(model.environment, "headline", lambda found: found["gpu"])
     monkeypatch.setattr(llama, "LONGEST", 4)
@@ -203,7 +203,7 @@ def test_a_run(run, tmp_path, capsys):
     weights = 2 * (512 * 256 + 256 * 256 + 3 * 320 * 256) * 0.5625 + 2 * 64 * 256 * 2
     assert 0 < held["8B", W4A16] - weights < 0.03 * weights
     assert result["memory"][0]["peak_above"] is None
-    # Marks, and what other commands make of the file.
+    # Marks, and other commands that read the file
     ((name, notes, gpu, marks),) = performance.measured(tmp_path)
     assert (name, notes, gpu) == ("model", layer.NOTES, "made up")
     verdicts = {mark.name: mark.passed for mark in marks}

@@ -1,4 +1,4 @@
-"""The benchmarks of the ops around the GEMMs of an expert layer, without a GPU."""
+"""Test the benchmarks of the ops around the GEMMs of an expert layer, without a GPU."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_bytes_by_hand(op):
 @by_op
 @pytest.mark.parametrize("alignment", [PACKED, PADDED])
 def test_the_op_agrees_with_what_is_expected(op, alignment):
-    """On the CPU they are the same; what the op leaves unspecified is not written on a GPU."""
+    """Compare the op with `expected`: equal on a CPU; on a GPU, unspecified elements are not written."""
     benchmark = ops.load(op)
     case = benchmark.case(5, 32 if isinstance(benchmark, RoutingBenchmark) else 256, 32, alignment)
     tensors = benchmark.make_set(case, CPU)

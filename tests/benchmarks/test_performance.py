@@ -1,4 +1,4 @@
-"""The result files, and the document of measured against target."""
+"""Test the committed result files, and the document that compares them with targets."""
 
 import json
 
@@ -15,7 +15,7 @@ def read(path):
 
 
 def judged_anew(path):
-    """The marks of a result file by today's targets."""
+    """Return the marks of a result file by the current targets."""
     return next(marks for name, _, _, marks in performance.measured(path.parent) if name == path.stem)
 
 
@@ -44,7 +44,7 @@ def test_marks_have_the_values_that_were_written(path):
     written = {mark["name"]: mark["value"] for mark in read(path)["marks"]}
     anew = {mark.name: mark.value for mark in judged_anew(path)}
     same = written.keys() & anew.keys()
-    assert same or not written, "no mark has the name that it had"
+    assert same or not written, "every mark was renamed or removed"
     assert {name: anew[name] for name in same} == {name: written[name] for name in same}
 
 
@@ -52,7 +52,7 @@ def test_marks_have_the_values_that_were_written(path):
 
 
 def test_the_document_is_in_step_with_the_results():
-    """If this fails: python -m benchmarks performance."""
+    """Check the document. If this fails, run `python -m benchmarks performance`."""
     assert performance.DOCUMENT.read_text(encoding="utf-8") == performance.document()
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks plots`: which rows of which result files are drawn, and how."""
+"""Test the rows and pictures that `python -m benchmarks plots` draws."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from benchmarks.performance import RESULTS
 
 def test_every_result_has_its_picture():
     if not any(RESULTS.glob("*.png")):
-        pytest.skip("there are no pictures here: copies of the repository may go without")
+        pytest.skip("this copy of the repository contains no pictures")
     for path in RESULTS.glob("*.json"):
         assert path.with_suffix(".png").exists() == (path.stem not in plots.WITHOUT), path.stem

@@ -1,4 +1,4 @@
-"""The benchmarks of GEMMs that make their activations first, without a GPU: bytes, sizes, checks, and the two ops."""
+"""Test the benchmarks of GEMMs with a prologue, without a GPU: bytes, sizes, checks, and the two ops."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PARTS = {
 
 
 class Called(TorchDispatchMode):
-    """The ops of ours that are called."""
+    """Record our ops that are called."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ by_op = pytest.mark.parametrize("op", PARTS)
 
 
 def test_bytes_by_hand():
-    """16 rows, 32 columns, sums of 64; two ops write and read codes with their scales, or numbers of 16 bits, too."""
+    """Check M = 16, N = 32, K = 64. Two ops also write and read codes and scales, or 16-bit numbers."""
     weight, out = 32 * (32 + 4), 16 * 32 * 2
     moved = {}
     for op in PARTS:

@@ -1,4 +1,4 @@
-"""Marks, tables, JSON and the plot, from rows made by hand."""
+"""Test marks, tables, JSON and the plot, with rows made by hand."""
 
 import json
 
@@ -9,7 +9,7 @@ from benchmarks.case import at_least, at_most
 
 
 def row(m, h, **us):
-    """A row with the given times, µs; every variant moves as many bytes as the copy."""
+    """Return a row with the given times in µs; every variant moves as many bytes as the copy."""
     variants = {
         name: {
             "us": value,
