@@ -118,8 +118,11 @@ def assert_agrees(benchmark, case):
 
 
 def may_differ(benchmark, output):
-    """Return the fraction of an output's elements that may differ: the tolerance, but at least one element. The tolerance
-    is meant for outputs of thousands of elements. A row's sum in another order moves one in some 500,000 over a boundary between roundings."""
+    """Return the fraction of an output's elements that may differ: the tolerance, but at least one element.
+
+    The tolerance is meant for outputs of thousands of elements. If a row's sum is added in another order, about 1 in
+    500,000 elements rounds differently.
+    """
     return max(benchmark.tolerance, 1 / output.numel()) if benchmark.tolerance else 0.0
 
 
