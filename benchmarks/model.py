@@ -320,11 +320,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=list(llama.BATCHES), help="sequences of a decode step")
     parser.add_argument("--context", type=int, default=llama.CONTEXT, help="tokens in the cache of a decode step")
     parser.add_argument("--tokens", type=int, default=llama.TOKENS, help="of a prefill")
-    parser.add_argument("--layers", type=int, help="of models that are cut to so many, for a look; no target holds")
+    parser.add_argument("--layers", type=int, help="cut models to this number of layers, without targets")
     parser.add_argument(
         "--attention", choices=tuple(ATTENTION), default=UNMASKED, help="of decode and prefill (default: %(default)s)"
     )
-    parser.add_argument("--compiled", action="store_true", help="decode and prefill by models that torch has compiled")
+    parser.add_argument("--compiled", action="store_true", help="decode and prefill with compiled models")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
     return parser.parse_args(arguments)
 

@@ -28,13 +28,13 @@ def draw(path: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks plots", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of result files (default: all that have a picture)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of result files (default: all with a picture)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="their folder")
     options = parser.parse_args(arguments)
     every = sorted(path.stem for path in options.results.glob("*.json") if path.stem not in WITHOUT)
     unknown = [name for name in options.names if name not in every]
     if unknown:
-        parser.error(f"no pictures of {', '.join(unknown)} in {options.results}; there are those of {', '.join(every)}")
+        parser.error(f"no pictures of {', '.join(unknown)} in {options.results}; expected {', '.join(every)}")
     for name in options.names or every:
         print(draw(options.results / f"{name}.json"))
     return 0

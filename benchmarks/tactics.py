@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_jobs(parser)
     parser.add_argument(
-        "--within", type=float, default=HOPELESS, help="time tactics of at most so many times the least estimate"
+        "--within", type=float, default=HOPELESS, help="time tactics estimated at up to this multiple of the fastest"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the numbers")
     options = parser.parse_args(arguments)

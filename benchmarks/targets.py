@@ -80,19 +80,19 @@ LAYER_US: dict[str, dict[str, dict[int, float]]] = {
 """The longest a layer may take, µs, by model, precision and rows."""
 W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
 W4A8_ROWS = (64, 128, 256, 1024)
-"""How much longer W4A8 may take than FP8 in the same run, by model, and with how many rows."""
+"""Largest time of W4A8 over FP8 in the same run, by model; and the rows that are judged."""
 
 # --- served models ---
 
 MODEL_DECODE = {"8B": {1: 2.0, 16: 1.6, 64: 1.3}, "70B": {1: 2.4, 64: 1.7}}
 MODEL_GENERATE = {"8B": 1.6}
 MODEL_PREFILL = {"16bit": 0.95, "fp8": 1.4}
-"""How many times as fast as bf16 ours has to be: a decode step by batch, `generate()`, and prefill by activations."""
+"""Least speedup over bf16: decode steps by batch size, `generate()`, and prefill by activations."""
 MODEL_LOGITS = 1e-4
 """1 − cosine of the logits, at most."""
 MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
 MODEL_PEAK_GIGABYTES = 2.0
-"""Above the model, while it is built."""
+"""Largest peak above the model's memory while the model is built."""
 
 # --- FP8 GEMMs ---
 
@@ -104,16 +104,16 @@ FP8_DECODE_OF_COPY = 0.80
 """Least fraction of a copy's bandwidth with few rows for each expert."""
 
 FP8_FP4_OVER_FP8 = 0.95
-"""Least rate of large GEMMs of FP8 activations and an FP4 weight, over that with an FP8 weight."""
+"""Least rate of large GEMMs with FP8 activations and an FP4 weight, relative to an FP8 weight."""
 GROUPED_FP8_FP4_OVER_FP8 = 0.93
-"""The same of GEMMs for each expert, from 1,024 rows of each."""
+"""Least rate of grouped GEMMs with FP4 weights relative to FP8 weights, from 1,024 rows per expert."""
 GROUPED_FP8_FP4_DECODE = 0.60
-"""Their most time over that with FP8 weights, 1 to 16 rows of each expert."""
+"""Largest time of grouped GEMMs with FP4 weights relative to FP8 weights, for 1 to 16 rows per expert."""
 
 # --- host ---
 
 OVER_RMS_NORM = 1.35
-"""Most host time of a functional op over that of `F.rms_norm`."""
+"""Largest host time of a functional op relative to `F.rms_norm`."""
 OVER_RAW_CALL_US = 2.5
 """Most host time that the Python function with `out` adds to the call of the compiled function, µs."""
 FIRST_CALL_S = 3.0

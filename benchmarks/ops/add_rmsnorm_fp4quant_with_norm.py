@@ -13,7 +13,7 @@ class AddRmsnormFp4quantWithNorm(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input, residual and weight read; residual, packed data, scales and normalised rows written."""
+        """Return the bytes: input, residual and weight read; residual, data, scales and normalised rows written."""
         m, h = case["M"], case["H"]
         return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

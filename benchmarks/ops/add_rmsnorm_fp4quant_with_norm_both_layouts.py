@@ -17,8 +17,8 @@ class AddRmsnormFp4quantWithNormBothLayouts(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Input, residual and weight read; residual, packed data, twice the scales and the normalised rows written;
-        bytes."""
+        """Return the bytes: input, residual and weight read; residual, data, twice the scales and normalised rows
+        written."""
         m, h = case["M"], case["H"]
         return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h) + row_bytes(m, h // 16, 1)
 

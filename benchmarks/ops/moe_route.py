@@ -16,7 +16,8 @@ class MoeRoute(RoutingBenchmark):
     about = "Logits are bfloat16; equal logits are ties. Each token chooses from 4 of 8 groups of experts."
 
     def bytes_moved(self, case: Case) -> int:
-        """The logits read; weight, expert and row of each pair, pair of each row, offsets and counts written; bytes."""
+        """Return the bytes: logits read; weight, expert and row of each pair, pair of each row, offsets and counts
+        written."""
         m, experts = case["M"], case["E"]
         written = row_bytes(self.pairs(case), 3, 4) + row_bytes(self.rows(case) + 2 * experts + 1, 1, 4)
         return row_bytes(m, experts, DTYPE.itemsize) + written
