@@ -270,8 +270,12 @@ def test_gpt_oss(tmp_path):
     with pytest.raises(ValueError, match=r"e\.gate_up_proj_blocks in .* holds 3 experts; .* got 2 to 4"):
         checkpoint.read_experts(tmp_path, "e", experts=(2, 4))
     for name, change, message in (
-        ("e.down_proj_scales", lambda t: t[:, 1:], r"e\.down_proj_scales in .* has shape \(3, 63, 3\); expected"),
-        ("e.gate_up_proj_blocks", lambda t: t.float(), r"has dtype torch\.float32; expected torch\.uint8"),
+        (
+            "e.down_proj_scales",
+            lambda t: t[:, 1:],
+            r"got .*e\.down_proj_scales in .* with shape \(3, 63, 3\); expected",
+        ),
+        ("e.gate_up_proj_blocks", lambda t: t.float(), r"with dtype torch\.float32; expected torch\.uint8"),
         ("e.down_proj_blocks", lambda t: t.flatten(2), r"expected \(E, N, K/32, 16\)"),
         (
             "e.down_proj_scales",
@@ -334,7 +338,7 @@ def test_each_tensor_is_checked(kind, change, tmp_path):
             wrong = tensor.repeat(2) if tensor.dim() < 2 else tensor[: -8 if len(tensor) > 8 else -1]
         else:
             wrong = tensor.to(torch.int32) if tensor.dtype != torch.uint8 else tensor.view(torch.int8)
-        expected = r" has shape .*| has dtype|: \(N, K, has bias\) is"
+        expected = r" with shape .*| with dtype|: \(N, K, has bias\) is"
         refused(
             tmp_path, {**content.tensors, name: wrong}, rf"layers\.0\.o_proj\.\w+ in .*safetensors({expected})", kind
         )
@@ -411,7 +415,9 @@ def test_model_and_checkpoint_differ(tmp_path):
     refused(tmp_path, {**content.tensors, "mtp.weight": torch.ones(3)}, r"does not use mtp\.weight in .*safetensors")
     for ignore in (["mtp.*"], "mtp.weight"):
         checkpoint.load_(on_meta(), tmp_path, ignore=ignore)
-    refused(tmp_path, {**content.tensors, "norm.weight": torch.ones(H - 1)}, r"norm\.weight in .* has shape \(255,\)")
+    refused(
+        tmp_path, {**content.tensors, "norm.weight": torch.ones(H - 1)}, r"got .*norm\.weight in .* with shape \(255,\)"
+    )
     codes = torch.zeros(32, H, dtype=torch.uint8)
     refused(tmp_path, {**content.tensors, "embed.weight": codes}, r"embed\.weight in .* only linear layers can be")
     none = {name: tensor for name, tensor in content.tensors.items() if ".o_proj." not in name}

@@ -185,7 +185,7 @@ def with_tensor(suffix: str, tensor: torch.Tensor):
         (with_data(block_size=32), r"k_proj\._weight_.* in .*: block_size is 32; expected 16"),
         (
             with_data(is_swizzled_scales=False),
-            r"k_proj\._weight_qdata in .*: scale has shape .*linear scales of 72 rows",
+            r"k_proj\._weight_qdata in .*: got scale with shape .*linear scales of 72 rows",
         ),
         (with_data(_data=None), "block_size is None; expected 16"),
         (with_kind("Float8Tensor"), "the class is torchao's Float8Tensor; expected NVFP4Tensor, or MXTensor of float4"),
@@ -193,9 +193,9 @@ def with_tensor(suffix: str, tensor: torch.Tensor):
         (lambda made: made.metadata.pop("k_proj.weight"), r"k_proj\._weight_.* is quantised, but .* not say how"),
         (with_tensor("zero_point", torch.zeros(1)), r"k_proj\._weight_zero_point in .* is unknown to torchao nvfp4"),
         (with_tensor("per_tensor_scale", torch.tensor(torch.nan)), r"k_proj\._weight_per_tensor_scale in .* is nan"),
-        (with_tensor("per_tensor_scale", torch.ones(3)), r"per_tensor_scale has shape \(3,\)"),
-        (with_tensor("qdata", torch.zeros(N, K // 2)), r"qdata has shape .*expected rows of bytes"),
-        (with_tensor("scale", torch.ones(32, 48)), "scale has dtype torch.float32; expected torch.float8_e4m3fn"),
+        (with_tensor("per_tensor_scale", torch.ones(3)), r"got per_tensor_scale with shape \(3,\)"),
+        (with_tensor("qdata", torch.zeros(N, K // 2)), r"got qdata with shape .*expected rows of bytes"),
+        (with_tensor("scale", torch.ones(32, 48)), "got scale with dtype torch.float32; expected torch.float8_e4m3fn"),
     ],
 )
 def test_refused_checkpoints(change, message, tmp_path):

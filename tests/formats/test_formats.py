@@ -229,7 +229,7 @@ def test_literal_type_names_all_layouts():
 @pytest.mark.parametrize(
     ("given_scale", "rows", "k", "names", "error", "text"),
     [
-        (torch.zeros(4, 2), 4, 32, ("linear", "128x4"), TypeError, "scale has dtype torch.float32; expected float8"),
+        (torch.zeros(4, 2), 4, 32, ("linear", "128x4"), TypeError, "scale with dtype torch.float32; expected float8"),
         (torch.zeros(4, 2, dtype=torch.uint8), 4, 48, ("linear", "128x4"), ValueError, "whole blocks of 32 elements"),
         (torch.zeros(4, 2, dtype=torch.uint8), -4, 64, ("linear", "128x4"), ValueError, "rows=-4 and k=64"),
         (
@@ -270,8 +270,8 @@ def test_global_scale(dtype, shape):
     [
         (0.5, TypeError, "amax is 0.5, a float; expected a tensor"),
         (None, TypeError, "amax is None"),
-        (torch.ones(3), ValueError, r"amax has shape \(3,\); expected one element"),
-        (torch.ones(0), ValueError, r"amax has shape \(0,\); expected one element"),
+        (torch.ones(3), ValueError, r"got amax with shape \(3,\); expected one element"),
+        (torch.ones(0), ValueError, r"got amax with shape \(0,\); expected one element"),
     ],
 )
 def test_global_scale_refuses(amax, error, text):

@@ -179,7 +179,7 @@ def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
             expected_of(op).assert_results((op.cuda(**call),), expected, call)
             assert [type(kernel).__name__ for kernel, _ in launches.calls] == kernels
         launches.calls.clear()
-        text = rf"a has shape \({m}, 256\); expected \({m}, {a.shape[1]}\), "
+        text = rf"got a with shape \({m}, 256\); expected \({m}, {a.shape[1]}\), "
         with pytest.raises(ValueError, match=text + ("the 512" if name == QUANTISE else "gate and up for each of")):
             op.cuda(**{**given, "a": a[:, :256]})
         assert not launches.calls

@@ -41,7 +41,7 @@ def test_mma_is_for_every_gpu(config):
 def test_dtype_of_the_bias(config):
     for dtype in (BF16, FP32):
         assert reason(config, epilogue=Epilogue(BF16, None, dtype)) is None
-    assert "bias has dtype torch.float16; it has to be float32 or " in reason(
+    assert "got bias with dtype torch.float16; expected float32 or " in reason(
         config, epilogue=Epilogue(BF16, None, FP16)
     )
 

@@ -231,13 +231,13 @@ def test_compiled(cls, is_static, is_by_torch, request):
 def test_errors(cls):
     elements, scale = torch.zeros(N, K).to(torch.float8_e4m3fn), torch.ones(1 if cls is FP8TensorLinear else N)
     cls.from_tensors(elements, scale)
-    with pytest.raises(ValueError, match=r"weight_scale has shape \(2"):
+    with pytest.raises(ValueError, match=r"got weight_scale with shape \(2"):
         cls.from_tensors(elements, torch.ones(2))
-    with pytest.raises(TypeError, match=r"weight_scale has dtype torch\.bfloat16; expected torch\.float32"):
+    with pytest.raises(TypeError, match=r"got weight_scale with dtype torch\.bfloat16; expected torch\.float32"):
         cls.from_tensors(elements, scale.bfloat16())
-    with pytest.raises(TypeError, match=r"weight has dtype torch\.uint8; expected torch\.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"got weight with dtype torch\.uint8; expected torch\.float8_e4m3fn"):
         cls.from_tensors(elements.view(torch.uint8), scale)
-    with pytest.raises(ValueError, match=r"input_scale has shape \(2,\); expected \(1,\)"):
+    with pytest.raises(ValueError, match=r"got input_scale with shape \(2,\); expected \(1,\)"):
         cls.from_tensors(elements, scale, input_scale=torch.ones(2))
     with pytest.raises(ValueError, match="activations is '16bit'; expected one of 'auto', 'fp8'"):
         cls.from_tensors(elements, scale, activations="16bit")

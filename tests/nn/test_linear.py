@@ -325,13 +325,13 @@ def test_errors_of_tensors():
     NVFP4Linear.from_tensors(**state, bias=bias)
     with pytest.raises(ValueError, match=r"input_scale is missing; activations='fp4' needs it"):
         NVFP4Linear.from_tensors(**state, activations="fp4")
-    with pytest.raises(ValueError, match=r"bias has shape \(8,\); expected \(136,\)"):
+    with pytest.raises(ValueError, match=r"got bias with shape \(8,\); expected \(136,\)"):
         NVFP4Linear.from_tensors(**state, bias=bias[:8])
-    with pytest.raises(ValueError, match=r"weight_scale_2 has shape \(2,\); expected \(1,\)"):
+    with pytest.raises(ValueError, match=r"got weight_scale_2 with shape \(2,\); expected \(1,\)"):
         NVFP4Linear.from_tensors(**{**state, "weight_scale_2": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"weight_scale has shape \(136, 10\); expected \(136, 20\)"):
+    with pytest.raises(ValueError, match=r"got weight_scale with shape \(136, 10\); expected \(136, 20\)"):
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"][:, ::2]})
-    with pytest.raises(TypeError, match=r"weight_scale has dtype torch\.uint8; expected torch\.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"got weight_scale with dtype torch\.uint8; expected torch\.float8_e4m3fn"):
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"].view(torch.uint8)})
 
 

@@ -103,14 +103,17 @@ def residual_errors(device: torch.device) -> Iterator[ErrorInput]:
         return ErrorInput(f"residual-{name}", (rows, residual, weight), {}, error, match)
 
     for dtype in (torch.float16, torch.float32, torch.float64, torch.int16):
-        text = f"residual has dtype {short(dtype)}; expected bfloat16"
+        text = f"got residual with dtype {short(dtype)}; expected bfloat16"
         yield bad(short(dtype), TypeError, text, torch.zeros(4, 128, dtype=dtype, device=device))
     for shape in ((3, 128), (4, 64), (128,), (512,), (), (0, 128), (1, 4, 128), (4, 1), (1, 128)):
-        text = rf"residual has shape \({', '.join(map(str, shape))},?\); expected \(4, 128\), the shape of input"
+        text = rf"got residual with shape \({', '.join(map(str, shape))},?\); expected \(4, 128\), the shape of input"
         yield bad(f"shape-{list(shape)}", ValueError, text, torch.zeros(shape, dtype=torch.bfloat16, device=device))
     storage = random_rows(4 * 128, device=device)
     for name, strides in {"rows": (0, 1), "columns": (1, 0), "everywhere": (0, 0), "windows": (1, 1)}.items():
-        text = rf"residual has shape \(4, 128\) and strides \({strides[0]}, {strides[1]}\), by which it overlaps itself"
+        text = (
+            rf"got residual with shape \(4, 128\) and strides \({strides[0]}, "
+            rf"{strides[1]}\), by which it overlaps itself"
+        )
         yield bad(f"overlaps-{name}", ValueError, text, storage.as_strided((4, 128), strides))
     yield bad("overlaps-half", ValueError, "overlaps itself", storage.as_strided((4, 128), (64, 1)))
     overlapping = rows[:1].expand(4, 128)

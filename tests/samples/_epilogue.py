@@ -68,16 +68,17 @@ def epilogue_errors(n: int, device: torch.device, experts: int | None = None) ->
 
     for count in (n - 1, n + 1):
         wrong = torch.ones(*shape[:-1], count, device=device)
-        yield bad(f"alpha-{count}-columns", ValueError, "alpha has shape .*; expected one element, or", alpha=wrong)
-        yield bad(f"bias-{count}-columns", ValueError, "bias has shape .*, one element a column", bias=wrong)
+        text = "got alpha with shape .*; expected one element, or"
+        yield bad(f"alpha-{count}-columns", ValueError, text, alpha=wrong)
+        yield bad(f"bias-{count}-columns", ValueError, "got bias with shape .*, one element a column", bias=wrong)
     bias = torch.ones(shape, device=device)
     for name, value in {"0d": bias.sum(), "dimension": bias[None], "column": bias[..., None]}.items():
-        yield bad(f"bias-{name}", ValueError, "bias has shape .*, one element a column of the result", bias=value)
-    yield bad("alpha-dimension", ValueError, "alpha has shape .*; expected one element, or", alpha=bias[None])
+        yield bad(f"bias-{name}", ValueError, "got bias with shape .*, one element a column of the result", bias=value)
+    yield bad("alpha-dimension", ValueError, "got alpha with shape .*; expected one element, or", alpha=bias[None])
     for dtype in (torch.float16, torch.float64, torch.int32):
-        text = f"bias has dtype {short(dtype)}; expected float32 or bfloat16"
+        text = f"got bias with dtype {short(dtype)}; expected float32 or bfloat16"
         yield bad(f"bias-{short(dtype)}", TypeError, text, bias=bias.to(dtype))
-    text = "bias has dtype bfloat16; expected float32 or float16"
+    text = "got bias with dtype bfloat16; expected float32 or float16"
     yield bad("bias-not-of-result", TypeError, text, bias=bias.bfloat16(), out_dtype=torch.float16)
     yield bad("bias-device", ValueError, "bias is on meta, a on", bias=bias.to("meta"))
     if device.type == "cuda":

@@ -143,19 +143,19 @@ class FP4Samples:
         in NVFP4 with linear scales. ``bad`` comes from ``error_maker``."""
         a, weight = tensors["a"], tensors[self.weight]
         for dtype in (torch.int8, torch.float32, torch.float64):
-            yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
+            yield bad(f"a-{short(dtype)}", TypeError, f"got a with dtype {short(dtype)}; expected", a=a.to(dtype))
         for dtype in (torch.int8, torch.bfloat16):
-            text = rf"{self.weight}(\.t\(\))? has dtype {short(dtype)}; expected uint8"
+            text = rf"got {self.weight}(\.t\(\))? with dtype {short(dtype)}; expected uint8"
             yield bad(f"{self.weight}-{short(dtype)}", TypeError, text, **{self.weight: weight.to(dtype)})
         for name in self.names[2:]:
             scale = tensors[name]
             for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
-                text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
+                text = f"got {name} with dtype {short(wrong.dtype)}; expected float8_e4m3fn"
                 yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
-            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:-1]})
-            yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
+            yield bad(f"{name}-rows", ValueError, f"got {name} with shape .*, the linear scales", **{name: scale[:-1]})
+            yield bad(f"{name}-flat", ValueError, f"got {name} with shape", **{name: scale.reshape(-1)})
             yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
-        yield bad("scales-not-tiled", ValueError, "has shape .*, the 128x4 scales", {"scale_layout": "128x4"})
+        yield bad("scales-not-tiled", ValueError, "with shape .*, the 128x4 scales", {"scale_layout": "128x4"})
         for value in ("tiled", ""):
             yield bad(f"layout-{value}", ValueError, f"scale_layout='{value}' is unknown", {"scale_layout": value})
         yield bad("block-size", ValueError, "block_size", {"block_size": 8})
@@ -328,10 +328,11 @@ class GemmSamples(FP4Samples):
         bad, a, b = error_maker(tensors, kwargs), tensors["a"], tensors[b_name]
         yield from self.common_errors(tensors, bad, device)
         for name, tensor in (("a", a), (b_name, b)):
-            yield bad(f"{name}-1d", ValueError, rf"{name} has shape \(\d+,\); expected", **{name: tensor[0]})
-            yield bad(f"{name}-3d", ValueError, rf"{name} has shape .*; expected", **{name: tensor[None]})
+            yield bad(f"{name}-1d", ValueError, rf"got {name} with shape \(\d+,\); expected", **{name: tensor[0]})
+            yield bad(f"{name}-3d", ValueError, rf"got {name} with shape .*; expected", **{name: tensor[None]})
             yield bad(f"{name}-device", ValueError, " on meta", **{name: tensor.to("meta")})
-        yield bad("a-narrow", ValueError, rf"a has shape \(4, {a.shape[1] // 2}\); expected", a=a[:, : a.shape[1] // 2])
+        text = rf"got a with shape \(4, {a.shape[1] // 2}\); expected"
+        yield bad("a-narrow", ValueError, text, a=a[:, : a.shape[1] // 2])
         for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
             narrow: dict[str, Any] = {b_name: self.rows(self.rows(b)[:, : held // 2])}
             yield bad(name, ValueError, f"holds {held} elements a row{text}", **narrow)

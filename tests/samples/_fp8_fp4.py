@@ -105,15 +105,15 @@ def weight_errors(good: Sample, bad: Callable[..., ErrorInput], names: tuple[str
     by_name: dict[str, Any] = dict(zip(names, good.args, strict=False))
     b, scale = by_name["b"], by_name["b_scale"]
     for wrong in (torch.int8, torch.float8_e4m3fn):
-        text = f"b has dtype {short(wrong)}; expected uint8 or float4_e2m1fn_x2"
+        text = f"got b with dtype {short(wrong)}; expected uint8 or float4_e2m1fn_x2"
         yield bad(f"b-{short(wrong)}", TypeError, text, b=b.view(wrong))
     for tensor in (scale.view(torch.uint8), scale.float()):
-        text = f"b_scale has dtype {short(tensor.dtype)}; expected float8_e4m3fn"
+        text = f"got b_scale with dtype {short(tensor.dtype)}; expected float8_e4m3fn"
         yield bad(f"b-scale-{short(tensor.dtype)}", TypeError, text, b_scale=tensor)
     for name in ("b", "b_scale"):
         yield bad(f"{name}-device", ValueError, f"{name} is on meta|a on meta", **{name: by_name[name].to("meta")})
-        yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: by_name[name].reshape(-1)})
-    yield bad("scale-narrow", ValueError, "b_scale has shape .*, the 128x4 scales", b_scale=scale[:, :-1])
+        yield bad(f"{name}-flat", ValueError, f"got {name} with shape", **{name: by_name[name].reshape(-1)})
+    yield bad("scale-narrow", ValueError, "got b_scale with shape .*, the 128x4 scales", b_scale=scale[:, :-1])
     for value, given in (
         ("block_size=8", {"block_size": 8}),
         ("scale_format='ue8m0'", {"scale_format": "ue8m0"}),

@@ -85,17 +85,17 @@ def tensor_errors(
             continue
         dtype = dtypes.get(name, torch.float32)
         for wrong in (torch.bfloat16, torch.float8_e5m2 if dtype == FP8 else torch.int64):
-            text = f"{name} has dtype {short(wrong)}; expected {short(dtype)}"
+            text = f"got {name} with dtype {short(wrong)}; expected {short(dtype)}"
             yield bad(f"{name}-{short(wrong)}", TypeError, text, **{name: tensor.float().to(wrong)})
         if dtype == torch.int32:
             unsigned = tensor.view(torch.uint32)
-            yield bad(f"{name}-uint32", TypeError, f"{name} has dtype uint32; expected int32", **{name: unsigned})
+            yield bad(f"{name}-uint32", TypeError, f"got {name} with dtype uint32; expected int32", **{name: unsigned})
         yield bad(f"{name}-device", ValueError, f"{name} is on meta|a on meta", **{name: tensor.to("meta")})
-        yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: tensor.reshape(-1)[1:]})
-        yield bad(f"{name}-dimension", ValueError, f"{name} has shape", **{name: tensor[None]})
+        yield bad(f"{name}-flat", ValueError, f"got {name} with shape", **{name: tensor.reshape(-1)[1:]})
+        yield bad(f"{name}-dimension", ValueError, f"got {name} with shape", **{name: tensor[None]})
         if tensor.dim() > 1 and name != "b":
-            yield bad(f"{name}-short", ValueError, f"{name}(_scale)? has shape", **{name: tensor[:-1]})
-            yield bad(f"{name}-narrow", ValueError, f"{name} has shape", **{name: tensor[..., :-1]})
+            yield bad(f"{name}-short", ValueError, f"got {name}(_scale)? with shape", **{name: tensor[:-1]})
+            yield bad(f"{name}-narrow", ValueError, f"got {name} with shape", **{name: tensor[..., :-1]})
     for name in ("a_scale", "b_scale"):
         tensor = tensors.get(name)
         if tensor is not None:

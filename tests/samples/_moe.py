@@ -126,9 +126,9 @@ def integer_errors(name: str, good: torch.Tensor, args: tuple[Any, ...], place: 
         return ErrorInput(f"{name.replace('_', '-')}-{what}", tuple(given), named, error, match)
 
     for dtype in (torch.int64, torch.float32, torch.int16):
-        text = f"{name} has dtype {short(dtype)}; expected int32"
+        text = f"got {name} with dtype {short(dtype)}; expected int32"
         yield bad(short(dtype), TypeError, text, good.to(dtype))
-    yield bad("uint32", TypeError, f"{name} has dtype uint32; expected int32", good.view(torch.uint32))
+    yield bad("uint32", TypeError, f"got {name} with dtype uint32; expected int32", good.view(torch.uint32))
     yield bad("device", ValueError, f"{name} is on meta", good.to("meta"))
     if good.is_cuda:
         yield bad("cpu", ValueError, f"{name} is on cpu", good.cpu())

@@ -204,9 +204,9 @@ class GatedSamples(FP4Samples):
         bad, a, w = error_maker(tensors, kwargs), tensors["a"], tensors["w"]
         yield from self.common_errors(tensors, bad, device)
         for what, value in (("1d", a[0]), ("3d", a[None]), ("narrow", a[:, : a.shape[1] // 2])):
-            yield bad(f"a-{what}", ValueError, r"a has shape \(.*\); expected", a=value)
+            yield bad(f"a-{what}", ValueError, r"got a with shape \(.*\); expected", a=value)
         for what, value in (("2d", w[0]), ("4d", w[None])):
-            yield bad(f"w-{what}", ValueError, r"w has shape .*; expected \(E, 2·I, H/2\)", w=value)
+            yield bad(f"w-{what}", ValueError, r"got w with shape .*; expected \(E, 2·I, H/2\)", w=value)
         yield bad("a-device", ValueError, " on meta", a=a.to("meta"))
         yield bad("w-device", ValueError, "w is on meta, a on", w=w.to("meta"))
         yield bad("h-no-blocks", ValueError, "holds 40 elements a row; expected a positive multiple", w=w[..., :20])
@@ -237,35 +237,35 @@ class GatedSamples(FP4Samples):
         shapes: dict[str, tuple[tuple[int, ...], str, list[tuple[int, ...]]]] = {
             "routing": (
                 (m, experts),
-                r"routing has shape .*; expected \(4, 2\), a row for each of a",
+                r"got routing with shape .*; expected \(4, 2\), a row for each of a",
                 [(), (m,), (m - 1, experts), (m, experts + 1), (1, m, experts)],
             ),
             "alpha": (
                 (experts,),
-                r"alpha has shape .*; expected \(2,\), or \(2, 2\) for gate and up",
+                r"got alpha with shape .*; expected \(2,\), or \(2, 2\) for gate and up",
                 [(), (1,), (3,), (experts, 1), (experts, 3), (1, experts, 2)],
             ),
             "bias": (
                 (experts, 128),
-                r"bias has shape .*; expected \(2, 128\), one element a row of w",
+                r"got bias with shape .*; expected \(2, 128\), one element a row of w",
                 [(), (128,), (experts, 64), (experts, 127), (1, experts, 128)],
             ),
         }
         if self.has_a_scale:
-            text = r"global_scale has shape .*; expected one element, or \(2,\)"
+            text = r"got global_scale with shape .*; expected one element, or \(2,\)"
             shapes["global_scale"] = (experts,), text, [(0,), (3,), (experts, 1), (1, experts)]
         for name, (shape, text, wrong) in shapes.items():
             ones = torch.ones(shape, device=device)
             for other in wrong:
                 yield bad(name, f"shape-{list(other)}", ValueError, text, torch.ones(other, device=device))
             for dtype in (torch.float64, torch.int32) if name == "bias" else (torch.bfloat16, torch.float64):
-                text = f"{name} has dtype {short(dtype)}; expected float32"
+                text = f"got {name} with dtype {short(dtype)}; expected float32"
                 yield bad(name, short(dtype), TypeError, text, ones.to(dtype))
             yield bad(name, "device", ValueError, f"{name} is on meta, a on", ones.to("meta"))
             if device.type == "cuda":
                 yield bad(name, "cpu", ValueError, f"{name} is on cpu, a on", ones.cpu())
             yield bad(name, "requires-grad", ValueError, "no gradient", ones.clone().requires_grad_())
-        text = "bias has dtype float16; expected float32 or bfloat16"
+        text = "got bias with dtype float16; expected float32 or bfloat16"
         yield bad("bias", "float16", TypeError, text, torch.ones(experts, 128, dtype=torch.float16, device=device))
         if self.has_a_scale:
             mxfp4 = self.sample("global-scale-mxfp4", m, experts * 64, 64, MXFP4, "linear", device)

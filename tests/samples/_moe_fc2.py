@@ -184,13 +184,13 @@ class ExpertGemmSamples(GemmSamples):
             return ErrorInput(f"alpha-{what}", (), {"alpha": alpha}, error, match)
 
         for dtype in (torch.bfloat16, torch.float64, torch.int32):
-            text = f"alpha has dtype {short(dtype)}; expected float32"
+            text = f"got alpha with dtype {short(dtype)}; expected float32"
             yield bad(short(dtype), TypeError, text, good.to(dtype))
         for shape in ((), (m,), (experts,), (1, m, experts)):
-            text = rf"alpha has shape \({', '.join(map(str, shape))},?\); expected \(M, E\)"
+            text = rf"got alpha with shape \({', '.join(map(str, shape))},?\); expected \(M, E\)"
             yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
         for rows in (m - 1, m + 1, 1, 0):
-            text = rf"alpha has shape \({rows}, {experts}\); expected \({m}, {experts}\), a row for each of a"
+            text = rf"got alpha with shape \({rows}, {experts}\); expected \({m}, {experts}\), a row for each of a"
             yield bad(f"rows-{rows}", ValueError, text, torch.ones(rows, experts, device=device))
         for count in (0, 3, 2 * experts, self.smallest_k, 2 * self.smallest_k):
             text = f"for {count} experts, and a row of w has {self.smallest_k} elements; expected the same .* of 64"
@@ -203,7 +203,7 @@ class ExpertGemmSamples(GemmSamples):
             if error.name.startswith("bias"):
                 yield replace(error, kwargs={"alpha": good, **error.kwargs})
         for bias in ((n,), (experts + 1, n), (1, n), (n, experts)):
-            text = r"bias has shape .*, one element a column of the result"
+            text = r"got bias with shape .*, one element a column of the result"
             given = {"alpha": good, "bias": torch.ones(bias, device=device)}
             yield ErrorInput(f"bias-shape-{list(bias)}", (), given, ValueError, text)
 

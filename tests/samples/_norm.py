@@ -65,10 +65,10 @@ def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
         return ErrorInput(f"weight-{name}", (rows, weight), {}, error, match)
 
     for dtype in (torch.float16, torch.float64, torch.int32):
-        text = f"weight has dtype {short(dtype)}; expected bfloat16 or float32"
+        text = f"got weight with dtype {short(dtype)}; expected bfloat16 or float32"
         yield bad(short(dtype), TypeError, text, torch.ones(128, dtype=dtype, device=device))
     for shape in ((64,), (129,), (1,), (0,), (), (1, 128), (128, 1)):
-        text = rf"weight has shape \({', '.join(map(str, shape))},?\); expected \(128,\)"
+        text = rf"got weight with shape \({', '.join(map(str, shape))},?\); expected \(128,\)"
         yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, dtype=torch.bfloat16, device=device))
     for eps in (-1e-6, float("nan"), float("inf")):
         text = f"eps is {eps}; expected a finite number of at least 0"

@@ -28,9 +28,9 @@ def prefetch_errors(bad: Callable[..., ErrorInput], device: torch.device) -> Ite
     further arguments."""
     given = prefetched(device)
     for name, kind, text, wrong in (
-        ("float32", TypeError, "prefetch has dtype torch.float32; expected one of a byte", given.float()),
-        ("1d", ValueError, "prefetch has shape .*; expected a contiguous matrix", given[0]),
-        ("columns", ValueError, "prefetch has shape .*; expected a contiguous matrix", given.t()),
+        ("float32", TypeError, "got prefetch with dtype torch.float32; expected one of a byte", given.float()),
+        ("1d", ValueError, "got prefetch with shape .*; expected a contiguous matrix", given[0]),
+        ("columns", ValueError, "got prefetch with shape .*; expected a contiguous matrix", given.t()),
         ("narrow", ValueError, "whose rows are multiples of 16 bytes", given[:, :24].contiguous()),
         ("device", ValueError, "prefetch is on meta, a on", given.to("meta")),
     ):

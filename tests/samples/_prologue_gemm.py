@@ -85,8 +85,8 @@ class PrologueGemmSamples(GemmSamples):
         good = self.sample("good", 4, 24, self.smallest_k, NVFP4, "linear", device)
         bad, one = error_maker(self.by_name(good), good.kwargs), torch.ones(1, device=device)
         for name, error, text, scale in (
-            ("float64", TypeError, "global_scale has dtype float64; expected", one.double()),
-            ("two", ValueError, "global_scale has", one.repeat(2)),
+            ("float64", TypeError, "got global_scale with dtype float64; expected", one.double()),
+            ("two", ValueError, "got global_scale with", one.repeat(2)),
             ("device", ValueError, "global_scale is on meta", one.to("meta")),
         ):
             yield bad(f"global-scale-{name}", error, text, {"global_scale": scale})

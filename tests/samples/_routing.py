@@ -104,9 +104,9 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
         return ErrorInput(name, args, kwargs, error, match)
 
     for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn):
-        text = f"logits has dtype {short(dtype)}; expected bfloat16"
+        text = f"got logits with dtype {short(dtype)}; expected bfloat16"
         yield bad(f"logits-{short(dtype)}", text, logits.to(dtype), 2, error=TypeError)
-    yield bad("logits-1d", r"logits has shape \(16,\); expected \(M, E\)", logits[0], 2)
+    yield bad("logits-1d", r"got logits with shape \(16,\); expected \(M, E\)", logits[0], 2)
     yield bad("logits-3d", r"expected \(M, E\)", logits[None], 2)
     for experts in (0, 513):
         text = f"logits are of {experts} experts; expected 1 to 512"
@@ -121,10 +121,10 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
     yield bad("softmax-groups", "num_groups is 2; scoring='softmax' has neither", logits, 2, num_groups=2)
     sigmoid: dict[str, Any] = {"scoring": "sigmoid"}
     for dtype in (torch.bfloat16, torch.float64):
-        text = f"bias has dtype {short(dtype)}; expected float32"
+        text = f"got bias with dtype {short(dtype)}; expected float32"
         yield bad(f"bias-{short(dtype)}", text, logits, 2, error=TypeError, bias=bias.to(dtype), **sigmoid)
     for shape in ((15,), (16, 1), ()):
-        text = r"bias has shape .*expected \(16,\), one for each expert"
+        text = r"got bias with shape .*expected \(16,\), one for each expert"
         yield bad(f"bias-shape-{list(shape)}", text, logits, 2, bias=torch.zeros(shape, device=device), **sigmoid)
     yield bad("bias-device", "bias is on meta", logits, 2, bias=bias.to("meta"), **sigmoid)
     if device.type == "cuda":
@@ -178,14 +178,14 @@ def bad_outputs(good: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: di
             return ErrorInput(f"out-{name}-{what}", args, kwargs, error, rf"{name} {match}", out)
 
         for dtype in (torch.int64, torch.float16):
-            yield bad(short(dtype), TypeError, f"has dtype {short(dtype)}; expected", tensor.to(dtype))
+            yield bad(short(dtype), TypeError, f"with dtype {short(dtype)}; expected", tensor.to(dtype))
         if tensor.dtype.is_floating_point:
             yield bad("requires-grad", ValueError, "requires grad", tensor.clone().requires_grad_())
         else:
-            yield bad("uint32", TypeError, "has dtype uint32; expected", tensor.view(torch.uint32))
+            yield bad("uint32", TypeError, "with dtype uint32; expected", tensor.view(torch.uint32))
         more = torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-        yield bad("longer", ValueError, "has shape", more)
-        yield bad("dimension", ValueError, "has shape", tensor[None])
+        yield bad("longer", ValueError, "with shape", more)
+        yield bad("dimension", ValueError, "with shape", tensor[None])
         yield bad("device", ValueError, "is on meta", tensor.to("meta"))
         step = more.repeat_interleave(2, 0)[: 2 * len(tensor) : 2]
-        yield bad("strided", ValueError, "has strides .* contiguous", step)
+        yield bad("strided", ValueError, "with strides .* contiguous", step)

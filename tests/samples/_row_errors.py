@@ -25,7 +25,7 @@ def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[...
 def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
     """Yield rows of a wrong dtype, without a dimension, of zero length, and rows that require grad."""
     for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool):
-        text = f"input has dtype {short(dtype)}; expected bfloat16"
+        text = f"got input with dtype {short(dtype)}; expected bfloat16"
         yield ErrorInput(f"input-{short(dtype)}", (good.to(dtype),), {}, TypeError, text)
     yield ErrorInput("input-0d", (good[0, 0],), {}, ValueError, "input has no dimension")
     yield ErrorInput("width-zero", (good[:, :0],), {}, ValueError, "last dimension of 0; ")
@@ -45,10 +45,10 @@ def scalar_errors(
         return ErrorInput(f"{name.replace('_', '-')}-{what}", (good,), {**(kwargs or {}), name: value}, error, match)
 
     for dtype in (torch.bfloat16, torch.float64, torch.int32):
-        text = f"{name} has dtype {short(dtype)}; expected float32"
+        text = f"got {name} with dtype {short(dtype)}; expected float32"
         yield bad(short(dtype), TypeError, text, one.to(dtype))
     for shape in ((0,), (2,), (4, 1), (64,)):
-        text = rf"{name} has shape \({', '.join(map(str, shape))},?\); expected one element"
+        text = rf"got {name} with shape \({', '.join(map(str, shape))},?\); expected one element"
         yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
     yield bad("device", ValueError, f"{name} is on meta", one.to("meta"))
     if device.type == "cuda":
@@ -80,7 +80,7 @@ def out_errors(
             torch.float32: (torch.float16, torch.int32),
         }
         for wrong in others[dtype]:
-            text = f"has dtype {short(wrong)}; expected "
+            text = f"with dtype {short(wrong)}; expected "
             yield bad(short(wrong), TypeError, text, blank(rows, columns, dtype=wrong))
         for shape in (
             (rows + 1, columns),
@@ -90,9 +90,9 @@ def out_errors(
             (),
             (1, rows, columns),
         ):
-            text = rf"has shape \({', '.join(map(str, shape))},?\); expected \({rows}, {columns}\)"
+            text = rf"with shape \({', '.join(map(str, shape))},?\); expected \({rows}, {columns}\)"
             yield bad(f"shape-{'x'.join(map(str, shape))}", ValueError, text, blank(*shape, dtype=dtype))
-        text = "has strides .* contiguous"
+        text = "with strides .* contiguous"
         yield bad("columns-first", ValueError, text, blank(columns, rows, dtype=dtype).t())
         yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
         yield bad("device", ValueError, "is on meta", blank(rows, columns, dtype=dtype, device=torch.device("meta")))

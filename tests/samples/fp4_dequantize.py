@@ -130,7 +130,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
     for dtype in (torch.int8, torch.int32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
-        yield bad(f"y-{short}", TypeError, f"y has dtype {short}; expected uint8 or float4", y=y.to(dtype))
+        yield bad(f"y-{short}", TypeError, f"got y with dtype {short}; expected uint8 or float4", y=y.to(dtype))
     yield bad("y-0d", ValueError, "y has no dimension", y=y[0, 0])
     yield bad("y-width", ValueError, "y holds 40 elements a row; .* 16", y=y[:, :20])
     yield bad("y-width-mxfp4", ValueError, "y holds 48 elements a row; .* 32", y=y[:, :24], block_size=32)
@@ -142,10 +142,10 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         scale.view(torch.float8_e5m2),
     ):
         short = str(wrong.dtype).removeprefix("torch.")
-        yield bad(f"scale-{short}", TypeError, f"scale has dtype {short}; expected float8_e4m3fn", scale=wrong)
+        yield bad(f"scale-{short}", TypeError, f"got scale with dtype {short}; expected float8_e4m3fn", scale=wrong)
     ue8m0 = scale[:, :2]
     yield bad(
-        "scale-e4m3-mxfp4", TypeError, "scale has dtype float8_e4m3fn; expected uint8", scale=ue8m0, block_size=32
+        "scale-e4m3-mxfp4", TypeError, "got scale with dtype float8_e4m3fn; expected uint8", scale=ue8m0, block_size=32
     )
     for name, wrong, text in (
         ("rows", scale[:3], r"\(3, 4\); expected \(4, 4\)"),
@@ -153,11 +153,12 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         ("flat", scale.reshape(16), r"\(16,\); expected \(4, 4\)"),
         ("0d", scale[0, 0], r"\(\); expected \(4, 4\)"),
     ):
-        yield bad(f"scale-shape-{name}", ValueError, f"scale has shape {text}, the linear scales", scale=wrong)
+        yield bad(f"scale-shape-{name}", ValueError, f"got scale with shape {text}, the linear scales", scale=wrong)
     yield bad("scale-requires-grad", ValueError, "no gradient", scale=scale.clone().requires_grad_())
-    text = r"scale has shape \(4, 4\); expected \(128, 4\), the 128x4 scales"
+    text = r"got scale with shape \(4, 4\); expected \(128, 4\), the 128x4 scales"
     yield bad("scale-not-tiled", ValueError, text, scale_layout="128x4")
-    yield bad("scale-not-tiled-8x4", ValueError, r"scale has shape \(4, 4\); expected \(8, 4\)", scale_layout="8x4")
+    text = r"got scale with shape \(4, 4\); expected \(8, 4\)"
+    yield bad("scale-not-tiled-8x4", ValueError, text, scale_layout="8x4")
     yield bad("scale-device", ValueError, "scale is on meta, y on", scale=scale.to(meta))
     if device.type == "cuda":
         yield bad("scale-cpu", ValueError, "scale is on cpu, y on", scale=scale.cpu())

@@ -207,13 +207,14 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
-    yield bad("b-one-expert", ValueError, "b_scale has shape", b=b[:1])
-    yield bad("a-of-other-k", ValueError, r"a has shape .*; expected .*, the K of b", a=a[:, :128])
-    yield bad("offsets-few", ValueError, r"offsets has shape \(2,\); expected \(3,\)", offsets=tensors["offsets"][1:])
-    yield bad("counts-few", ValueError, r"counts has shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])
+    yield bad("b-one-expert", ValueError, "got b_scale with shape", b=b[:1])
+    yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    text = r"got offsets with shape \(2,\); expected \(3,\)"
+    yield bad("offsets-few", ValueError, text, offsets=tensors["offsets"][1:])
+    yield bad("counts-few", ValueError, r"got counts with shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])
     yield from option_errors(bad, n, device, experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)
     apart = torch.zeros(2, 16, n, dtype=torch.bfloat16, device=device)[:, :8]
-    args, text = tuple(in_parts.values()), "out has strides .* contiguous"
+    args, text = tuple(in_parts.values()), "got out with strides .* contiguous"
     yield ErrorInput("masked-out-apart", args, {}, ValueError, text, (apart,))

@@ -128,12 +128,12 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     a, b = tensors["a"], tensors["b"]
     yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
     yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
-    yield bad("b-2d", ValueError, r"b has shape \(136, 128\); expected \(E, N, K/2\)", b=b[0])
+    yield bad("b-2d", ValueError, r"got b with shape \(136, 128\); expected \(E, N, K/2\)", b=b[0])
     yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[..., :80])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
-    yield bad("a-of-other-k", ValueError, r"a has shape .*; expected .*, the K of b", a=a[:, :128])
-    yield from option_errors(bad, n, device, "wgmma", experts=2)
+    yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    yield from option_errors(bad, n, device, "wgmma_ss", experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

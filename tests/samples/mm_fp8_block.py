@@ -162,8 +162,8 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:160])
     yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
-    yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
-    yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
+    yield bad("b-half", ValueError, "got b_scale with shape", b=b[:, :128])
+    yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device)
     yield from prefetch_errors(bad, device)
     square = sample("", m, k, k, device).args

@@ -106,9 +106,9 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     bad = error_maker(dict(zip(names, good, strict=True)), {})
 
     for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn, torch.uint8):
-        text = f"input has dtype {short(dtype)}; expected bfloat16"
+        text = f"got input with dtype {short(dtype)}; expected bfloat16"
         yield bad(f"input-{short(dtype)}", TypeError, text, input=rows.to(dtype))
-    yield bad("input-1d", ValueError, r"input has shape \(64,\); expected \(R, H\)", input=rows[0])
+    yield bad("input-1d", ValueError, r"got input with shape \(64,\); expected \(R, H\)", input=rows[0])
     yield bad("input-3d", ValueError, r"expected \(R, H\)", input=rows[None])
     for width in (0, 4, 12, 63):
         text = f"rows of {width} elements; expected a positive multiple of 8"
@@ -119,14 +119,15 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         more = torch.zeros(4, topk, dtype=torch.int32, device=device)
         yield bad(f"topk-{topk}", ValueError, f"topk is {topk}; expected 1 to 16", expanded_to_permuted=more)
     for dtype in (torch.bfloat16, torch.float64):
-        yield bad(f"weights-{short(dtype)}", TypeError, "weights has dtype", weights=weights.to(dtype))
+        yield bad(f"weights-{short(dtype)}", TypeError, "got weights with dtype", weights=weights.to(dtype))
     for shape in ((4, 3), (3, 2), (4,), (1, 4, 2)):
-        text = r"weights has shape .*expected \(4, 2\)"
+        text = r"got weights with shape .*expected \(4, 2\)"
         yield bad(f"weights-shape-{list(shape)}", ValueError, text, weights=torch.rand(shape, device=device))
     yield bad("weights-device", ValueError, "weights is on meta", weights=weights.to("meta"))
-    yield bad("residual-float16", TypeError, "residual has dtype float16; expected bfloat16", residual=residual.half())
+    text = "got residual with dtype float16; expected bfloat16"
+    yield bad("residual-float16", TypeError, text, residual=residual.half())
     for shape in ((4, 56), (6, 64), (64,)):
-        text = r"residual has shape .*expected \(4, 64\)"
+        text = r"got residual with shape .*expected \(4, 64\)"
         wrong = random_rows(*shape, device=device)
         yield bad(f"residual-shape-{list(shape)}", ValueError, text, residual=wrong)
     yield bad("residual-device", ValueError, "residual is on meta", residual=residual.to("meta"))

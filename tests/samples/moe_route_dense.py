@@ -39,10 +39,10 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
     for dtype in (torch.bfloat16, torch.float64):
         yield bad(
-            short(dtype), TypeError, f"expert_factor has dtype {short(dtype)}; expected float32", factor.to(dtype)
+            short(dtype), TypeError, f"got expert_factor with dtype {short(dtype)}; expected float32", factor.to(dtype)
         )
     for shape in ((15,), (16, 1), ()):
-        text = r"expert_factor has shape .*expected \(16,\), one for each expert"
+        text = r"got expert_factor with shape .*expected \(16,\), one for each expert"
         yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
     yield bad("device", ValueError, "expert_factor is on meta", factor.to("meta"))
     yield bad("requires-grad", ValueError, "no gradient", factor.clone().requires_grad_())

@@ -59,7 +59,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         return ErrorInput(name, args, {}, ValueError, match)
 
     yield from (error for error in integer_errors("ids", ids, (ids, 16), 0) if error.error is TypeError)
-    yield bad("ids-1d", r"ids has shape \(2,\); expected \(M, topk\)", ids[0], 16)
+    yield bad("ids-1d", r"got ids with shape \(2,\); expected \(M, topk\)", ids[0], 16)
     yield bad("ids-3d", r"expected \(M, topk\)", ids[None], 16)
     for experts in (0, -1, 513):
         yield bad(f"{experts}-experts", f"experts is {experts}; expected 1 to 512", ids, experts)

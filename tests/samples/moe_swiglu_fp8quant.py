@@ -117,16 +117,16 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     yield bad("masked-4d", r"expected \(E, max_rows, K\)", masked[None], counts=routed.counts)
     yield from integer_errors("offsets", routed.offsets, good, 1)
     yield from integer_errors("counts", routed.counts, good, 2)
-    yield bad("offsets-2d", "offsets has shape .*expected one dimension", good[0], routed.offsets[None])
-    yield bad("counts-2d", "counts has shape .*expected one dimension", masked, counts=routed.counts[None])
-    yield bad("counts-0d", "counts has shape .*expected one dimension", masked, counts=routed.counts[0])
+    yield bad("offsets-2d", "got offsets with shape .*expected one dimension", good[0], routed.offsets[None])
+    yield bad("counts-2d", "got counts with shape .*expected one dimension", masked, counts=routed.counts[None])
+    yield bad("counts-0d", "got counts with shape .*expected one dimension", masked, counts=routed.counts[0])
     many = torch.zeros(514, dtype=torch.int32, device=device)
     yield bad("513-experts", "offsets are of 513 experts; expected 1 to 512", good[0], many)
     yield bad("no-experts", "offsets are of 0 experts; expected 1 to 512", good[0], many[:1])
     wide = random_rows(513, 1, 256, device=device)
     yield bad("513-experts-masked", "input has 513 experts; expected 1 to 512", wide, counts=many[1:])
     for count in (1, 3):
-        text = rf"counts has shape \({count},\); expected \(2,\), one for each expert"
+        text = rf"got counts with shape \({count},\); expected \(2,\), one for each expert"
         yield bad(f"counts-{count}", text, *good[:2], many[:count])
         yield bad(f"counts-{count}-masked", text, masked, counts=many[:count])
     yield from swiglu_errors(good)

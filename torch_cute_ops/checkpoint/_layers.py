@@ -172,10 +172,10 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
     tensor, shape = files.read(stored), field.shape(n, k)
     if tensor.dtype not in field.dtypes:
         expected = " or ".join(map(str, field.dtypes))
-        raise ValueError(f"{files.describe(stored)} has dtype {tensor.dtype}; expected {expected}")
+        raise ValueError(f"got {files.describe(stored)} with dtype {tensor.dtype}; expected {expected}")
     if tensor.shape != shape and not tensor.numel() == math.prod(shape) == 1:
         expected = f"{shape}, for the weight ({n}, {k})" if math.prod(shape) != 1 else "one element"
-        raise ValueError(f"{files.describe(stored)} has shape {tuple(tensor.shape)}; expected {expected}")
+        raise ValueError(f"got {files.describe(stored)} with shape {tuple(tensor.shape)}; expected {expected}")
     if tensor.dtype in _FLOATS:
         # Zero is valid only for the scale of a weight whose elements are all zero.
         is_zero_allowed = field.name.startswith("weight") and not field.is_reciprocal

@@ -93,15 +93,18 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
     blocks, scales, bias = (_of_experts(files, f"{name}_{suffix}", experts) for suffix in ("blocks", "scales", "bias"))
     for suffix, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype != torch.uint8:
-            raise ValueError(f"{files.describe(f'{name}_{suffix}')} has dtype {tensor.dtype}; expected {torch.uint8}")
+            raise ValueError(
+                f"got {files.describe(f'{name}_{suffix}')} with dtype {tensor.dtype}; expected {torch.uint8}"
+            )
     if blocks.dim() != 4 or blocks.shape[-1] != _BLOCK_BYTES:
         raise ValueError(
-            f"{files.describe(f'{name}_blocks')} has shape {tuple(blocks.shape)}; expected (E, N, K/32, {_BLOCK_BYTES})"
+            f"got {files.describe(f'{name}_blocks')} with shape {tuple(blocks.shape)}; expected (E, N, K/32, "
+            f"{_BLOCK_BYTES})"
         )
     for suffix, tensor, shape in (("scales", scales, blocks.shape[:3]), ("bias", bias, blocks.shape[:2])):
         if tensor.shape != shape:
             raise ValueError(
-                f"{files.describe(f'{name}_{suffix}')} has shape {tuple(tensor.shape)}; expected {tuple(shape)}"
+                f"got {files.describe(f'{name}_{suffix}')} with shape {tuple(tensor.shape)}; expected {tuple(shape)}"
             )
     check_scales(files.describe(f"{name}_scales"), scales)
     return blocks.flatten(-2), scales, bias

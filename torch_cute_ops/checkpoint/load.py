@@ -425,7 +425,7 @@ class Loader:
                 weight = self.files.read(f"{source}.weight")
                 if weight.shape != place.shape:
                     described = self.files.describe(f"{source}.weight")
-                    raise ValueError(f"{described} has shape {tuple(weight.shape)}; expected {tuple(place.shape)}")
+                    raise ValueError(f"got {described} with shape {tuple(weight.shape)}; expected {tuple(place.shape)}")
                 place.copy_(weight)
                 self.used.add(f"{source}.weight")
         given.module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
@@ -449,7 +449,7 @@ class Loader:
         shapes = [self.files.shape(each) for each in names]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(names) > 1 else shapes[0]
         if shape != old.shape or any(each[1:] != shape[1:] for each in shapes):
-            raise ValueError(f"{self.files.describe(names[0])} has shape {shape}; expected {tuple(old.shape)}")
+            raise ValueError(f"got {self.files.describe(names[0])} with shape {shape}; expected {tuple(old.shape)}")
         for each in names:
             if old.is_floating_point() and not self.files.is_floating(each):
                 raise ValueError(f"{self.files.describe(each)} is quantised; only linear layers can be")

@@ -77,10 +77,12 @@ def weight_of(
     if codes is None or scale is None:
         raise ValueError(f"{'qdata' if codes is None else 'scale'} is missing")
     if codes.dim() not in (2, 3) or codes.stride(-1) != 1 or codes.itemsize != 1:
-        raise ValueError(f"qdata has shape {tuple(codes.shape)} and strides {codes.stride()}; expected rows of bytes")
+        raise ValueError(
+            f"got qdata with shape {tuple(codes.shape)} and strides {codes.stride()}; expected rows of bytes"
+        )
     codes, scale = codes.view(torch.uint8), scale.view(torch.uint8) if scale.itemsize == 1 else scale
     if scale.dtype != torch.uint8:
-        raise ValueError(f"scale has dtype {scale.dtype}; expected {dtype}")
+        raise ValueError(f"got scale with dtype {scale.dtype}; expected {dtype}")
     factors = {}
     for name in ("per_tensor_scale", "act_per_tensor_scale"):
         given = factors[name] = tensors.get(name)
@@ -88,7 +90,9 @@ def weight_of(
             continue
         count = codes.shape[0] if codes.dim() == 3 and name == "per_tensor_scale" else 1
         if given.numel() not in (1, count) or not given.is_floating_point():
-            raise ValueError(f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}; expected {count} numbers")
+            raise ValueError(
+                f"got {name} with shape {tuple(given.shape)} and dtype {given.dtype}; expected {count} numbers"
+            )
         factors[name] = given.float()
     return Weight(fmt, codes, scale.view(dtype), is_swizzled, *factors.values())
 
@@ -101,7 +105,7 @@ def linear_tensors(weight: Weight) -> dict[str, Tensor]:
     """
     codes, fmt = weight.codes, weight.format
     if codes.dim() != 2:
-        raise ValueError(f"qdata has shape {tuple(codes.shape)}; expected (N, K/2)")
+        raise ValueError(f"got qdata with shape {tuple(codes.shape)}; expected (N, K/2)")
     n, k = codes.shape[0], 2 * codes.shape[1]
     tensors = {"weight": codes, "weight_scale": _linear_scales(weight, n, k)}
     if fmt == "nvfp4":

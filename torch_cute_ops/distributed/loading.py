@@ -205,7 +205,7 @@ class ShardedFiles(Files):
             tensor = f"{name}.{suffix}"
             if super().shape(tensor)[0] != experts:
                 shape = super().shape(tensor)
-                raise ValueError(f"{self.describe(tensor)} has shape {shape}; expected {experts} in dimension 0")
+                raise ValueError(f"got {self.describe(tensor)} with shape {shape}; expected {experts} in dimension 0")
             self._slices[tensor] = (0, begin, end)
 
         def own(tensor: str) -> str | None:

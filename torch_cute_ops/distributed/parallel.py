@@ -323,7 +323,7 @@ def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
     if isinstance(x, QuantizedRows):
         return
     if sequence and x.dim() < 2:
-        raise ValueError(f"the input has shape {tuple(x.shape)}; expected this rank's rows of it, (..., K)")
+        raise ValueError(f"got an input with shape {tuple(x.shape)}; expected this rank's rows of it, (..., K)")
     refuse_gradient(layer, x)
 
 

@@ -94,7 +94,7 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
     if not isinstance(amax, torch.Tensor):
         raise TypeError(f"amax is {amax!r}, a {type(amax).__name__}; expected a tensor, such as x.abs().amax()")
     if amax.numel() != 1:
-        raise ValueError(f"amax has shape {tuple(amax.shape)}; expected one element, such as x.abs().amax()")
+        raise ValueError(f"got amax with shape {tuple(amax.shape)}; expected one element, such as x.abs().amax()")
     amax = amax.detach().float().reshape(1)
     # full_like: for a Python number divided by a tensor, torch multiplies with the reciprocal and rounds twice.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)

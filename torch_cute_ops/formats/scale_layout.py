@@ -139,13 +139,14 @@ def convert_scales(
     blocks = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
     block_size = blocks.get(scale.dtype)
     if block_size is None:
-        raise TypeError(f"scale has dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
+        raise TypeError(f"got scale with dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
     if rows < 0 or k < 0 or k % block_size:
         raise ValueError(f"rows={rows} and k={k}; expected rows of whole blocks of {block_size} elements")
     before, after = resolve_scale_layout(source), resolve_scale_layout(target)
     count = before.padded_rows(rows) * before.padded_blocks(k // block_size)
     if scale.numel() != count:
         raise ValueError(
-            f"scale has shape {tuple(scale.shape)}; expected {count} elements: {source} scales of {rows} rows of {k}"
+            f"got scale with shape {tuple(scale.shape)}; expected {count} elements: {source} scales of "
+            f"{rows} rows of {k}"
         )
     return from_linear(to_linear(scale, before, rows, k // block_size), after)

@@ -224,14 +224,14 @@ class QuantLinear(nn.Module):
                 raise ValueError(f"{cls.__name__}: {name} is missing; activations={layer.activations!r} needs it")
             tensor = tensors[name].detach()
             if tensor.dtype != dtype:
-                raise TypeError(f"{cls.__name__}: {name} has dtype {tensor.dtype}; expected {dtype}")
+                raise TypeError(f"{cls.__name__}: got {name} with dtype {tensor.dtype}; expected {dtype}")
             if tensor.shape != shape:
-                raise ValueError(f"{cls.__name__}: {name} has shape {tuple(tensor.shape)}; expected {shape}")
+                raise ValueError(f"{cls.__name__}: got {name} with shape {tuple(tensor.shape)}; expected {shape}")
             layer._buffers[name] = layer._held(name, tensor.contiguous())
         if bias is not None:
             if bias.shape != (layer.out_features,):
                 raise ValueError(
-                    f"{cls.__name__}: bias has shape {tuple(bias.shape)}; expected {(layer.out_features,)}"
+                    f"{cls.__name__}: got bias with shape {tuple(bias.shape)}; expected {(layer.out_features,)}"
                 )
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         layer._derive()

@@ -118,7 +118,7 @@ class ExpertLayer(nn.Module):
         expected = {"router": (count, hidden), "router_bias": (count,), "bias": (count,)}
         for name, tensor in (("router", router), ("router_bias", router_bias), ("bias", bias)):
             if tensor is not None and tensor.shape != expected[name]:
-                got = f"{name} has shape {tuple(tensor.shape)}"
+                got = f"got {name} with shape {tuple(tensor.shape)}"
                 raise ValueError(f"ExpertLayer: {got}; expected {expected[name]}, to match the experts")
         if not 1 <= topk <= min(count, MAX_TOPK):
             raise ValueError(f"ExpertLayer: topk is {topk}; expected 1 to {min(count, MAX_TOPK)}")

@@ -31,12 +31,12 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
     """Check that ``tensor`` has one of ``dtypes``."""
     if tensor.dtype not in dtypes:
         raise TypeError(
-            f"cute::{op}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}; expected {_names(dtypes)}"
+            f"cute::{op}: got {name} with dtype {str(tensor.dtype).removeprefix('torch.')}; expected {_names(dtypes)}"
         )
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` is dense: that it has strides and is not quantised by torch."""
+    """Check that ``tensor`` is dense, with strides, and not quantised by torch."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
@@ -45,7 +45,7 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     """Check that ``tensor`` has ``shape``."""
     if tensor.shape != shape:
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}, {meaning}")
+        raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {tuple(shape)}, {meaning}")
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
@@ -108,7 +108,7 @@ def check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: t
 
 def _check_sizes(op: str, name: str, tensor: torch.Tensor, are_right: bool, expected: str) -> None:
     if not are_right:
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
+        raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}")
 
 
 def check_rows(
@@ -140,7 +140,7 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
     check_device(op, "residual", residual, "input", input.device)
     if overlaps_itself(residual):
         raise ValueError(
-            f"cute::{op}: residual has shape {tuple(residual.shape)} and strides {residual.stride()}, by which it "
+            f"cute::{op}: got residual with shape {tuple(residual.shape)} and strides {residual.stride()}, by which it "
             "overlaps itself, and it is updated in place; pass residual.contiguous()"
         )
 
@@ -249,7 +249,7 @@ def check_output(
     check_shape(op, name, tensor, shape, "the shape of the op's output")
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
-        raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
+        raise ValueError(f"cute::{op}: got {name} with strides {tensor.stride()}; expected a contiguous tensor")
 
 
 def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
@@ -276,7 +276,7 @@ def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, .
 def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
     """Check that ``tensor`` has two dimensions."""
     if tensor.dim() != 2:
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
+        raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}")
 
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
@@ -330,7 +330,7 @@ def check_expert_rows(
         )
     expected = "(E, max_rows, K), as there are no offsets" if offsets is None else "(R, K), as there are offsets"
     if input.dim() != (3 if offsets is None else 2):
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(input.shape)}; expected {expected}")
+        raise ValueError(f"cute::{op}: got {name} with shape {tuple(input.shape)}; expected {expected}")
     if offsets is None:
         experts = input.shape[0]
     else:

@@ -107,7 +107,7 @@ class GatedGemm(BackendPath[GatedCall]):
         fmt, layout, b_layout = self.fp4_format(call)
         _checks.check_packed(op, "w", b, fmt)
         if b.dim() != 3:
-            raise ValueError(f"cute::{op}: w has shape {tuple(b.shape)}; expected (E, 2·I, H/2)")
+            raise ValueError(f"cute::{op}: got w with shape {tuple(b.shape)}; expected (E, 2·I, H/2)")
         experts, rows, k = b.shape[0], b.shape[1], 2 * b.shape[2]
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"cute::{op}: w is of {experts} experts; expected 1 to {MAX_EXPERTS}")
@@ -124,7 +124,7 @@ class GatedGemm(BackendPath[GatedCall]):
             _checks.check_dtype(op, "alpha", call.alpha, (torch.float32,))
             if call.alpha.shape not in ((experts,), (experts, 2)):
                 raise ValueError(
-                    f"cute::{op}: alpha has shape {tuple(call.alpha.shape)}; expected ({experts},), or "
+                    f"cute::{op}: got alpha with shape {tuple(call.alpha.shape)}; expected ({experts},), or "
                     f"{(experts, 2)} for gate and up"
                 )
         self._check_global_scale(call.global_scale, experts, fmt)
@@ -147,7 +147,7 @@ class GatedGemm(BackendPath[GatedCall]):
         _checks.check_dtype(self.op, "global_scale", global_scale, (torch.float32,))
         if global_scale.numel() != 1 and global_scale.shape != (experts,):
             raise ValueError(
-                f"cute::{self.op}: global_scale has shape {tuple(global_scale.shape)}; expected one element, or "
+                f"cute::{self.op}: got global_scale with shape {tuple(global_scale.shape)}; expected one element, or "
                 f"({experts},)"
             )
 

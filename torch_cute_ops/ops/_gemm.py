@@ -129,16 +129,21 @@ class Gemm(BackendPath[GemmCall]):
         _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
         if alpha.numel() != 1 and alpha.shape not in shapes:
             expected = " or ".join(map(str, shapes))
-            raise ValueError(f"cute::{op}: alpha has shape {tuple(alpha.shape)}; expected one element, or {expected}")
+            raise ValueError(
+                f"cute::{op}: got alpha with shape {tuple(alpha.shape)}; expected one element, or {expected}"
+            )
         _checks.check_device(op, "alpha", alpha, "a", device)
 
     def _check_prefetch(self, prefetch: Tensor, device: torch.device) -> None:
         op = self.op
         if prefetch.dtype.itemsize != 1:
-            raise TypeError(f"cute::{op}: prefetch has dtype {prefetch.dtype}; expected one of a byte, such as uint8")
+            raise TypeError(
+                f"cute::{op}: got prefetch with dtype {prefetch.dtype}; expected one of a byte, such as uint8"
+            )
         if not is_prefetchable(prefetch):
             raise ValueError(
-                f"cute::{op}: prefetch has shape {tuple(prefetch.shape)} and strides {prefetch.stride()}; expected a "
+                f"cute::{op}: got prefetch with shape {tuple(prefetch.shape)} and strides {prefetch.stride()}; "
+                f"expected a "
                 f"contiguous matrix, such as a weight by rows, whose rows are multiples of {PREFETCH_MULTIPLE} bytes"
             )
         _checks.check_device(op, "prefetch", prefetch, "a", device)
@@ -147,7 +152,8 @@ class Gemm(BackendPath[GemmCall]):
         """Refuse a square ``b`` with the strides of a weight by rows, (N, K)."""
         if b.shape[0] == b.shape[1] > 1 and b.stride(0) != 1:
             raise ValueError(
-                f"cute::{self.op}: b has shape {tuple(b.shape)} and strides {b.stride()}, as a weight by rows has; "
+                f"cute::{self.op}: got b with shape {tuple(b.shape)} and strides {b.stride()}, as a weight by "
+                f"rows has; "
                 "expected its transposed view: pass weight.t()"
             )
 
@@ -304,7 +310,7 @@ class ExpertFP4Gemm(FP4Gemm):
         _checks.check_shape(op, "alpha", alpha, (call.a.shape[0], experts), "a row for each of a")
         if experts == 0 or k % (experts * EXPERT_MULTIPLE):
             raise ValueError(
-                f"cute::{op}: alpha has shape {(m, experts)}, for {experts} experts, and a row of w has {k} "
+                f"cute::{op}: got alpha with shape {(m, experts)}, for {experts} experts, and a row of w has {k} "
                 f"elements; expected the same number for each expert, a multiple of {EXPERT_MULTIPLE}"
             )
         _checks.check_device(op, "alpha", alpha, "a", call.a.device)
@@ -435,7 +441,7 @@ class GroupedFP8Gemm(FP8Gemm):
 
     def check_weight_shape(self, b: Tensor, columns: str) -> tuple[int, int, int]:
         if b.dim() != 3:
-            raise ValueError(f"cute::{self.op}: b has shape {tuple(b.shape)}; expected (E, N, {columns})")
+            raise ValueError(f"cute::{self.op}: got b with shape {tuple(b.shape)}; expected (E, N, {columns})")
         experts, n, held = b.shape
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"cute::{self.op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
@@ -448,7 +454,8 @@ class GroupedFP8Gemm(FP8Gemm):
             _checks.check_shape(op, "a", a, (a.shape[0], k), "the K of b")
         elif a.dim() != 3:
             raise ValueError(
-                f"cute::{op}: a has shape {tuple(a.shape)}; expected (E, rows of an expert, K), since offsets is None"
+                f"cute::{op}: got a with shape {tuple(a.shape)}; expected (E, rows of an expert, K), since "
+                f"offsets is None"
             )
         else:
             _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")

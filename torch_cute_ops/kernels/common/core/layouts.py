@@ -100,7 +100,7 @@ class Epilogue:
     def reason_unsupported(self, *, is_grouped: bool = False) -> str | None:
         """Return the reason that a GEMM, grouped or not, cannot apply this epilogue, or None if it can."""
         if self.bias_dtype not in (None, torch.float32, self.out_dtype):
-            return f"bias has dtype {self.bias_dtype}; it has to be float32 or the result's, {self.out_dtype}"
+            return f"got bias with dtype {self.bias_dtype}; expected float32 or the result's, {self.out_dtype}"
         if self.alpha == "expert_half":
             return "alpha is 'expert_half', but the GEMM is not gated"
         if self.is_by_expert and not is_grouped:
