@@ -5,7 +5,7 @@ import logging
 import torch
 
 from torch_cute_ops.runtime import settings, tuner, tuning
-from torch_cute_ops.runtime.tuner import Candidate, Key, Problem
+from torch_cute_ops.runtime.tuner import Candidate, Key, TuningTask
 
 A, B, C, LAST = Candidate("a", (1,)), Candidate("a", (2, "x")), Candidate("b", ()), Candidate("last", ())
 ESTIMATES = {A: 1.0, B: 2.0, C: 4.0, LAST: float("inf")}
@@ -21,7 +21,7 @@ class Clock:
     def __init__(self, seconds, wrong=(), estimates=ESTIMATES, **key):
         self.seconds, self.wrong = seconds, dict.fromkeys(wrong, "off by 3") if not isinstance(wrong, dict) else wrong
         self.checked, self.timed = [], []
-        self.problem = Problem("some_op", key_of(**key), estimates, self.check, self.time)
+        self.problem = TuningTask("some_op", key_of(**key), estimates, self.check, self.time)
 
     def check(self, candidate):
         self.checked.append(candidate)

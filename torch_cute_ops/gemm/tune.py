@@ -20,7 +20,7 @@ from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
 from torch_cute_ops.runtime import timing, tuner, tuning
-from torch_cute_ops.runtime.tuner import Candidate, Problem
+from torch_cute_ops.runtime.tuner import Candidate, TuningTask
 
 SETTINGS = timing.Settings(max_sets=1024, graph_ms=1.0, max_rounds=15)
 SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
@@ -40,7 +40,7 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
     if key is not None and tuning.is_on():
         bench = bench_of(problem, bucket(m), target)
         try:
-            tuner.tune(Problem(op, key, estimates(problem, bucket(m), target), bench.check, bench.time))
+            tuner.tune(TuningTask(op, key, estimates(problem, bucket(m), target), bench.check, bench.time))
         finally:
             bench.free()
 

@@ -1,8 +1,8 @@
 """Choice of a backend and tactic by timing the candidates on this GPU, remembered for later calls.
 
-The tuner is independent of ops, and times nothing outside an ``autotune`` block (``tuning.py``). A ``Problem`` provides
-the candidates with their estimated times, and functions that check and time them. Choices are kept in memory and in a
-file (``tuning_file.py``). With ``torch.distributed``, all ranks make the same choice (``agreement.py``).
+The tuner is independent of ops, and times nothing outside an ``autotune`` block (``tuning.py``). A ``TuningTask``
+provides the candidates with their estimated times, and functions that check and time them. Choices are kept in memory
+and in a file (``tuning_file.py``). With ``torch.distributed``, all ranks make the same choice (``agreement.py``).
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch_cute_ops.runtime.provenance import source_digest, text_digest
 from torch_cute_ops.runtime.toolchain import compiler_versions
 from torch_cute_ops.runtime.tuning_file import FORMAT, Candidate, Key, Tuned, TuningFile, canonical
 
-__all__ = ["Candidate", "Key", "Problem", "canonical", "lookup", "tune", "versions"]
+__all__ = ["Candidate", "Key", "TuningTask", "canonical", "lookup", "tune", "versions"]
 
 log = logging.getLogger("torch_cute_ops")
 
@@ -31,7 +31,7 @@ HOPELESS: Final = 4.0
 
 
 @dataclass(frozen=True)
-class Problem:
+class TuningTask:
     """Candidates of a choice.
 
     Attributes:
@@ -80,7 +80,7 @@ def lookup(key: Key) -> Candidate | None:
     return choices.tuned.get(key) or choices.untuned.get(key)
 
 
-def tune(problem: Problem) -> None:
+def tune(problem: TuningTask) -> None:
     """Make sure, inside an ``autotune`` block, that ``lookup`` finds a choice for the problem's key.
 
     Each key is tuned once per block. Does nothing outside a block, while a stream captures, or if there is only one
@@ -151,7 +151,7 @@ def path() -> Path | None:
 # A vote is JSON: {"have": candidate}, {"times": [[candidate, seconds], ...]} or {"failed": reason}.
 
 
-def _vote(problem: Problem) -> str:
+def _vote(problem: TuningTask) -> str:
     """Return this process's vote: an existing choice, measured times, or the reason of a failure."""
     have = _choices().tuned.get(problem.key)
     if have in problem.estimates:
@@ -166,7 +166,7 @@ def _vote(problem: Problem) -> str:
     return canonical({"times": list(times.items())})
 
 
-def _times(problem: Problem) -> dict[Candidate, float | None]:
+def _times(problem: TuningTask) -> dict[Candidate, float | None]:
     """Time the correct candidates in the first shortlist that contains any.
 
     Returns:
@@ -190,7 +190,7 @@ def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]
     yield from ([candidate] for candidate in ordered[len(first) :])
 
 
-def _is_right(problem: Problem, candidate: Candidate) -> bool:
+def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
     try:
         wrong = problem.check(candidate)
     except Exception as error:  # of any backend, the DSL or CUDA
@@ -200,7 +200,7 @@ def _is_right(problem: Problem, candidate: Candidate) -> bool:
     return wrong is None
 
 
-def _decide(problem: Problem, votes: Mapping[int, str]) -> str:
+def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
     """Return the decision on the ranks' votes, as JSON:
 
     the candidate, if it is tuned, and its mean duration, seconds.
@@ -228,7 +228,7 @@ def _decision(candidate: Candidate, tuned: bool, seconds: float | None) -> str:
     return canonical({"candidate": candidate, "tuned": tuned, "seconds": seconds})
 
 
-def _adopt(problem: Problem, text: str) -> None:
+def _adopt(problem: TuningTask, text: str) -> None:
     """Use a decision, and write it to the file if it was tuned."""
     decision = json.loads(text)
     candidate, seconds = _candidate(decision["candidate"]), decision["seconds"]
