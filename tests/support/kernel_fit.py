@@ -56,12 +56,12 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     if isinstance(case, Tcgen05ExpertsCase):
         # One kernel finds the touched experts, another adds up partial sums.
         count += config.routed + config.has_partial_sums
-    of_few_rows = getattr(config, "of_few_rows", None)
-    count += of_few_rows is not None
+    few_rows = getattr(config, "few_rows_config", None)
+    count += few_rows is not None
     assert len(kernels) == count
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))
-    of_each = [threads] * count if of_few_rows is None else [threads, of_few_rows.threads]
+    of_each = [threads] * count if few_rows is None else [threads, few_rows.threads]
     for resources, launched in zip(kernels, of_each, strict=True):
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
         # Static shared memory is not used: CUDA 12 allows only 48 KB of it.

@@ -68,8 +68,17 @@ class FP8Backend(Backend):
 
         def launch(given: Operands, out: torch.Tensor) -> None:
             function(
-                *(given.a, given.b, given.a_scale, given.b_scale, given.offsets, given.counts),
-                *(given.alpha, given.bias, out, given.prefetch if prefetches else None, max_ctas),
+                given.a,
+                given.b,
+                given.a_scale,
+                given.b_scale,
+                given.offsets,
+                given.counts,
+                given.alpha,
+                given.bias,
+                out,
+                given.prefetch if prefetches else None,
+                max_ctas,
             )
 
         return launch

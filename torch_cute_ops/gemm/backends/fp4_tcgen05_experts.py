@@ -112,8 +112,15 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         def launch(given: Operands, out: torch.Tensor) -> None:
             workspace = new_bytes(device, workspace_bytes(given.a.shape[0], n, experts)) if has_workspace else None
             function(
-                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
-                *(out, workspace, num_ctas),
+                given.a,
+                given.a_scale,
+                given.b,
+                given.b_scale,
+                given.alpha,
+                given.bias,
+                out,
+                workspace,
+                num_ctas,
             )
 
         return launch

@@ -172,8 +172,17 @@ class FP4Wgmma(FP4KernelBackend):
 
         def launch_rearranging(given: Operands, out: torch.Tensor) -> None:
             function(
-                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
-                *(out, None, given.prefetch if prefetches else None, 0, 0),
+                given.a,
+                given.a_scale,
+                given.b,
+                given.b_scale,
+                given.alpha,
+                given.bias,
+                out,
+                None,
+                given.prefetch if prefetches else None,
+                0,
+                0,
             )
 
         if config.rearranges:
@@ -186,8 +195,17 @@ class FP4Wgmma(FP4KernelBackend):
         def launch(given: Operands, out: torch.Tensor) -> None:
             workspace = new_bytes(device, -(-given.a.shape[0] // tile_m) * size)
             function(
-                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
-                *(out, workspace, None, num_ctas, has_partial_sums),
+                given.a,
+                given.a_scale,
+                given.b,
+                given.b_scale,
+                given.alpha,
+                given.bias,
+                out,
+                workspace,
+                None,
+                num_ctas,
+                has_partial_sums,
             )
 
         return launch

@@ -107,8 +107,15 @@ class Routed(RoutedBackend):
         def launch(given: Operands, out: torch.Tensor) -> None:
             workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
             function(
-                *(given.a, given.a_scale, given.b, given.b_scale, given.alpha, given.bias),
-                *(out, workspace, num_ctas),
+                given.a,
+                given.a_scale,
+                given.b,
+                given.b_scale,
+                given.alpha,
+                given.bias,
+                out,
+                workspace,
+                num_ctas,
             )
 
         return launch

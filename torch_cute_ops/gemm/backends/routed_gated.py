@@ -149,9 +149,20 @@ class RoutedGated(RoutedBackend):
         def launch(given: GatedOperands, out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
             workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
             function(
-                *(given.a, given.a_scale, given.b, given.b_scale, given.routing, given.alpha, given.bias),
-                *(given.global_scale, given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit),
-                *(*out, workspace, num_ctas),
+                given.a,
+                given.a_scale,
+                given.b,
+                given.b_scale,
+                given.routing,
+                given.alpha,
+                given.bias,
+                given.global_scale,
+                given.swiglu_alpha,
+                given.swiglu_beta,
+                given.swiglu_limit,
+                *out,
+                workspace,
+                num_ctas,
             )
 
         return launch
