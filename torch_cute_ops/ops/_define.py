@@ -325,7 +325,7 @@ def _in_closure(source: str, names: Iterable[str]) -> str:
     """Return the source of a function ``make`` of these names that returns the functions of ``source``.
 
     ``torch.compile`` would look for globals in a module; variables of an enclosing function it finds. A function's code
-    can be replaced only by code with as many free variables: ``{closure}`` lists all names in each function.
+    can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
     """
     body = source.replace("{closure}", ", ".join(names))
     lines = "".join(f"    {line}\n" if line else "\n" for line in body.splitlines())

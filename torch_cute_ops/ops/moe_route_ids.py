@@ -110,7 +110,7 @@ def moe_route_ids(
         alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
             need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
             the GEMM chooses its tactic by R, padding included.
-        max_rows: rows reserved for each expert (masked layout); ``None`` reserves as many rows as each expert needs.
+        max_rows: rows reserved for each expert (masked layout); ``None`` reserves the rows that each expert needs.
         out: contiguous tensors to write ``(expanded_to_permuted, permuted_to_expanded, offsets, counts)`` into.
 
     Returns:

@@ -36,7 +36,7 @@ BLOCK_SCALED_N: Final = 16
 BLOCK_SCALED_K: Final = 32
 """Divisors of N and K that PyTorch requires for a block-scaled GEMM."""
 BLOCK_SCALED_TILE: Final = 128
-"""Rows and columns of a CTA's tile of a block-scaled GEMM; pairs of CTAs have twice as many (an assumption)."""
+"""Rows and columns of a CTA's tile of a block-scaled GEMM; pairs of CTAs double both (an assumption)."""
 RAMP_SECONDS: Final = 1.5e-6
 """Pipeline fill and last epilogue of a block-scaled GEMM (an assumption)."""
 L2_RATE: Final = 2
