@@ -1,4 +1,4 @@
-"""What the cost model knows of a GPU's memory: as its driver reports it, and as data sheets have it."""
+"""Memory bandwidth in the cost model, from the driver and from data sheets."""
 
 import ctypes
 
@@ -14,7 +14,7 @@ CLOCK, BUS = 36, 37
 
 
 class Driver:
-    """One that knows two attributes of a device, or says that it does not."""
+    """CUDA driver that reports two attributes of a device, or an error for an attribute that is None."""
 
     def __init__(self, kilohertz, bits):
         self.attributes = {CLOCK: kilohertz, BUS: bits}
@@ -32,7 +32,7 @@ class Driver:
 
 @pytest.fixture
 def target(monkeypatch):
-    """A function that makes the target of a GPU that is not here: its compute capability, SMs, memory clock and bus."""
+    """Return a function that makes a target from a compute capability, SMs, memory clock (MHz) and bus (bits)."""
 
     def made(capability, sms, megahertz, bits):
         kilohertz = None if megahertz is None else megahertz * 1000
@@ -68,7 +68,7 @@ def test_bandwidth(target, gpu, tbps):
 
 
 def test_gpus_of_a_kind_are_planned_for_alike(target):
-    """And as ahead of time: whatever clock a driver reports, choices are those of a GPU of the list."""
+    """Check that a bandwidth within 3 % of a listed GPU's counts as the listed one, as in ahead-of-time plans."""
     for arch in ARCHS.values():
         for gpu, listed in zip(arch.gpus, cost.usual_targets(arch), strict=True):
             for reported in (0.97 * gpu.bandwidth, 1.03 * gpu.bandwidth):
@@ -78,7 +78,10 @@ def test_gpus_of_a_kind_are_planned_for_alike(target):
 
 @pytest.mark.parametrize("problem", [fp8_problem(16384, 16384), fp4_problem(16384, 16384)], ids=["fp8", "fp4"])
 def test_estimates_are_of_the_memory(target, problem):
-    """One row takes longer on an H100 than on an H200, and 8,192 rows about as long: they differ in nothing else."""
+    """Check that one row takes longer on an H100 than on an H200, and 8,192 rows take about as long.
+
+    The two GPUs differ in memory bandwidth alone.
+    """
 
     def least(m, gpu):
         choice = select.choose(problem, m, gpu)

@@ -1,6 +1,6 @@
-"""The backend ``cublas`` where tensor cores take NVFP4: when codes stay as they are, and what PyTorch is asked for.
+"""The backend ``cublas`` on GPUs whose tensor cores take NVFP4: choice of block-scaled GEMMs, and calls of PyTorch.
 
-No such GPU was at hand. PyTorch's meta kernels check the calls; the sums are the reference's.
+The tests run without such a GPU: PyTorch's meta kernels check the calls, and the reference computes the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKEND = backend_for("cublas", fp4_problem())
 LAYOUT = SCALE_LAYOUTS["128x4"]
 DECODED, BLOCK_SCALED = (), ("block_scaled",)
 SCALED_MM, SCALED_MM_V2 = torch._scaled_mm, getattr(torch, "_scaled_mm_v2", None)
-two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 has no scales of tensors beside blocks'")
+two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 lacks tensor-wide scales")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 has
     ],
 )
 def test_which_operands_stay_codes(codes: bool, problem: Any) -> None:
-    """The rest is decoded, by the kernels of before."""
+    """Check which problems are passed to PyTorch as codes; all others are decoded first."""
     for arch in ARCHS.values():
         target = usual_targets(arch)[0]
         tactics = BACKEND.tactics(problem, 64, target)
@@ -65,14 +65,14 @@ def test_cuda_has_it(version: str | None, takes: bool, monkeypatch: pytest.Monke
 
 
 def meta(value: Any) -> Any:
-    """A tensor without contents, or a list of them; anything else is itself."""
+    """Return meta tensors for a tensor or a list of tensors, and any other value unchanged."""
     if isinstance(value, list):
         return [meta(one) for one in value]
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 class Calls(list[SimpleNamespace]):
-    """What stands for PyTorch's functions: their own checks, and the reference's sums."""
+    """Replacements of PyTorch's scaled GEMMs, with PyTorch's own checks and the reference's results."""
 
     def scaled_mm_v2(
         self, a: Any, b: Any, a_scales: Any, recipe: Any, swizzle: Any, b_scales: Any, *rest: Any, out: Any
@@ -98,7 +98,7 @@ class Calls(list[SimpleNamespace]):
 
 
 def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Two calls of a launcher; their results are right."""
+    """Call a launcher twice, check the results, and return the calls of PyTorch."""
     m, n, k = 9, 48, 96
     calls = Calls()
     problem = fp4_problem(n, k, out_dtype=epilogue.out_dtype, alpha=epilogue.alpha, bias_dtype=epilogue.bias_dtype)
@@ -118,7 +118,7 @@ def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
 @two_levels
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
 def test_one_alpha_is_a_scale_of_the_tensor(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call, in the dtype of the result; the other tensor's scale is 1, made once."""
+    """Check that one call applies alpha as a tensor-wide scale; the second tensor's scale of 1 is made once."""
     from torch.nn.functional import ScalingType, SwizzleType
 
     first, second = call(Epilogue(out_dtype, "one"), monkeypatch)
@@ -139,14 +139,14 @@ def test_without_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     "epilogue", [Epilogue(BF16, "column"), Epilogue(FP16, "one", FP16), Epilogue(FP32, "column", FP32)], ids=str
 )
 def test_other_epilogues_follow_in_fp32(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the one rounding."""
+    """Check that other epilogues are applied to fp32 results, so that rounding happens once."""
     one, _ = call(epilogue, monkeypatch)
     assert (len(one.recipe), one.dtype, one.factors) == (1, FP32, [])
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue(BF16), Epilogue(BF16, "one"), Epilogue(FP16, "column", FP32)], ids=str)
 def test_before_torch_2_10(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GEMM without scales of tensors: every alpha follows in fp32."""
+    """Check that every alpha is applied in fp32 after the GEMM if PyTorch takes no tensor-wide scales."""
     monkeypatch.setattr(cublas, "HAS_TWO_LEVELS", False)
     one, _ = call(epilogue, monkeypatch)
     assert one.dtype == (BF16 if epilogue.alpha is None else FP32)

@@ -1,4 +1,4 @@
-"""What ``FlopCounterMode`` counts of the ops."""
+"""Operations that ``FlopCounterMode`` counts for the ops."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def counted(function, *args):
 
 @each_sample(case for case in form_cases() if case.values[0].has_backends)
 def test_a_gemm_is_two_operations_a_product(op, name, device):
-    """2·M·N·K: of all rows that experts have room for, and of all experts that a row may have."""
+    """Check the count of 2·M·N·K, over all rows that fit into the experts' buffers and all experts of a row."""
     sample = get_sample(op, name, device)
     outputs = call(op, sample)
     a = arguments(op, sample)["a"]
@@ -33,7 +33,7 @@ def test_a_gemm_is_two_operations_a_product(op, name, device):
     if op.path.prologue_gate:
         k //= 2
     w = arguments(op, sample).get("w")
-    # A gate makes one column of two rows of the weight.
+    # A gate combines two rows of the weight into one column of the result.
     columns = w.shape[:-1].numel() if w is not None else outputs[0].shape[-1]
     want = 2 * outputs[0].shape[:-1].numel() * columns * k
     assert counted(call, op, sample) == counted(call_function, op, sample) == want

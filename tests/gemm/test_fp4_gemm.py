@@ -1,4 +1,4 @@
-"""``mm_fp4`` and ``mm_fp4_weight_only``: exact sums, float64, what does not depend on M, and calls."""
+"""``mm_fp4`` and ``mm_fp4_weight_only``: exact sums, comparison with float64, independence of M, and calls."""
 
 import inspect
 
@@ -26,7 +26,7 @@ by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.id in
 
 
 def backends_of(op, sample, device):
-    """Names of the backends that can compute a call."""
+    """Return the names of the backends that support a call."""
     given = arguments(op, sample)
     reasons = op.backends(torch.device(device), **given)
     return [name for name, reason in reasons.items() if reason is None]
@@ -36,7 +36,7 @@ def backends_of(op, sample, device):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_exact_sums(op, fmt, layout, device):
-    """Where every partial sum is a float32, every backend gives the sum."""
+    """Check that every backend gives the exact sum if every partial sum is a float32 number."""
     samples = SAMPLES[op.name]
     if layout not in samples.layouts:
         return
@@ -54,7 +54,7 @@ def test_exact_sums(op, fmt, layout, device):
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
-    """Row i of ``a`` is the i-th unit vector, so row i of the result is what row i of ``b`` decodes to."""
+    """Check that the i-th unit vector as row i of ``a`` gives the decoded row i of ``b``."""
     k, n = 96, 40
     sample = SAMPLES[op.name].sample("", k, n, k, fmt, "linear", torch.device(device), out_dtype=torch.float32)
     given = arguments(op, sample)
@@ -73,7 +73,7 @@ def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
 
 
 def drawn_choices(data, layouts):
-    """Format, scale layout and the result's dtype."""
+    """Draw a format, a scale layout and the result's dtype."""
     fmt, layout = data.draw(st.sampled_from((NVFP4, MXFP4))), data.draw(st.sampled_from(layouts))
     return fmt, layout, data.draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
 
@@ -81,7 +81,7 @@ def drawn_choices(data, layouts):
 @by_op
 @given_by(data=st.data())
 def test_any_size(op, data):
-    """Any M, N and K, format, layout and output; within what fp32 accumulation may lose."""
+    """Check random M, N and K, format, layout and output, within the error of fp32 accumulation."""
     fmt, layout, out_dtype = drawn_choices(data, SAMPLES[op.name].layouts)
     m, n = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 70))
     k = data.draw(st.integers(1, 12)) * fmt.block_size
@@ -93,7 +93,7 @@ def test_any_size(op, data):
 
 
 def test_rows_of_the_reference_do_not_depend_on_their_number():
-    """Where large terms cancel, the order of the sum shows: it is the same for a row alone and among others."""
+    """Check that a row is summed in the same order alone and among others; large terms that cancel show the order."""
     layout = SCALE_LAYOUTS["linear"]
     for _ in range(300):
         codes = torch.randint(0, 256, (29, 48), dtype=torch.uint8)
@@ -106,7 +106,7 @@ def test_rows_of_the_reference_do_not_depend_on_their_number():
 
 @by_op
 def test_a_weight_as_it_is_trained(op, device):
-    """Quantised by the package's own op, with no layout named: the GEMM of the numbers that the codes stand for."""
+    """Check the GEMM of a weight that the package quantised in the default layout against its decoded numbers."""
     x, weight = torch.randn(9, 256, device=device), torch.randn(72, 256, device=device)
     g = torch_cute_ops.nvfp4_global_scale(weight.abs().amax())
     codes, scale = torch_cute_ops.fp4_quantize(weight, g)
@@ -128,7 +128,7 @@ def test_a_weight_as_it_is_trained(op, device):
 @by_op
 @pytest.mark.parametrize("backend", ["mma_sync", "cublas"])
 def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
-    """The GEMM's, and one for each layout of what is decoded in memory."""
+    """Check that ``precompile`` keeps the GEMM's kernel, and a decoding kernel for each layout to decode."""
     kept = []
     monkeypatch.setattr("torch_cute_ops.registry.keep", lambda kernel, arch: kept.append((kernel, arch.name)))
     layout = "8x4" if op.name == "mm_fp4" else "128x4"
@@ -147,7 +147,7 @@ def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """What ``warmup`` calls has the sizes and dtypes of the properties."""
+    """Check that the example that ``warmup`` calls matches the given properties."""
     kwargs = op.path.example(n=48, k=64, m=3, alpha="column", block_size=32, out_dtype=torch.float32, device="cpu")
     given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (48,)
@@ -157,7 +157,7 @@ def test_the_example_is_a_call(op):
 
 @by_op
 def test_every_call_has_kernels(op):
-    """On a GPU; also one without columns, which nothing computes."""
+    """Check that every sample gives kernels on a GPU, even a sample without columns, for which no kernel runs."""
     for sample in sample_inputs(op.name, torch.device("cpu")):
         given = arguments(op, sample) | {"backend": "auto"}
         if given["scale_layout"] == "linear" and given["b"].shape[0] * 2 // given["block_size"] % 4:
@@ -166,12 +166,12 @@ def test_every_call_has_kernels(op):
         assert kernels and all(kernel.make().config is not None for kernel in kernels), sample.name
 
 
-# What calls share
+# Reuse between calls
 
 
 @pytest.mark.usefixtures("launches")
 def test_a_call_after_a_capture_is_tuned(monkeypatch):
-    """In a capture nothing is; what was taken there is not kept for calls outside of it."""
+    """Check that a capture does not tune, and that later calls do not reuse the capture's untuned choice."""
     op = OPS["mm_fp4_weight_only"]
     tuned, capturing = [], False
     monkeypatch.setattr("torch_cute_ops.gemm.tune.tune", lambda *args: tuned.append(args))
@@ -190,7 +190,7 @@ def test_a_call_after_a_capture_is_tuned(monkeypatch):
 
 @pytest.mark.usefixtures("launches")
 def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
-    """The second call of the same shapes finds what computes it; another alpha, layout or dtype is another call."""
+    """Check that a second call of the same shapes reuses its launcher; a new alpha, layout or dtype is checked."""
     op = OPS["mm_fp4_weight_only"]
     checked = []
     check = Gemm.check
@@ -217,8 +217,7 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_block_scaled_mma_takes_codes(launches, fmt, layout, monkeypatch):  # noqa: F811
-    """Where there is such an MMA, one launch multiplies both operands as they are; elsewhere the activations are
-    decoded before."""
+    """Check that GPUs with a block-scaled MMA multiply codes in one launch; on others a first launch decodes ``a``."""
     op = OPS["mm_fp4"]
     sample = SAMPLES["mm_fp4"].sample("", 21, 136, 512, fmt, layout, torch.device("cpu"), out_dtype=torch.float32)
     (want,) = results(arguments(op, sample))

@@ -1,4 +1,4 @@
-"""The FP4 GEMMs on a GPU: every tactic of every backend, rows, captures, launches behind each other, streams."""
+"""FP4 GEMMs on a GPU: every tactic of every backend, rows, captures, consecutive launches, streams."""
 
 import random
 
@@ -23,7 +23,7 @@ from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
 
-# M, N, K; the result's dtype, alpha and bias, and the dtype of activations that are not in FP4
+# M, N, K; dtype of the result, alpha and bias, and dtype of activations that are not in FP4
 CALLS = [
     (1, 64, 64, torch.float32, None, None, torch.bfloat16),
     (9, 136, 288, torch.bfloat16, "one", torch.bfloat16, torch.float16),
@@ -40,7 +40,12 @@ by_kernel = pytest.mark.parametrize("name", ["wgmma", "tcgen05", "mma_sync"])
 
 
 def gpu_target(name, has_a_scale=True):
-    """The GPU, where the backend can compute there; ``has_a_scale``: with activations in FP4."""
+    """Return the current GPU's target, or skip the test if the backend does not support it.
+
+    Args:
+        name: Backend's name.
+        has_a_scale: True for activations in FP4.
+    """
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -50,7 +55,7 @@ def gpu_target(name, has_a_scale=True):
 
 
 def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat16, **kwargs):
-    """Arguments whose partial sums are all float32 numbers."""
+    """Return arguments whose partial sums are all float32 numbers."""
     samples = SAMPLES[op.name]
     powers = POWERS[fmt.scale_format]
     given = arguments(
@@ -62,7 +67,7 @@ def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat
 
 
 def prepared(op, given):
-    """The problem that a call is, and its operands as backends take them."""
+    """Return a call's problem, and its operands in the form that backends take."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -75,8 +80,7 @@ def prepared(op, given):
 @by_op
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
 def test_every_tactic(op, name, sizes):
-    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned: of one format in
-    one run, and of the other in the next, by chance."""
+    """Check exact sums of every tactic bit for bit, in poisoned outputs. Each run draws one of the two formats."""
     fmt = random.choice([NVFP4, MXFP4])
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
@@ -102,12 +106,14 @@ def test_every_tactic(op, name, sizes):
 @by_op
 @pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in TILES_N for rows in TILES_N[tokens][1:]])
 def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
-    """Bit for bit, where sums are exact, also for sizes for which the backend would take other rows; the last tile is
-    short, and begins in the middle of a tile of scales."""
+    """Check exact sums bit for bit, also with a tile_n that the backend would not choose for the size.
+
+    The last tile is short, and begins in the middle of a tile of scales.
+    """
     target = gpu_target("wgmma")
-    # Tiles of one row are NVFP4's.
+    # Only NVFP4 supports tiles of one row.
     fmt, layout = random.choice([(NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4")][: 2 if tokens == 1 else 3])
-    k = 2336 if layout == "128x4" else 2304  # rows of linear scales have whole 16 bytes
+    k = 2336 if layout == "128x4" else 2304  # rows of linear scales are multiples of 16 bytes
     given = exact_call(op, target, tokens + 1, 1000, k, fmt, layout, torch.float32)
     want = results(given)[0]
     problem, operands = prepared(op, given)
@@ -119,7 +125,7 @@ def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
 
 @pytest.mark.parametrize("rows", TILES_N[1])
 def test_one_row_of_the_largest_codes(rows):
-    """The sums of blocks that need the most bits, 15 products of 36 and one of a quarter, are exact."""
+    """Check that blocks whose sums need the most bits are exact: 15 products of 36 and one of a quarter."""
     target = gpu_target("wgmma")
     n, k, block = 520, 2048, NVFP4.block_size
     given = exact_call(OPS["mm_fp4"], target, 1, n, k, NVFP4, "128x4", torch.float32, alpha=None)
@@ -138,7 +144,7 @@ def test_one_row_of_the_largest_codes(rows):
 
 @pytest.mark.parametrize("split", [1, 4])
 def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
-    """Where sums are rounded: by warpgroups with all rows of the weight, and by warps with bands of it."""
+    """Check that each tile_n gives the same rounded sums, except in rows that several warps share."""
     target = gpu_target("wgmma")
     samples = SAMPLES["mm_fp4"]
     n = 160  # of one tile
@@ -148,12 +154,12 @@ def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
     for rows, out in zip(TILES_N[1], outs, strict=True):
         backend_for("wgmma", problem).launcher(problem, WgmmaTactic(1, rows, split), target)(operands, out)
     for rows, out in zip(TILES_N[1], outs, strict=True):
-        same = rows // 64 * 64  # Of the bands behind them, which several warps share, there are several sums.
+        same = rows // 64 * 64  # Several warps share the remaining rows and add in another order.
         assert torch.equal(out[:, :same], outs[0][:, :same]), rows
 
 
 def check_first_rows(launch, columns, device, tactic):
-    """The first of 100 rows are the same alone, and all of them when computed again."""
+    """Check that the first of 100 rows give the same bits alone, and that all rows repeat theirs in a second call."""
     every = []
     for rows in (100, 100, 33, 1):
         every.append(torch.full((rows, columns), torch.nan, device=device))
@@ -165,7 +171,7 @@ def check_first_rows(launch, columns, device, tactic):
 @by_op
 @by_kernel
 def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
-    """On one tactic, with numbers whose sums are rounded; nor does it change from call to call."""
+    """Check that each tactic gives a row the same rounded sums alone, among others, and in a second call."""
     samples = SAMPLES[op.name]
     target = gpu_target(name, samples.has_a_scale)
     device = target.device
@@ -176,7 +182,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
         launch = backend.launcher(problem, tactic, target)
 
         def of_rows(rows, out, launch=launch):
-            # The scales of the first rows come first in each tile of 128.
+            # In each tile of 128 rows, the scales of the first rows come first.
             launch(operands._replace(a=operands.a[:rows]), out)
 
         check_first_rows(of_rows, 392, device, tactic)
@@ -187,7 +193,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @by_kernel
 def test_the_same_sums_every_time(op, fmt, name):
-    """Launch after launch: chunks that are in L2 come soon after they are asked for, and must not come too soon."""
+    """Check 100 consecutive launches: k tiles arrive early from L2, and must not overwrite a stage in use."""
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
     want = results(given)[0].to(target.device)
@@ -205,7 +211,7 @@ def test_the_same_sums_every_time(op, fmt, name):
 @by_op
 @by_kernel
 def test_a_captured_call_serves_other_operands(op, name):
-    """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""
+    """Check that a replayed graph reads its current operands, which copies in the graph write just before the GEMM."""
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     used, *others = (exact_call(op, target, 24, 776, 1344, NVFP4, "128x4", torch.float32) for _ in range(4))
     tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
@@ -227,7 +233,7 @@ def test_a_captured_call_serves_other_operands(op, name):
 
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 def test_gemms_behind_each_other(name):
-    """Operands may come from the launch before: another GEMM, or the quantisation of the weight."""
+    """Check GEMMs whose operands the previous launch writes: another GEMM, or the quantisation of the weight."""
     device = gpu_target(name).device
     weights = torch.randn(6, 512, 512, device=device)
     a = torch.randn(20, 512, device=device, dtype=torch.bfloat16)
@@ -254,7 +260,7 @@ def test_gemms_behind_each_other(name):
 @by_op
 @by_kernel
 def test_gemms_on_several_streams(op, name):
-    """Calls that run at the same time do not meet in a workspace."""
+    """Check that concurrent calls do not share a workspace."""
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     calls = [exact_call(op, target, 24, 776, 4096, NVFP4, "128x4", torch.float32) | {"backend": name} for _ in range(3)]
     wants = [results(given)[0] for given in calls]
@@ -271,11 +277,11 @@ def test_gemms_on_several_streams(op, name):
         assert all(torch.equal(out.cpu(), want) for out in every)
 
 
-# What only a GPU can tell of block-scaled tensor cores: docs/limits.md lists it.
+# Properties of block-scaled tensor cores that only a GPU can show; docs/limits.md lists them.
 
 
 def block_scaled_results(given):
-    """By each backend and tactic of ``mm_fp4`` that leaves codes to the tensor cores: its name, and the result."""
+    """Yield name, tactic and result of each ``mm_fp4`` backend that passes codes to the tensor cores."""
     target = gpu_target(None)
     if not target.arch.fp4_flops_per_clock:
         pytest.skip("needs tensor cores that take FP4")
@@ -291,7 +297,7 @@ def block_scaled_results(given):
 
 
 def block_scaled_call(scales=None):
-    """A call whose scales are in the 128x4 layout."""
+    """Return a call whose scales are in the 128x4 layout."""
     return arguments(
         OPS["mm_fp4"],
         SAMPLES["mm_fp4"].sample(
@@ -301,7 +307,7 @@ def block_scaled_call(scales=None):
 
 
 def test_the_sign_of_a_scale_counts():
-    """PTX's ue4m3 has no sign bit: tensor cores may ignore it. No quantising op sets it."""
+    """Check that negative scales count, although PTX's ue4m3 lacks a sign bit. No quantising op sets it."""
     given = block_scaled_call(POWERS["e4m3"])
     given["b_scale"].view(torch.uint8)[::3] |= 0x80
     (want,) = results(given)
@@ -314,7 +320,7 @@ def test_nan_scales_make_their_row_or_column_nan():
     (want,) = results(given)
     for scale, rows in (("a_scale", (3, slice(None))), ("b_scale", (slice(None), 5))):
         spoilt = {**given, scale: given[scale].clone()}
-        # Of row 3, or column 5, the first block: 128x4 tiles have 16 bytes a row of 32.
+        # First block of row 3 or column 5: 128x4 tiles interleave rows at a stride of 16 bytes.
         spoilt[scale].view(torch.uint8).view(-1)[16 * (3 if scale == "a_scale" else 5)] = 0x7F
         expected = want.clone()
         expected[rows] = torch.nan
@@ -324,7 +330,7 @@ def test_nan_scales_make_their_row_or_column_nan():
 
 
 def test_sums_are_as_exact_as_fp32():
-    """In whatever order and width the tensor cores add: 16 products at least may lose a bit of fp32 each time."""
+    """Check sums within one fp32 rounding per 16 products, in any order that the tensor cores add."""
     given = block_scaled_call()
     (want,) = results(given)
     positive = {**given, "a": given["a"] & 0x77, "b": (given["b"].t() & 0x77).t()}

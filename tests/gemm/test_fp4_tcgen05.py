@@ -1,4 +1,4 @@
-"""The backend ``tcgen05``: what it takes, its tactics, estimates, and that its launcher's call is the kernel's."""
+"""The backend ``tcgen05``: supported problems, tactics, estimates, and its launcher's call of the kernel."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_where_it_runs():
 @pytest.mark.parametrize("k", [64, 512, 16_384])
 @pytest.mark.parametrize("m", [1, 8, 9, 32, 64, 65, 250, 4096])
 def test_tactics(m, k):
-    """No tile is wider than there are rows; narrow ones are for few rows; every CTA of a cluster has a chunk."""
+    """Check that tile_m fits M, that narrow tiles are for few rows only, and that split_k leaves no CTA idle."""
     problem = fp4_problem(k=k)
     tactics = BACKEND.tactics(problem, m, BLACKWELL)
     assert len(set(tactics)) == len(tactics)
@@ -68,7 +68,7 @@ def test_tactics(m, k):
 
 
 def test_estimates_are_near_the_limits():
-    """Of a B200, by data sheet: few rows read the weight at 7.5 TB/s, many rows compute at 8 PFLOP/s."""
+    """Check estimates against a B200's data sheet: few rows read the weight at 7.5 TB/s, many compute at 8 PFLOP/s."""
     problem = fp4_problem(16_384, 16_384)
 
     def least(m):
@@ -84,7 +84,7 @@ def test_estimates_are_near_the_limits():
     ("fmt", "layout", "tactic"), [(NVFP4, "128x4", (16, 1, 2)), (MXFP4, "linear", (64, 1, 1))], ids=["nvfp4", "mxfp4"]
 )
 def test_a_call(fmt, layout, tactic, monkeypatch):
-    """The launcher's, with the kernel as the backend builds it, in the emulator."""
+    """Check a launcher's call of the backend's kernel in the emulator."""
     m, n, k = 11, 136, 640
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, alpha="column", bias_dtype=FP32)
     target = dataclasses.replace(BLACKWELL, sms=2)
@@ -132,12 +132,12 @@ def test_what_a_kernel_is_refused_for(changes, reason):
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_columns_of_tensor_memory(fmt, tokens):
-    """Accumulators and scales fit beside each other; two accumulators share columns only where they have to."""
+    """Check that accumulators and scales fit together, and that two accumulators share columns only if they must."""
     for group in (1, 2) if tokens == 256 else (1,):
         config = dataclasses.replace(CONFIG, fmt=fmt, tile_m=tokens, cta_group=group)
         used = config.acc_columns + 2 * config.stage.scale_columns
         assert used <= config.tmem_columns <= 512 and config.tmem_columns < 2 * used
         assert config.shared_columns % config.columns_per_load == config.acc_pitch % config.columns_per_load == 0
         assert (config.shared_columns > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
-        # 128 rows' scales of a chunk: a column is four of 32 rows in each quarter of the lanes.
+        # Scales of 128 rows and a k tile: a column holds four scales of 32 rows in each quarter of the lanes.
         assert config.stage.scale_columns == (1 + -(-tokens // 128)) * 128 * 256 // fmt.block_size // (4 * 32)

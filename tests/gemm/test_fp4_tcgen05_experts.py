@@ -1,5 +1,4 @@
-"""The backend ``tcgen05`` of GEMMs with experts over K: what it takes, its tactics, estimates, and that its launcher's
-call is the kernel's."""
+"""The backend ``tcgen05`` of GEMMs with experts over K: supported problems, tactics, estimates, launcher."""
 
 from __future__ import annotations
 
@@ -63,8 +62,10 @@ def test_where_it_runs() -> None:
 
 @pytest.mark.parametrize(("experts", "skips"), [(1, False), (8, False), (9, True), (513, True)])
 def test_tactics(experts: int, skips: bool) -> None:
-    """Experts are passed over where a token has not all of them; no part is without experts, and there are no more than
-    give every SM work."""
+    """Check that routed tactics are offered from 9 experts on, and the numbers of classes of experts.
+
+    No class is empty, and no more classes are used than are needed to give every SM work.
+    """
     problem = fp4_problem(k=64 * experts, experts=experts)
     tactics = BACKEND.tactics(problem, 64, BLACKWELL)
     assert {tactic.mode for tactic in tactics} == ({"dense", "routed"} if skips else {"dense"})
@@ -76,7 +77,7 @@ def test_tactics(experts: int, skips: bool) -> None:
 
 
 def test_estimates_are_near_the_limits() -> None:
-    """Of a B200, by data sheet: few tokens read the weights of their experts, many compute all of them."""
+    """Check estimates against a B200's data sheet: few tokens read their experts' weights, many compute all experts."""
 
     def least(m: int, mode: str) -> float:
         tactics = [tactic for tactic in BACKEND.tactics(DEEPSEEK, m, BLACKWELL) if tactic.mode == mode]
@@ -86,7 +87,7 @@ def test_estimates_are_near_the_limits() -> None:
     assert 1 < least(1, "dense") / (every / 7.1e12) < 2
     assert 1 < least(8, "routed") / (DEEPSEEK.bytes_moved(8) / 7.1e12) < 2.5
     assert 1 < least(4096, "dense") / (2 * 4096 * DEEPSEEK.n * DEEPSEEK.k / 8.2e15) < 3
-    # All SMs have work: 56 tiles of 128 rows in five parts are 280 units for 148 SMs.
+    # 56 tiles of 128 rows in five classes of experts are 280 work tiles, enough for 148 SMs.
     for m in (32, 64):
         tactic = min(
             BACKEND.tactics(DEEPSEEK, m, BLACKWELL), key=lambda each: BACKEND.estimate(DEEPSEEK, m, each, BLACKWELL)
@@ -99,7 +100,7 @@ def test_estimates_are_near_the_limits() -> None:
 
 
 def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's, with the kernel as the backend builds it, in the emulator."""
+    """Check a launcher's call of the backend's kernel in the emulator."""
     fmt, layout, tactic = MXFP4, "linear", backend.Tcgen05ExpertsTactic(32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width
@@ -157,7 +158,10 @@ def test_what_a_kernel_is_refused_for(changes: dict[str, Any], reason: str) -> N
 @pytest.mark.parametrize("width", [256, 320])
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_columns_of_tensor_memory(fmt: Any, width: int, columns: int) -> None:
-    """Two accumulators, and two chunks' scales: of a tile more, where experts begin inside of one."""
+    """Check that two accumulators and the scales of two k tiles fit.
+
+    Scales take one more tile if experts begin inside a tile.
+    """
     assert CONFIG is not None
     config = dataclasses.replace(CONFIG, fmt=fmt, expert_k=width, tile_n=columns)
     used = config.acc_columns + 2 * config.stage.scale_columns

@@ -1,4 +1,4 @@
-"""The gated GEMMs of experts: exact sums, what is not computed and not written, rows on their own, the whole layer."""
+"""Gated GEMMs of experts: exact sums, skipped and unwritten results, independence of rows, the whole layer."""
 
 import numpy as np
 import pytest
@@ -29,16 +29,21 @@ CPU = torch.device("cpu")
 
 
 def by_backend(op, given, device):
-    """The results of each backend that can compute a call, by its name."""
+    """Return the results of each backend that supports a call, keyed by the backend's name."""
     names = backends_of(op, named(op, given), device)
     assert "reference" in names
     return {name: run(op, named(op, given | {"backend": name})) for name in names}
 
 
 def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
-    """Arguments with which the gate is the identity, and what it gives (M, E, I) in float64: the sums of ``half`` of a
-    column, 32 times those of up. silu(g) is g for g from 32 on: so the other half's weight is zero, and its bias 1 or
-    32. ``sizes`` are M, experts, their width, and K."""
+    """Return arguments with which the gate is linear in ``half``, and the gated values (M, E, I) in float64.
+
+    silu(g) equals g for g >= 32. So the weight of the half that is not tested is zero, and its bias is 1 (up) or 32
+    (gate). The values are the sums of ``half``, multiplied by 32 if ``half`` is up.
+
+    Args:
+        sizes: M, number of experts, width of an expert, K.
+    """
     m, experts, width, k = sizes or (19, 3, 64, 96 if fmt == MXFP4 else 80)
     samples, device = SAMPLES[op.name], torch.device(device)
     bias = torch.randint(-9, 10, (experts, 2 * width), device=device).float()
@@ -75,12 +80,12 @@ def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
 
 
 def cancelling_call(op, device, m, experts, width, k, fmt, layout, route, power=5):
-    """Arguments with which the order of the sums over k shows in the results: see ``cancelling_matrix``."""
+    """Return arguments whose results depend on the order of the sums over K; see ``cancelling_matrix``."""
     device, ways = torch.device(device), SCALE_LAYOUTS[layout]
     a, a_scale = cancelling_matrix(m, k, fmt, power, takes_away=False, device=device)
     w, w_scale = cancelling_matrix(experts * 2 * width, k, fmt, power, takes_away=True, device=device)
     finish = {
-        # What is left of the products becomes some units large.
+        # Scales the remainder of the cancelled products to a few units.
         "alpha": torch.full((experts, 2), 2.0 ** (2 * power - 6), device=device),
         "bias": torch.randn(experts, 2 * width, device=device),
         "routing": route(m, experts, device),
@@ -99,12 +104,12 @@ def cancelling_call(op, device, m, experts, width, k, fmt, layout, route, power=
 
 
 def bits(results):
-    """As bytes, on the CPU."""
+    """Return the results as bytes on the CPU."""
     return [each.contiguous().view(torch.uint8).cpu() for each in results]
 
 
 def exact_results(given, value):
-    """What an op gives of values (M, E, I) that are exact, on the CPU; zero where it writes nothing."""
+    """Return an op's results for exact values (M, E, I), on the CPU, with zeros for elements that it does not write."""
     flat = value.flatten(1).float()
     if "a_scale" not in given:
         return (flat.to(torch.bfloat16),)
@@ -123,7 +128,7 @@ def exact_results(given, value):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_exact_sums(op, fmt, layout, half, device):
-    """Every column of gate and up, with its own factor and bias, in each format and layout: to the bit."""
+    """Check every column of gate and up bit for bit, with its own factor and bias, in each format and layout."""
     if layout not in SAMPLES[op.name].layouts:
         return
     given, value = linear_call(op, half, fmt, layout, device)
@@ -134,8 +139,10 @@ def test_exact_sums(op, fmt, layout, half, device):
 @by_op
 @pytest.mark.parametrize(("m", "half"), [(24, "gate"), (45, "up")])
 def test_exact_results_of_skewed_routings(op, m, half, device):
-    """To the bit: experts with all tokens and with most of them, beside others with one and with none; of few tokens,
-    and of more than those among which workers look for an expert's own ones by themselves."""
+    """Check exact results of skewed routings: some experts with all or most tokens, others with one or none.
+
+    The numbers of tokens lie below and above the limit up to which each CTA searches for its expert's tokens itself.
+    """
     for routing, route in SKEWED.items():
         given, value = linear_call(op, half, NVFP4, "128x4", device, (m, 20, 64, 80), route)
         want = exact_results(given, value)
@@ -145,7 +152,7 @@ def test_exact_results_of_skewed_routings(op, m, half, device):
 
 @by_op
 def test_exact_results_of_512_experts_with_tokens(op, device):
-    """As many as there may be; each has tokens, and tokens have 16."""
+    """Check the largest number of experts. Every expert gets tokens, and a token is routed to 16 experts."""
     given, value = linear_call(op, "up", NVFP4, "128x4", device, (41, 512, 64, 32), every_alpha)
     routed = given["routing"] != 0
     assert routed.any(0).all() and (routed.sum(1) == 16).any()
@@ -156,7 +163,7 @@ def test_exact_results_of_512_experts_with_tokens(op, device):
 @by_op
 @given_by(data=st.data())
 def test_any_size_and_routing(op, data):
-    """Any M, H, E and I, format, layout, routing and gate."""
+    """Check random M, H, E and I, format, layout, routing and gate."""
     samples = SAMPLES[op.name]
     fmt = data.draw(st.sampled_from([NVFP4, MXFP4]))
     layout = data.draw(st.sampled_from(samples.layouts))
@@ -172,14 +179,14 @@ def test_any_size_and_routing(op, data):
     expected.assert_results(results, expected.results(given), given)
 
 
-# What is not computed
+# Skipped results
 
 
 @by_op
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_what_is_not_routed_is_not_written(op, fmt, layout, device):
-    """Poison stays where routing is 0 or -0, whatever operands hold there; padding of scales becomes zero."""
+    """Check that results of pairs with routing 0 or -0 are not written, and that padding of scales becomes zero."""
     samples = SAMPLES[op.name]
     if layout not in samples.layouts:
         return
@@ -201,14 +208,17 @@ def test_what_is_not_routed_is_not_written(op, fmt, layout, device):
             scale = outputs[1].cpu()
             linear = to_linear(scale, SCALE_LAYOUTS[layout], 9, blocks).view(torch.uint8).unflatten(1, (3, -1))
             assert (linear[~routed] == 0xAA).all() and (linear[routed] != 0xAA).any(), name
-            # What is left are the bytes of pairs that are not routed: padding is zero.
+            # Outside routed pairs only bytes of unrouted pairs keep the poison: padding is zero.
             kept = int((scale.view(torch.uint8) == 0xAA).sum()) - int((linear[routed] == 0xAA).sum())
             assert kept == int((~routed).sum()) * blocks // 3, name
 
 
 @by_op
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
-    """As on a GPU, where it cannot ask which rows are routed: what is not a number there is left out."""
+    """Check that the reference ignores NaN of unrouted pairs when it computes every row, as it does on a GPU.
+
+    On a GPU the reference cannot read the routing on the host to select rows.
+    """
     given, terms = call_with_terms(op, "half", CPU)
     given |= {name: changed_at(term, 0, torch.nan) for name, term in terms.items() if name != "global_scale"}
     want = op.reference(**given)
@@ -221,8 +231,10 @@ def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
 @by_op
 @pytest.mark.parametrize("alpha", ["expert", "half"])
 def test_terms_of_an_expert_without_tokens_may_be_anything(op, alpha, device):
-    """NaN in its factor, bias and global scale, beside NaN in the scales of its weight: results are those of a call
-    with ones in their place."""
+    """Check that an unused expert's factor, bias and global scale may be NaN, together with its weight's scales.
+
+    The results equal the results of a call with ones instead of NaN.
+    """
     given, terms = call_with_terms(op, alpha, device)
     poison, clean = ({name: changed_at(term, 0, value) for name, term in terms.items()} for value in (torch.nan, 1.0))
     assert not given["routing"][:, 0].any() and all(term[0].isnan().all() for term in poison.values())
@@ -236,7 +248,7 @@ def test_terms_of_an_expert_without_tokens_may_be_anything(op, alpha, device):
 @by_op
 @pytest.mark.parametrize("alpha", ["expert", "half"])
 def test_nan_terms_stay_with_their_expert(op, alpha, device):
-    """The same NaN of an expert with tokens is in their results of this expert, and nowhere else."""
+    """Check that a NaN factor, bias or global scale of an expert reaches all of its routed results, and no others."""
     given, terms = call_with_terms(op, alpha, device)
     routed = (given["routing"] != 0).cpu()
     for which in terms:
@@ -251,8 +263,10 @@ def test_nan_terms_stay_with_their_expert(op, alpha, device):
 
 
 def call_with_terms(op, alpha, device):
-    """A call whose first expert has no tokens, with the scales of its weight NaN; and what each expert's sums and
-    results are finished with, by name, which the call has."""
+    """Return a call whose first expert gets no tokens, and the call's factors, biases and global scales by name.
+
+    The scales of the first expert's weight are NaN.
+    """
     (m, n, k), device = (9, 3 * 64, 128), torch.device(device)
     terms = {
         "alpha": torch.rand((3,) if alpha == "expert" else (3, 2), device=device) / 64 + 2.0**-7,
@@ -261,12 +275,12 @@ def call_with_terms(op, alpha, device):
     if SAMPLES[op.name].has_a_scale:
         terms["global_scale"] = torch.rand(3, device=device) * 40 + 1
     given = arguments(op, SAMPLES[op.name].poisoned("", m, n, k, NVFP4, "128x4", device, **terms))
-    given["routing"][0, 1:] = 0.5  # both others have a token
+    given["routing"][0, 1:] = 0.5  # a token for both other experts
     return given, terms
 
 
 def changed_at(terms, expert, value):
-    """A copy with ``value`` for the expert."""
+    """Return a copy of ``terms`` with ``value`` for the expert."""
     terms = terms.clone()
     terms[expert] = value
     return terms
@@ -274,7 +288,7 @@ def changed_at(terms, expert, value):
 
 @by_op
 def test_a_nan_of_the_routing_is_routed(op, device):
-    """It is no zero; its value does not show in the result."""
+    """Check that NaN in the routing counts as routed and leaves the results unchanged."""
     given = arguments(op, SAMPLES[op.name].sample("", 5, 128, 64, NVFP4, "128x4", torch.device(device)))
     given["routing"] = torch.ones(5, 2, device=device)
     for name, want in by_backend(op, given, device).items():
@@ -289,8 +303,10 @@ def test_a_nan_of_the_routing_is_routed(op, device):
 @by_op
 @by_format
 def test_rows_do_not_see_each_other(op, fmt, device):
-    """A row has the same bits alone, and among rows of which more are routed to its experts, in several chunks of k:
-    experts have 9 tokens or more, and one has them all."""
+    """Check that a row gives the same bits alone and among rows that share its experts, over several k tiles.
+
+    Every expert gets at least 9 tokens, and one expert gets all of them.
+    """
     power = 5 if fmt == NVFP4 else 13
     given = cancelling_call(op, device, 64, 3, 64, 1024, fmt, "linear", hot_alpha, power)
     tokens = (given["routing"] != 0).sum(0)
@@ -309,8 +325,11 @@ def test_rows_do_not_see_each_other(op, fmt, device):
 @pytest.mark.parametrize("swiglu", [{}, GPT_OSS], ids=["silu", "gpt-oss"])
 @pytest.mark.parametrize("activations", ["fp4", "16-bit"])
 def test_both_gemms_are_a_layer(activations, swiglu, device):
-    """Router, first and second GEMM, with biases and global scales of each expert, against the layer in float64 on the
-    decoded weights. What is not routed is never written, and never read."""
+    """Compare router, first and second GEMM with the layer in float64 on the decoded weights.
+
+    Each expert uses its own bias and global scale. Unrouted results keep their poison, so the test fails if the second
+    GEMM reads them.
+    """
     m, hidden, experts, width, topk = 12, 128, 6, 64, 2
     x = torch.randn(m, hidden).bfloat16()
     logits = torch.randn(m, experts)
@@ -374,7 +393,7 @@ def test_both_gemms_are_a_layer(activations, swiglu, device):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """What ``warmup`` calls has the sizes of the properties."""
+    """Check that the example that ``warmup`` calls matches the given properties."""
     given = {"n": 192, "k": 96, "m": 3, "experts": 3, "block_size": 32, "alpha": "expert_half", "swiglu": True}
     kwargs = op.path.example(**given, bias_dtype=torch.float32, device="cpu")
     sample = op.bind(**kwargs)

@@ -1,4 +1,4 @@
-"""The gated GEMMs of experts on a GPU: every tactic, launches behind each other, captures with another routing."""
+"""Gated GEMMs of experts on a GPU: every tactic, consecutive launches, captures with another routing."""
 
 import itertools
 
@@ -19,8 +19,8 @@ from torch_cute_ops.gemm.select import target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-# M, experts, their width, K, and how tokens are routed, in one way or more: around every bucket's and tile's boundary,
-# with tails of all
+# M, experts, width of an expert, K, and one routing or more: around the boundaries of buckets and tiles, with tails in
+# every dimension
 CALLS = [
     (1, 1, 64, 256, dense_alpha),
     (8, 9, 256, 1024, top_alpha, zipf_alpha),
@@ -32,11 +32,11 @@ CALLS = [
     (513, 4, 192, 768, top_alpha, zipf_alpha),
 ]
 KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
-"""Of the calls: the weight's format, and which half of it the results depend on."""
+"""Formats of the calls' weights, and the half of the weight that the results depend on."""
 
 
 def hopper():
-    """The GPU, if the kernel can compute there."""
+    """Return the current GPU's target, or skip the test if the kernel does not support it."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -44,7 +44,7 @@ def hopper():
 
 
 def operands_of(op, given):
-    """The problem that a call is, and its operands as backends take them."""
+    """Return a call's problem, and its operands in the form that backends take."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -63,7 +63,7 @@ def operands_of(op, given):
     ids=lambda value: getattr(value, "name", value) if not isinstance(value, tuple) else "-".join(map(str, value[:4])),
 )
 def test_every_tactic(op, fmt, half, sizes):
-    """Each gives the results bit for bit, in outputs that were poisoned, launch after launch, on data in L2."""
+    """Check every tactic bit for bit, in poisoned outputs, in consecutive launches on data in L2."""
     target = hopper()
     shape, routes = sizes[:4], sizes[4:]
     for route in routes:
@@ -85,8 +85,11 @@ def test_every_tactic(op, fmt, half, sizes):
 
 @by_op
 def test_rows_do_not_depend_on_others(op):
-    """On one tactic, with sums that are rounded, and differ from those of tactics that add in another order; nor do
-    they change from call to call. Kernels are those of a call of ``test_every_tactic``."""
+    """Check that each tactic gives a row the same bits alone, among others, and in a second call.
+
+    The sums are rounded, so they differ between tactics that add in another order. The sizes of a call of
+    ``test_every_tactic`` reuse its kernels.
+    """
     target = hopper()
     m, experts, width, k = CALLS[6][:4]
     given = cancelling_call(op, target.device, m, experts, width, k, MXFP4, "128x4", hot_alpha)
@@ -119,7 +122,7 @@ def test_rows_do_not_depend_on_others(op):
 
 @by_op
 def test_a_captured_call_serves_other_routings(op):
-    """A graph gives what the routing and the operands hold when it is replayed."""
+    """Check that a replayed graph reads the current routing and operands."""
     target, shape = hopper(), (40, 12, 128, 512)
     mine, _ = linear_call(op, "up", NVFP4, "128x4", target.device, shape)
     op.function(**mine)

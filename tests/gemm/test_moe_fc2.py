@@ -1,4 +1,4 @@
-"""The GEMMs summed over experts: exact sums, special factors, what is not computed, rows on their own, calls."""
+"""GEMMs summed over experts: exact sums, special factors, skipped operands, independence of rows, calls."""
 
 import inspect
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def by_backend(op, given, device):
-    """The result of each backend that can compute a call, by its name; a fresh copy of the call each."""
+    """Return the result of each backend that supports a call, keyed by the backend's name."""
     found = {
         name: run(op, named(op, given | {"backend": name}))[0] for name in backends_of(op, named(op, given), device)
     }
@@ -44,7 +44,7 @@ def by_backend(op, given, device):
 
 
 def integer_call(op, m, n, experts, width, fmt, layout, device, **kwargs):
-    """Arguments whose sums, and their products with powers of two, are all float32 numbers."""
+    """Return arguments whose sums are exact in float32, also after multiplication by powers of two."""
     samples = SAMPLES[op.name]
     sizes = (m, n, experts * width, fmt, layout, torch.device(device))
     sample = samples.sample("", *sizes, scales=POWERS[fmt.scale_format], out_dtype=torch.float32, **kwargs)
@@ -60,7 +60,7 @@ def integer_call(op, m, n, experts, width, fmt, layout, device, **kwargs):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_exact_sums(op, fmt, layout, device):
-    """Where every step is exact, every backend gives the sum, whatever its order."""
+    """Check that every backend gives the exact result if every step is exact, in any order of summation."""
     if layout not in SAMPLES[op.name].layouts:
         return
     alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)
@@ -76,7 +76,7 @@ def test_exact_sums(op, fmt, layout, device):
 @by_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_sums_with_biases(op, dtype, device):
-    """A bias is multiplied by the factor, and one of an expert that a token does not have adds nothing, NaN neither."""
+    """Check that a bias is multiplied by the factor, and that an unused expert's bias adds nothing, even NaN."""
     alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)
     alpha[:, 2] = 0
     bias = torch.randint(-64, 65, (3, 56), device=device).to(dtype)
@@ -91,7 +91,7 @@ def test_exact_sums_with_biases(op, dtype, device):
 
 
 def test_who_adds_biases():
-    """Of a GPU's backends for experts over K, those that cannot say so."""
+    """Check that backends for experts over K either support biases or give the lack of them as a reason."""
     kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
     assert kwargs["bias"].shape == (4, 256)
     problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(**kwargs))
@@ -102,8 +102,10 @@ def test_who_adds_biases():
 
 @by_op
 def test_experts_as_wide_as_those_of_gpt_oss(op):
-    """2,880 columns: 22.5 tiles of four of MXFP4's scales. Chosen, and warmed up, for Hopper are the kernels that
-    compute routed pairs; other backends say why not."""
+    """Check that on Hopper only the kernels of ``routed`` support GPT-OSS's experts; other backends give reasons.
+
+    An expert is 2,880 columns wide: 22.5 tiles of four MXFP4 scales.
+    """
     given = {"n": 2880, "k": 128 * 2880, "experts": 128, "block_size": 32, "bias_dtype": torch.float32}
     reasons = torch_cute_ops.backends(op.name, "sm_90a", **given)
     assert reasons.pop("routed") is reasons.pop("reference") is None and all(reasons.values())
@@ -120,8 +122,11 @@ def test_experts_as_wide_as_those_of_gpt_oss(op):
 @by_op
 @by_format
 def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
-    """Row m of ``a`` is a unit vector in each expert, and its token is for one of them: the result is that column of
-    the expert's weight, times the factor."""
+    """Check that unit vectors as rows of ``a`` give columns of the weight.
+
+    Row m is a unit vector in each expert, and its token is routed to one expert. The result is a column of this
+    expert's weight, multiplied by the factor.
+    """
     experts, width, n = 3, 128, 40
     m = 2 * width
     alpha = torch.zeros(m, experts, device=device)
@@ -160,7 +165,7 @@ ROUTINGS = {
 @by_op
 @given_by(data=st.data())
 def test_any_size_and_routing(op, data):
-    """Any M, N, E and I, format, layout, routing and output; within what fp32 arithmetic may lose."""
+    """Check random M, N, E and I, format, layout, routing and output, within the error of fp32 arithmetic."""
     samples = SAMPLES[op.name]
     fmt, layout, out_dtype = drawn_choices(data, samples.layouts)
     m, n = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 40))
@@ -176,8 +181,10 @@ def test_any_size_and_routing(op, data):
 @by_op
 @pytest.mark.parametrize("m", [24, 45])
 def test_exact_sums_of_skewed_routings(op, m, device):
-    """To the bit: experts with all tokens and with most of them, beside others with one and with none; of few tokens,
-    and of more than those among which workers look for an expert's own ones by themselves."""
+    """Check exact sums of skewed routings: some experts with all or most tokens, others with one or none.
+
+    The numbers of tokens lie below and above the limit up to which each CTA searches for its expert's tokens itself.
+    """
     for routing, route in SKEWED.items():
         alpha = powers(route(m, 20, torch.device(device)))
         given = integer_call(op, m, 24, 20, 64, NVFP4, "128x4", device, alpha=alpha)
@@ -190,7 +197,7 @@ def test_exact_sums_of_skewed_routings(op, m, device):
 
 @by_op
 def test_exact_sums_of_512_experts_with_tokens(op, device):
-    """As many as there may be; each has tokens, and each token has 16."""
+    """Check the largest number of experts. Every expert gets tokens, and each token is routed to 16 experts."""
     alpha = powers(every_alpha(41, 512, torch.device(device)))
     assert (alpha != 0).any(0).all() and ((alpha != 0).sum(1) == 16).all()
     given = integer_call(op, 41, 8, 512, 64, NVFP4, "128x4", device, alpha=alpha)
@@ -201,7 +208,10 @@ def test_exact_sums_of_512_experts_with_tokens(op, device):
 
 
 def test_experts_are_added_in_ascending_order():
-    """With sums of 1: 2^24 and 1 are 2^24 in float32, from which 2^24 leaves nothing; in another order 1 is left."""
+    """Check the order of addition with factors that cancel.
+
+    All sums are 1. In float32, 2^24 + 1 - 2^24 is 0, but 2^24 - 2^24 + 1 is 1.
+    """
     a = torch.zeros(2, 3 * 64, dtype=torch.bfloat16)
     a[:, ::64] = 1
     w, scale = torch.full((8, 3 * 32), 0x22, dtype=torch.uint8), torch.full((8, 12), 0x38, dtype=torch.uint8)
@@ -214,7 +224,7 @@ def test_experts_are_added_in_ascending_order():
 @by_op
 @pytest.mark.parametrize("power", [-135, -100, 90])
 def test_factors_of_any_size(op, power, device):
-    """Also where the factor is subnormal: its product with the sum is not, and is exact."""
+    """Check tiny and large factors, also a subnormal factor whose product with the sum is normal and exact."""
     alpha = torch.full((5, 2), 2.0**power, device=device)
     alpha[:, 1] *= -1
     given = integer_call(op, 5, 24, 2, 64, NVFP4, "linear", device, alpha=alpha)
@@ -225,15 +235,18 @@ def test_factors_of_any_size(op, power, device):
         assert torch.equal(got.cpu().double(), want.float().double()), name
 
 
-# What is not computed
+# Skipped operands
 
 
 @by_op
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_what_is_not_computed_may_be_anything(op, fmt, layout, device):
-    """NaN in ``a`` or its scales wherever ``alpha`` is 0 or -0, and in the weight's scales of an expert that no token
-    has: the result is that of the same call without."""
+    """Check that NaN in skipped operands leaves the result unchanged.
+
+    ``a`` or its scales are NaN for every pair with ``alpha`` 0 or -0, and the weight's scales are NaN for an expert
+    without tokens.
+    """
     samples, sizes = SAMPLES[op.name], (9, 24, 512)
     if layout not in samples.layouts:
         return
@@ -253,7 +266,10 @@ def test_what_is_not_computed_may_be_anything(op, fmt, layout, device):
 
 @by_op
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
-    """As on a GPU, where it cannot ask which rows count: what is not a number there is left out."""
+    """Check that the reference ignores NaN of unrouted pairs when it computes every row, as it does on a GPU.
+
+    On a GPU the reference cannot read ``alpha`` on the host to select rows.
+    """
     given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "128x4", CPU))
     want = op.reference(**given)
     monkeypatch.setattr("torch_cute_ops.reference.moe_fc2_fp4.rows_of", lambda counts: slice(None))
@@ -262,7 +278,7 @@ def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
 
 @by_op
 def test_poison_that_counts_is_seen(op, device):
-    """The same NaN where ``alpha`` is not 0."""
+    """Check that NaN in an operand reaches the result if ``alpha`` is not 0."""
     given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "linear", torch.device(device)))
     alpha = given["alpha"].clone()
     alpha[4, 0] = 2.0**-130
@@ -274,7 +290,7 @@ def test_poison_that_counts_is_seen(op, device):
 @by_op
 @pytest.mark.parametrize("zero", [0.0, -0.0], ids=["zero", "negative-zero"])
 def test_tokens_without_experts(op, zero, device):
-    """Their rows are +0, though everything that they have is NaN, and so is every weight."""
+    """Check that tokens without experts give +0 even if their activations and all weights are NaN."""
     given = arguments(op, SAMPLES[op.name].sample("", 4, 24, 192, NVFP4, "linear", torch.device(device)))
     given["w_scale"].view(torch.uint8).fill_(0x7F)
     if "a_scale" in given:
@@ -302,8 +318,10 @@ def test_nan_factors_stay_in_their_row(op, device):
 
 
 def cancelling_call(op, device):
-    """A call in which every rounding shows: of the four blocks of an expert, the last takes away what the first adds,
-    and is so large that in float64 too little is left of the two in between."""
+    """Return a call whose result depends on every rounding.
+
+    An expert's last block cancels its first. Both are so large that even float64 loses the two blocks in between.
+    """
     m, n, experts = 7, 40, 3
 
     def matrix(rows, sign):
@@ -324,7 +342,7 @@ def cancelling_call(op, device):
 
 @by_op
 def test_rows_do_not_see_each_other(op, device):
-    """A row has the same bits alone, among rows that are for other experts, and among rows that are for none."""
+    """Check that a row gives the same bits alone, among rows of other experts, and among rows without experts."""
     for _ in range(5):
         given = cancelling_call(op, device)
         alpha = top_alpha(7, 3, torch.device(device))
@@ -343,7 +361,7 @@ def test_rows_do_not_see_each_other(op, device):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """What ``warmup`` calls has the sizes and dtypes of the properties."""
+    """Check that the example that ``warmup`` calls matches the given properties."""
     kwargs = op.path.example(n=48, k=192, m=3, experts=3, block_size=32, out_dtype=torch.float32, device="cpu")
     given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (3, 3)
@@ -352,7 +370,10 @@ def test_the_example_is_a_call(op):
 
 
 class Strict(Reference):
-    """Refuses what a compiled function would, so that its calls are not checked first; keeps what it was given."""
+    """Reference that rejects wrong strides, as a compiled kernel does, and records its operands.
+
+    It checks operands itself, so the op need not check repeated calls.
+    """
 
     name = "strict"
 
@@ -378,7 +399,7 @@ class Strict(Reference):
 
 @pytest.fixture
 def strict(monkeypatch):
-    """The only backend, on the CPU, which is taken for a GPU."""
+    """Make ``Strict`` the only backend, and treat the CPU as a GPU."""
     backend = Strict()
     monkeypatch.setattr(select, "BACKENDS", [backend])
     monkeypatch.setattr(select, "target_of", lambda device: Target(CPU, None, 1))
@@ -390,8 +411,10 @@ def strict(monkeypatch):
 
 @by_op
 def test_calls_of_the_same_kind_are_not_checked_again(op, strict, monkeypatch):
-    """The second call of the same shapes finds what computes it. An alpha may have other strides each time; it is not
-    copied, and neither is the weight."""
+    """Check that a second call of the same shapes reuses its launcher, even if ``alpha`` comes with other strides.
+
+    Neither ``alpha`` nor the weight is copied.
+    """
     checked = []
     check = Gemm.check
     monkeypatch.setattr(Gemm, "check", lambda self, call: checked.append(call) or check(self, call))

@@ -1,4 +1,4 @@
-"""The GEMMs summed over experts on a GPU: every tactic, launches behind each other, captures with another routing."""
+"""GEMMs summed over experts on a GPU: every tactic, consecutive launches, captures with another routing."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from torch_cute_ops.gemm.select import target_of
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 by_backend = pytest.mark.parametrize("name", ["routed", "wgmma", "tcgen05"])
 
-# M, N, experts, their width, and how tokens are routed, in one way or more: around every bucket's and tile's boundary,
-# with tails of all
+# M, N, experts, width of an expert, and one routing or more: around the boundaries of buckets and tiles, with tails in
+# every dimension
 CALLS = [
     (1, 8, 1, 128, dense_alpha),
     (8, 200, 9, 256, top_alpha, zipf_alpha),
@@ -36,7 +36,7 @@ CALLS = [
 
 
 def prepared(op, name, m, n, experts, width, route, fmt, layout):
-    """Operands of a call whose sums are exact, poison where nothing is computed; what they give; and the problem."""
+    """Return operands with exact sums and NaN in skipped activations, the result, the problem and the device."""
     device = gpu_target(op, name).device
     alpha = powers(route(m, experts, device)).t().contiguous().t()
     given = integer_call(op, m, n, experts, width, fmt, layout, device, alpha=alpha)
@@ -48,7 +48,7 @@ def prepared(op, name, m, n, experts, width, route, fmt, layout):
 
 
 def operands_of(op, given):
-    """The problem that a call is, and its operands as backends take them."""
+    """Return a call's problem, and its operands in the form that backends take."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -57,7 +57,7 @@ def operands_of(op, given):
 
 
 def gpu_target(op, name):
-    """The GPU, where the backend can compute there."""
+    """Return the current GPU's target, or skip the test if the backend does not support it."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "tcgen05":
         if not (target.arch.has_tcgen05 and SAMPLES[op.name].has_a_scale):
@@ -73,7 +73,7 @@ def gpu_target(op, name):
 @by_backend
 @pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
 def test_every_tactic(op, fmt, name, sizes):
-    """Each gives the sums bit for bit, in an output that was poisoned, launch after launch."""
+    """Check every tactic bit for bit, in poisoned outputs, in consecutive launches."""
     (m, _, _, width), routes = sizes[:4], sizes[4:]
     if name == "wgmma" and width % 256:
         return
@@ -95,7 +95,7 @@ def test_every_tactic(op, fmt, name, sizes):
 @by_op
 @by_backend
 def test_rows_do_not_depend_on_others(op, name):
-    """On one tactic, with sums that are rounded; nor do they change from call to call."""
+    """Check that each tactic gives a row the same rounded sums alone, among others, and in a second call."""
     samples, target = SAMPLES[op.name], gpu_target(op, name)
     device = target.device
     alpha = top_alpha(100, 24, device, 6)
@@ -106,7 +106,7 @@ def test_rows_do_not_depend_on_others(op, name):
         launch = backend.launcher(problem, tactic, target)
 
         def of_rows(rows, out, launch=launch):
-            # The scales of the first rows come first in each tile of 128.
+            # In each tile of 128 rows, the scales of the first rows come first.
             launch(operands._replace(a=operands.a[:rows], alpha=alpha[:rows]), out)
 
         check_first_rows(of_rows, 200, device, tactic)
@@ -115,7 +115,7 @@ def test_rows_do_not_depend_on_others(op, name):
 @by_op
 @by_backend
 def test_a_captured_call_serves_other_routings(op, name):
-    """A graph gives what ``alpha`` and the operands hold when it is replayed."""
+    """Check that a replayed graph reads the current ``alpha`` and operands."""
     (a, w, a_scale, w_scale, alpha, *_), *_ = prepared(op, name, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
     kwargs = {"out_dtype": torch.float32, "backend": name}
     args = (a, w.t(), *(() if a_scale is None else (a_scale,)), w_scale, alpha)

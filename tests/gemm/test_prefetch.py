@@ -1,4 +1,4 @@
-"""What GEMMs bring into L2: calls that are refused, whatever was called before, and how much of it there is."""
+"""Prefetches of GEMMs into L2: refused tensors, and the number of bytes."""
 
 import pytest
 import torch
@@ -22,8 +22,10 @@ OP = OPS["mm_fp4_weight_only"]
 
 @pytest.mark.parametrize("backend", ["wgmma", "mma_sync"])
 def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
-    """What is refused before one is refused behind it, whether the kernel has a use for it or not; and what shares
-    memory with the result, or has no bytes, is taken."""
+    """Check that wrong tensors are refused after a good call too, whether or not the kernel uses ``prefetch``.
+
+    Empty tensors, and tensors that share memory with the result, are accepted.
+    """
     sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 136, 512, NVFP4, "128x4", CPU, dtype=BF16, backend=backend)
     given = arguments(OP, sample)
     good = torch.zeros(40, 48, dtype=torch.uint8)
@@ -50,7 +52,7 @@ def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
 
 
 def test_no_more_than_the_first_bytes(monkeypatch):
-    """Each once, of a limit that is more than one request."""
+    """Check that each byte up to the limit is prefetched once; the limit exceeds one request."""
     most = 4112
     monkeypatch.setattr(memory, "PREFETCH_BYTES", most)
     case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, tile_n=160)
@@ -58,6 +60,6 @@ def test_no_more_than_the_first_bytes(monkeypatch):
     matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)
     a = torch.randn(9, 512).half()
     given = fp4_wgmma.Arguments(a, None, b.t(), scale, None, None, out, None, matrix, 0, 0)
-    # No other test has this configuration, by which kernels are kept.
+    # Kernels are cached by configuration, so the changed limit needs a configuration that no other test uses.
     machines = run_kernel(fp4_wgmma.FP4WgmmaKernel(case.kernel.config), ARCHS["sm_90a"], *given, strict=True)
     check_prefetched(machines, matrix.view(-1)[:most])

@@ -1,4 +1,4 @@
-"""What a GEMM is: bytes, operations, and what a tuned choice is stored under."""
+"""Descriptions of GEMMs: bytes, operations, and keys of tuned choices."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ from torch_cute_ops.ops import _signature
 
 
 def test_fp4():
-    """By hand: 4-bit codes and a byte for each block; 16-bit results."""
+    """Check bytes and operations against numbers by hand: 4-bit codes, a byte per block, 16-bit results."""
     problem = fp4_problem(24, 64)
     assert problem.bytes_moved(10) == (24 + 10) * (32 + 4) + 10 * 24 * 2
     assert fp4_problem(24, 64, a_dtype=BF16).bytes_moved(10) == 24 * 36 + 10 * 128 + 480
@@ -22,7 +22,7 @@ def test_fp4():
 
 
 def test_fp4_with_experts_over_k():
-    """By hand: 16 experts of 64 elements; each of 10 tokens has 8 of them."""
+    """Check against numbers by hand: 16 experts of 64 elements of K; each of 10 tokens uses 8 experts."""
     problem = fp4_problem(24, 16 * 64, experts=16)
     touched = 1 - 0.5**10
     weight, a = 24 * 16 * (32 + 4) * touched, 10 * 8 * (32 + 4)
@@ -35,7 +35,7 @@ def test_fp4_with_experts_over_k():
 
 @pytest.mark.parametrize("a_dtype", [None, BF16])
 def test_fp4_with_a_gate(a_dtype):
-    """By hand: 16 experts of 64 columns, of 2 x 64 rows of the weight; each of 10 tokens has 8 of them."""
+    """Check against numbers by hand: 16 experts of 64 columns (128 weight rows); each of 10 tokens uses 8 experts."""
     problem = gated_problem(16 * 64, 96, a_dtype=a_dtype, experts=16)
     assert (problem.expert_n, problem.weight_rows, problem.expert_k) == (64, 2 * 16 * 64, 96)
     weight = 16 * 128 * (48 + 6) * (1 - 0.5**10)
@@ -46,15 +46,17 @@ def test_fp4_with_a_gate(a_dtype):
 
 
 def test_fp8():
-    """By hand: 8-bit codes, fp32 scales for 128 elements of a row and for 128 x 128 of the weight; the last of the
-    three blocks of k is half a block."""
+    """Check against numbers by hand: 8-bit codes, fp32 scales per 128 elements of a row and 128 x 128 of the weight.
+
+    K is two and a half blocks.
+    """
     problem = fp8_problem(136, 320, out_dtype=FP32)
     assert problem.bytes_moved(10) == 10 * (320 + 3 * 4) + 136 * 320 + 2 * 3 * 4 + 10 * 136 * 4
     assert problem.flops(10) == 2 * 10 * 136 * 320
 
 
 def test_fp8_grouped_by_rows():
-    """Contiguous: of 4 experts no more than 3 rows can have; masked: all have room for 3."""
+    """Check against numbers by hand: 3 contiguous rows use at most 3 of 4 experts; masked, all 4 hold 3 rows each."""
     weight = 136 * 256 + 2 * 2 * 4
     contiguous = fp8_problem(136, 256, ExpertLayout(True, True), 4)
     assert contiguous.bytes_moved(3) == 3 * (256 + 2 * 4) + 3 * weight + 3 * 136 * 2
@@ -65,7 +67,7 @@ def test_fp8_grouped_by_rows():
 
 
 def test_descriptions_differ():
-    """As JSON; whatever two problems differ in shows."""
+    """Check that different problems give different JSON descriptions."""
     every = [*problems(), *gated_problems()]
     texts = [json.dumps(problem.described(), sort_keys=True) for problem in every]
     assert len(set(texts)) == len(set(every)) == len(every)
@@ -74,6 +76,6 @@ def test_descriptions_differ():
 
 
 def test_kinds_of_alpha():
-    """The ops name them without importing what kernels have."""
+    """Check that the ops' kinds of alpha, which are defined apart from the kernels, match the kernels' kinds."""
     kinds = dict.fromkeys((*get_args(_signature.AlphaKind), *get_args(_signature.GatedAlphaKind)))
     assert tuple(kinds) == get_args(layouts.AlphaKind)

@@ -1,5 +1,4 @@
-"""GEMMs whose activations are gated or quantised first: one launch or two, which kernels these are, and calls on the
-model of kernels."""
+"""GEMMs with a gate or a quantisation as prologue: one launch or two, their kernels, and calls on the launch model."""
 
 import importlib
 from dataclasses import replace
@@ -24,21 +23,21 @@ by_op = pytest.mark.parametrize("name", [GATE, QUANTISE, BOTH])
 
 
 def made(name, *sizes, quantises="scaled", **kwargs):
-    """The problem of calls of an op."""
+    """Return the problem of an op's calls."""
     problem = fp4_problem(*sizes, a_dtype=kwargs.pop("a_dtype", BF16), **kwargs)
     quantises = None if name == GATE else quantises
     return replace(problem, prologue_gate=name != QUANTISE, prologue_quant=quantises)
 
 
 def behind(name, *sizes, **kwargs):
-    """The problem of the GEMM of the activations."""
+    """Return the problem of the GEMM that follows the prologue."""
     a_dtype = kwargs.pop("a_dtype", BF16)
     return fp4_problem(*sizes, a_dtype=a_dtype if name == GATE else None, **kwargs)
 
 
 @by_op
 def test_bytes(name):
-    """What calls pass is read: rows of 16 bits, those of gate and of up."""
+    """Check that the bytes count the call's own activations: 16-bit rows, and gate as well as up."""
     problem, weight_only = made(name, 4096, 14336), fp4_problem(4096, 14336, a_dtype=BF16)
     assert problem.bytes_moved(8) == weight_only.bytes_moved(8) + 8 * 14336 * 2 * (name != QUANTISE)
     assert problem.flops(8) == weight_only.flops(8)
@@ -50,8 +49,11 @@ def test_bytes(name):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("m", [1, 8, 64, 4096])
 def test_tactics(name, fmt, m):
-    """All of a backend behind a launch for the activations, which takes its time by the model. Of Hopper's also without
-    it: each where there is a gate alone, and those of up to 8 rows where activations are quantised."""
+    """Check the tactics with one launch and with a separate prologue.
+
+    A separate prologue is offered with each of the GEMM's tactics, and adds its launch to the estimate. On Hopper one
+    launch is offered too: for each tactic after a gate alone, and for tiles of up to 8 rows after a quantisation.
+    """
     kind = {"quantises": "plain"} if fmt == MXFP4 else {}
     problem, alone = made(name, 4096, 14336, fmt=fmt, **kind), behind(name, 4096, 14336, fmt=fmt)
     backends, own_backends = select.candidates(problem), select.candidates(alone)
@@ -78,8 +80,11 @@ def test_tactics(name, fmt, m):
 
 
 def test_where_the_gate_is_a_part_of_the_gemm():
-    """As was measured in a layer: of one row wherever there is such a kernel, of 8 rows of 14,336 where memory has less
-    bandwidth, an H100; and 4,096 columns are quantised by the GEMM on both."""
+    """Check that prologues are fused when this was measured to be faster in a layer.
+
+    For one row the gate is fused on H100 and H200. For 8 rows of 14,336 it is fused on an H100 only, whose memory is
+    slower. For 8 rows of 4,096 the quantisation is fused on both.
+    """
 
     def is_apart(name, k, m, target):
         return SEPARATE in select.choose(made(name, 4096, k, quantises="plain", alpha="one"), m, target).tactic
@@ -114,8 +119,11 @@ def test_other_gpus_have_two_launches(name, arch):
     ],
 )
 def test_kernels(name, dtype, given):
-    """Of two launches the first is the kernel of the op that makes the activations, and the second that of the GEMM
-    alone; the kernel of one launch differs from it in its operands."""
+    """Check the kernels of one launch and of two.
+
+    The first of two launches runs the kernel of the prologue's op, the second the kernel of the plain GEMM. The
+    kernel of one launch differs from the plain GEMM's in its operands only.
+    """
     arch, op, rows = HOPPER.arch, OPS[name], 8 if name == GATE else 1
     kwargs = op.path.example(
         n=4096, k=1024, m=rows, dtype=dtype, device="meta", **scale_given(given), **without_scale(given)
@@ -133,7 +141,7 @@ def test_kernels(name, dtype, given):
     )
     assert not backend.checks_operands(problem, (SEPARATE, *tactic))
     if name != GATE and "block_size" in given:
-        return  # which has no tiles of one row
+        return  # MXFP4 supports no tiles of one row
     (one,) = backend.kernels(problem, tactic, arch)
     operands = one.config.operands
     assert (operands.prologue_gate, operands.prologue_quant) == (problem.prologue_gate, problem.prologue_quant)
@@ -156,9 +164,9 @@ def without_scale(given):
 @pytest.mark.parametrize("m", [1, 5, 12])
 @pytest.mark.parametrize("backend", ["auto", "mma_sync", "cublas"])
 def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
-    """One launch or more, of strided rows too; none where the call is wrong."""
+    """Check the launches of calls, also with strided rows, and that wrong calls launch nothing."""
     op = OPS[name]
-    decoding = ["FP4DequantKernel"] * (name != GATE)  # of activations in FP4
+    decoding = ["FP4DequantKernel"] * (name != GATE)  # for activations in FP4
     kernels = {
         "auto": ["FP4WgmmaKernel"],
         "mma_sync": [*decoding, "FP4MmaKernel"],
@@ -186,7 +194,7 @@ def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
 
 
 def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
-    """A call of an op."""
+    """Return a call of an op."""
     samples = importlib.import_module(f"samples.{name}").SAMPLES
     return samples.sample("", m, n, k, fmt, layout, torch.device(device), **kwargs)
 
@@ -195,7 +203,7 @@ def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
     ("name", "scaled"), [(GATE, False), (QUANTISE, False), (QUANTISE, True), (BOTH, False), (BOTH, True)]
 )
 def test_an_example_is_a_call(name, scaled):
-    """What ``warmup`` calls has gate and up, and a global scale."""
+    """Check that the example that ``warmup`` calls contains gate and up, and a global scale if asked for."""
     op, own = OPS[name], {"global_scale": True} if scaled else {}
     kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
     given = arguments(op, named(op, kwargs))

@@ -1,5 +1,4 @@
-"""GEMMs whose activations are gated or quantised first, on a GPU: the bits of two ops, by every tactic, and in chains
-of overlapping launches."""
+"""GEMMs with a gate or a quantisation as prologue, on a GPU: every tactic against two ops, and overlapping launches."""
 
 import importlib
 from dataclasses import replace
@@ -26,13 +25,13 @@ def device() -> torch.device:
 
 
 def call(name, m, n, k, fmt, dtype, layout="128x4", **kwargs):
-    """Arguments of an op, by position."""
+    """Return a sample of an op with positional arguments."""
     samples = importlib.import_module(f"samples.{name}").SAMPLES
     return samples.sample("", m, n, k, fmt, layout, device(), dtype=dtype, **kwargs)
 
 
 def activations(name, rows, fmt, layout, global_scale):
-    """What the first of two ops makes: activations, and their scales if they are in FP4."""
+    """Return the activations that the prologue's own op computes, and their scales if they are in FP4."""
     if name == GATE:
         return torch_cute_ops.silu_mul(rows), None
     quantise = torch_cute_ops.fp4_quantize if name == QUANTISE else torch_cute_ops.silu_mul_fp4quant
@@ -41,7 +40,7 @@ def activations(name, rows, fmt, layout, global_scale):
 
 
 def some(tactics, step):
-    """Every ``step``-th of one launch, and some of two launches, whose kernels are those of two ops."""
+    """Return every ``step``-th tactic of one launch, and fewer of two launches, which run the two ops' kernels."""
     one, two = ([each for each in tactics if (each[:1] == (SEPARATE,)) == apart] for apart in (False, True))
     return [*one[::step], *two[:: max(step, 4)]]
 
@@ -60,10 +59,12 @@ SIZES_OF_A_GATE = [(9, 136, 288), (33, 328, 800)]
     ],
 )
 def test_every_tactic(fmt, dtype, name, m, n, k):
-    """In one launch and in two: the bits of two ops, of which the GEMM has the same tactic. Some with a static weight,
-    and with a global scale and linear scales, and of many rows some alone."""
+    """Check that each tactic, in one launch or two, gives the bits of two ops whose GEMM uses the same tactic.
+
+    A selection of tactics also runs with a static weight, and with linear scales and a global scale.
+    """
     op, target = OPS[name], select.target_of(device())
-    # Linear scales go with whole chunks of k.
+    # Linear scales need whole k tiles.
     forms = [("128x4", k, False, 1), ("128x4", k, True, 4), ("linear", k // 256 * 256, False, 4)]
     for layout, width, static, step in forms if m <= 64 else [("128x4", k, False, 8)]:
         if layout == "linear" and fmt == MXFP4:
@@ -92,8 +93,10 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
 
 
 def layer_of(name, dtype, static):
-    """A norm and two projections, with weights of its own, of which the op is the last one: a function of rows, and of
-    what to do behind each launch."""
+    """Return a layer of a norm and two projections; the last projection is the op.
+
+    The layer is a function of the rows and of a callback that runs after each launch.
+    """
     hidden, width = 512, 1536
     norm_weight = torch.ones(hidden, dtype=dtype, device=device())
     alpha, g = torch.full((1,), 2.0**-6, device=device()), torch.full((1,), 2.0, device=device())
@@ -103,7 +106,7 @@ def layer_of(name, dtype, static):
         return call(GATE, 1, n, k, NVFP4, dtype).args[1:]
 
     def normed(x, weights, behind_each):
-        """The projection that a norm is in front of, in the precision of the other one's activations."""
+        """Compute the norm and the first projection, with activations in the op's precision."""
         if name == BOTH:
             a, a_scale = torch_cute_ops.rmsnorm_fp4quant(x, norm_weight, g)
             behind_each()
@@ -132,8 +135,10 @@ def layer_of(name, dtype, static):
 @pytest.mark.parametrize("m", [1, 8])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_chain_gives_the_same_every_time(name, m, static, dtype):
-    """A norm, a projection, and the one whose activations the launch before has just written, or what they are made of:
-    captured, with data that stays in L2, and with other rows in each replay."""
+    """Check chains of layers in a captured graph: each op reads rows that the launch before it has just written.
+
+    The data stays in L2, and each replay uses other rows.
+    """
     layers = [layer_of(name, dtype, static) for _ in range(4)]
 
     def chain(x, behind_each=lambda: None):
@@ -157,7 +162,7 @@ def test_a_chain_gives_the_same_every_time(name, m, static, dtype):
 
 @by_op
 def test_one_row_is_one_launch(name):
-    """Where the GPU has a kernel for it, and the model chooses."""
+    """Check that the cost model chooses one launch for one row on GPUs with wgmma."""
     if not select.target_of(device()).arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
     k = 4096 if name == QUANTISE else 14336

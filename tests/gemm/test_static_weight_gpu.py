@@ -1,4 +1,4 @@
-"""Weights that the launch before writes, and static ones, on a GPU: what may overlap with dependent launches."""
+"""Overlap of dependent launches on a GPU, with static weights and with weights that the previous launch writes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 N, K = 1024, 2048
 COUNT, ROUNDS, FEW = 500, 200, 20
-"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured, and of one row as many eager.
-The host takes 50 s for these where 30 processes share a GPU, so of more rows there are 10,000."""
+"""Chains per graph or eager round, graph replays (also eager rounds for M = 1), and eager rounds for larger M.
+
+This makes 100,000 captured chains, and 100,000 (M = 1) or 10,000 (larger M) eager chains. The host takes 50 s for
+100,000 eager chains if 30 processes share a GPU.
+"""
 E2M1 = (0, 1, 2, 3, 4, 6)
 MXFP4_BLOCK = 32
 
@@ -25,7 +28,7 @@ Round = Callable[[int, torch.Tensor], None]
 
 
 def fp4_numbers(*shape: int) -> torch.Tensor:
-    """Numbers that FP4 holds exactly, under block scales of 1."""
+    """Return numbers that FP4 holds exactly with block scales of 1."""
     magnitudes = torch.tensor(E2M1, device="cuda")[torch.randint(0, len(E2M1), shape, device="cuda")]
     numbers = magnitudes * (torch.randint(0, 2, shape, device="cuda") * 2 - 1)
     numbers[..., ::16] = 6
@@ -37,12 +40,12 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 
 
 def wants(activations: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
-    """The results, which alternate: whole numbers, so that any order of the sum gives them."""
+    """Return the two alternating results: whole numbers, exact in any order of summation."""
     return torch.stack([(a.double() @ b.double().t()).float() for a, b in zip(activations, weights, strict=True)])
 
 
 def check(one: Round, want: torch.Tensor) -> None:
-    """Every result of a graph that is replayed, and of eager calls, is the one of its weight and activations."""
+    """Check that every result, in replays of a graph and in eager calls, belongs to its own weight and activations."""
     outs = torch.empty((COUNT, *want.shape[1:]), device="cuda")
     every = want.repeat(COUNT // 2, 1, 1)
 
@@ -64,8 +67,11 @@ def check(one: Round, want: torch.Tensor) -> None:
 
 
 def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, torch.Tensor]:
-    """Quantise the weight; quantise the activations, if they are in FP4, or if there has to be a launch between, any;
-    multiply. Without that launch between, the weight is written by the launch before the GEMM."""
+    """Return a chain of launches that quantises the weight and the activations and multiplies, and its results.
+
+    With a static weight, the activations are quantised between the weight and the GEMM, even if a 16-bit GEMM does not
+    read them. Otherwise the launch before the GEMM writes the weight.
+    """
     weights = [fp4_numbers(N, K) for _ in range(2)]
     rows = [whole_numbers(m, K) if is_16_bit else fp4_numbers(m, K) for _ in range(2)]
     b, b_scale = torch_cute_ops.fp4_quantize(weights[0])
@@ -87,7 +93,10 @@ def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, 
 
 
 def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, torch.Tensor]:
-    """The same with activations in FP8, whose scales are 1: each block of k has a 448, beside zeros of the weight."""
+    """Return the chain of ``fp4_chain`` with FP8 activations whose scales are 1.
+
+    Each block of K contains a 448, which zeros in the weight cancel.
+    """
     weights = [fp4_numbers(N, K) if is_fp4 else whole_numbers(N, K) for _ in range(2)]
     rows = [whole_numbers(m, K) for _ in range(2)]
     for weight, row in zip(weights, rows, strict=True):
@@ -97,7 +106,7 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
     quantise_weight = partial(torch_cute_ops.fp8_quantize, scale=one_scale, granularity="tensor")
     b, written = quantise_weight(weights[0])
     if is_fp4:
-        # One of the backends multiplies MXFP4 alone.
+        # wgmma_codes supports MXFP4 only.
         block_size = MXFP4_BLOCK if name == "wgmma_codes" else 16
         quantise_weight = partial(torch_cute_ops.fp4_quantize, block_size=block_size)
         multiply = partial(torch_cute_ops.mm_fp8_fp4, block_size=block_size)
@@ -147,18 +156,18 @@ def chain_of(op: str, name: str, m: int, static: bool) -> tuple[Round, torch.Ten
 
 @by_chain
 def test_a_weight_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
-    """It is used as it is written, in any number of launches behind each other."""
+    """Check that the GEMM reads the weight only after the previous launch has written it."""
     check(*chain_of(op, name, m, static=False))
 
 
 @by_chain
 def test_a_static_weight_and_activations_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
-    """The weight is written two launches before: as late as the promise allows."""
+    """Check a static weight that is written two launches before the GEMM, as late as ``static_weight`` allows."""
     check(*chain_of(op, name, m, static=True))
 
 
 def test_a_layer_that_has_just_been_quantised() -> None:
-    """Its first forward uses the weight, though nothing is launched between."""
+    """Check that a layer's first forward reads the quantised weight, with no launch in between."""
     linears = [torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     for linear in linears:
         linear.weight.data.copy_(fp4_numbers(N, K))

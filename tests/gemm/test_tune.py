@@ -1,4 +1,4 @@
-"""Tuned GEMMs: on made-up backends, and on a GPU."""
+"""Tuning of GEMMs: with made-up backends, and on a GPU."""
 
 import importlib
 import json
@@ -36,7 +36,7 @@ by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.value
 
 
 class Sized(Backend):
-    """Right, with two tactics; the factor of its second is wrong where ``factor`` is not 1."""
+    """A backend with two tactics. The second spoils the last element if ``factor`` is not 1."""
 
     name = "sized"
     computes_prologue = True
@@ -77,7 +77,7 @@ class Sized(Backend):
 
 
 class Timed(FakeDevice, timing.CudaGraphs):
-    """A device on which the first candidate takes 5 µs a call, and the second 3."""
+    """Device on which the first candidate takes 5 µs a call and the second 3 µs."""
 
     def __init__(self):
         super().__init__([5.0, 3.0])
@@ -85,7 +85,10 @@ class Timed(FakeDevice, timing.CudaGraphs):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Two backends on the CPU, which is taken for a GPU; the second tactic of one is faster than was thought."""
+    """Replace the backends by ``Sized`` and the reference, and treat the CPU as a GPU.
+
+    ``Sized`` estimates that its second tactic is slower than its first, but measures it as faster.
+    """
     backend = Sized()
     backend.runs = []
     monkeypatch.setattr(select, "BACKENDS", [backend, Reference()])
@@ -116,7 +119,7 @@ def call_of(op, m=5, n=None, k=None, device="cpu", **kwargs):
 
 
 def properties_of(op):
-    """Of the calls of ``call_of``: experts have 64 elements of K, or columns, each."""
+    """Return the static properties of the calls of ``call_of``: 64 elements of K, or 64 columns, per expert."""
     if op.name.startswith("moe_fc1"):
         return {"n": 256, "k": 256, "experts": 4}
     experts = {"experts": 4} if op.name.startswith(("moe_fc2", "grouped")) else {}
@@ -124,7 +127,7 @@ def properties_of(op):
 
 
 def used(op, backend, sample):
-    """The tactic that a call runs, and that its result is right."""
+    """Check the result of a call; return the tactic of ``backend`` that ran, or None if another backend ran."""
     before = len(backend.runs)
     assert_right(op, sample, op.cuda(*sample.args, **sample.kwargs))
     return backend.runs[-1] if len(backend.runs) > before else None
@@ -138,7 +141,10 @@ def assert_right(op, sample, got):
 
 @by_op
 def test_calls_in_a_block_are_tuned(op, made_up, file):
-    """A call before has the least estimate, those in the block and after it what was faster; for the bucket alone."""
+    """Check that calls in and after an ``autotune`` block run the fastest tactic, in the tuned bucket only.
+
+    Calls before the block, and calls of other buckets, run the tactic with the least estimate.
+    """
     sample = call_of(op)
     assert used(op, made_up, sample) == (16,)
     with torch_cute_ops.autotune():
@@ -176,7 +182,7 @@ def test_calls_that_name_a_backend_are_not_tuned(op, made_up, file):
 
 @by_op
 def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
-    """They take what was chosen before."""
+    """Check that a captured call runs the tactic that was chosen before the capture."""
     sample = call_of(op)
     assert used(op, made_up, sample) == (16,)
     with torch_cute_ops.autotune():
@@ -188,7 +194,7 @@ def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
 
 @by_op
 def test_a_wrong_backend_does_not_win(op, made_up, caplog):
-    """One wrong sum of all is enough."""
+    """Check that a tactic with one wrong element is rejected, with a warning."""
     made_up.factor = 1.05
     sample = call_of(op)
     with torch_cute_ops.autotune():
@@ -205,7 +211,7 @@ def test_a_wrong_backend_does_not_win(op, made_up, caplog):
 
 @by_op
 def test_a_tuned_choice_that_is_not_possible_is_ignored(op, made_up, monkeypatch):
-    """The backend is gone, refuses, or has other tactics."""
+    """Check that a stored choice is ignored if its backend is gone, refuses the problem, or offers other tactics."""
     sample = call_of(op)
     with torch_cute_ops.autotune():
         used(op, made_up, sample)
@@ -261,7 +267,7 @@ def test_the_command_line_refuses(capsys, monkeypatch):
 
 
 def test_without_a_gpu_a_block_does_nothing(file):
-    """On a CPU the ops run their reference."""
+    """Check that an ``autotune`` block on a CPU runs the reference and writes no file."""
     op = registry.OPS["mm_fp4"]
     sample = call_of(op)
     with torch_cute_ops.autotune():
@@ -273,7 +279,7 @@ def test_without_a_gpu_a_block_does_nothing(file):
 
 @pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
 def test_checks(problem, made_up, monkeypatch):
-    """Sums in fp32 in any order pass; one that lacks a term, or is not written, does not."""
+    """Check the error bounds of results: fp32 sums in any order pass; missing terms and unwritten results fail."""
     monkeypatch.setattr(error_bounds, "MAX_DECODED", problem.k * 7)
     bench = tune.Bench(problem, 24, CPU)
     assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
@@ -284,7 +290,7 @@ def test_checks(problem, made_up, monkeypatch):
         scale = operands.a_scale
         assert scale is None if problem.prologue_quant == "plain" else scale.tolist() == [3.0]
     if problem.grouping.over == "k":
-        # Eight of twelve experts, and 64 sums, one multiplication and eight additions of each result.
+        # Each token uses 8 of 12 experts. Each result takes 64 sums, one multiplication and 8 additions.
         alpha = operands.alpha
         assert torch.equal((alpha > 0).sum(1), torch.full((24,), 8))
         assert len({tuple(row) for row in (alpha > 0).tolist()}) > 12
@@ -301,7 +307,7 @@ def test_checks(problem, made_up, monkeypatch):
         assert (allowed[part] >= 0.999 * limit).all()
         size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
         most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
-        if problem.prologue_gate:  # activations, or amaxes, that are nearly halfway between two numbers
+        if problem.prologue_gate:  # activations, or amaxes, nearly halfway between two representable numbers
             low, high = (made_by_hand(problem, operands, error)[part] for error in (-(2**-17), 2**-17))
             assert (low != high).double().mean() < 0.1
             off = torch.maximum((low - a).abs(), (high - a).abs())
@@ -320,8 +326,11 @@ def test_checks(problem, made_up, monkeypatch):
 
 @pytest.mark.parametrize("problem", [*gated_problems()], ids=problem_id)
 def test_checks_of_gates(problem, made_up):
-    """What the reference gives passes; a result that lacks a term of its sums, that is not written, or of which one
-    element or one scale is wrong, does not."""
+    """Check the error bounds of gated results.
+
+    The reference's results pass. Results fail if a term of the sums is missing, if they are not written, or if one
+    element or one scale is wrong.
+    """
     bench = tune.GatedBench(problem, 24, CPU)
     assert bench.check(Candidate("reference", ())) is None
     operands, results = bench._random
@@ -360,12 +369,12 @@ def test_checks_of_gates(problem, made_up):
         place = written[0], written[1] * results[1].shape[1] // 12
         assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[place].sub_(2))
     elif problem.quantised is not None and problem.quantised.scale_layout.name == "128x4":
-        # The last byte is padding: there are 24 rows.
+        # The last byte is padding, since the result is only 24 rows high.
         assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[-1, -1].fill_(9))
 
 
 def made_by_hand(problem, operands, error=0.0):
-    """Activations in float64, of values that are so much larger, gated or not, quantised or rounded to 16 bits."""
+    """Return the GEMM's activations in float64, with gated values scaled by ``1 + error`` before they are rounded."""
     value, block = operands.a.float().numpy(), problem.b.format.block_size
     if problem.prologue_gate:
         value = spec.silu_mul(value) * np.float32(1 + error)
@@ -377,7 +386,7 @@ def made_by_hand(problem, operands, error=0.0):
 
 
 def by_hand(problem, operands, rows, expert, part):
-    """Of an expert's rows, or all: ``a`` and ``b`` (N, K) in float64, what the sums are multiplied with, and added."""
+    """Return float64 operands of one expert's rows, or of all rows: ``a``, ``b`` (N, K), the factor and the bias."""
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
     if problem.a.is_fp8:
         grouped = problem.grouping.over == "rows"
@@ -410,7 +419,10 @@ def by_hand(problem, operands, rows, expert, part):
 
 
 def test_packed_rows_belong_to_random_experts():
-    """Where results are not checked, as ``"auto"`` assumes; where the rows of each are known, to all alike."""
+    """Check that timed calls draw the experts' row counts at random, and that checked calls give all experts 10 rows.
+
+    If the layout gives counts, the timed calls use equal row counts too.
+    """
     for layout, is_random in ((ExpertLayout(True, False), True), (ExpertLayout(True, True), False)):
         bench = tune.Bench(fp8_problem(64, 128, layout, 8), 80, CPU)
         counts = bench._random[0].offsets.diff()
@@ -420,7 +432,7 @@ def test_packed_rows_belong_to_random_experts():
 
 
 def test_copies_exceed_the_cache(made_up, monkeypatch):
-    """Three times the L2 cache between two uses of an operand, and every candidate sees all of them."""
+    """Check that copies of the operands fill three times the L2 cache, and that every candidate runs on all copies."""
     problem = next(problems())
     bench = tune.Bench(problem, 8, CPU)
     operands, (out,) = bench._random
@@ -437,7 +449,7 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].has_backends])
 def test_on_a_gpu(op, file):
-    """Real candidates are timed; afterwards a call can be captured, and a new process has the choice."""
+    """Check that real candidates are timed, that the choice is stored, and that the tuned call can be captured."""
     sample = call_of(op, 16, 512, 1024, "cuda")
     given = arguments(op, sample)
     with torch_cute_ops.autotune():
