@@ -44,7 +44,7 @@ two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 lac
         (False, fp4_problem(layout="8x4")),
     ],
 )
-def test_which_operands_stay_codes(codes: bool, problem: Any) -> None:
+def test_operands_that_stay_codes(codes: bool, problem: Any) -> None:
     """Check which problems are passed to PyTorch as codes; all others are decoded first."""
     for arch in ARCHS.values():
         target = usual_targets(arch)[0]

@@ -232,7 +232,7 @@ def test_a_captured_call_serves_other_operands(op, name):
 
 
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
-def test_gemms_behind_each_other(name):
+def test_consecutive_gemms(name):
     """Check GEMMs whose operands the previous launch writes: another GEMM, or the quantisation of the weight."""
     device = gpu_target(name).device
     weights = torch.randn(6, 512, 512, device=device)

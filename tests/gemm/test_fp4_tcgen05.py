@@ -37,11 +37,11 @@ BACKEND = backend_for("tcgen05", fp4_problem())
         ),
     ],
 )
-def test_what_it_takes(reason, problem):
+def test_supported_problems(reason, problem):
     assert BACKEND.reason_unsupported(problem, BLACKWELL) == reason
 
 
-def test_where_it_runs():
+def test_supported_gpus():
     problem = fp4_problem()
     for arch in ARCHS.values():
         reason = BACKEND.reason_unsupported(problem, usual_targets(arch)[0])
@@ -123,7 +123,7 @@ CONFIG = fp4_tcgen05.plan(
         ({"stages": 12}, "bytes of shared memory; sm_100a has 232448"),
     ],
 )
-def test_what_a_kernel_is_refused_for(changes, reason):
+def test_refused_configs(changes, reason):
     assert CONFIG.reason_unsupported(BLACKWELL.arch) is None
     assert reason in dataclasses.replace(CONFIG, **changes).reason_unsupported(BLACKWELL.arch)
     assert CONFIG.reason_unsupported(HOPPER.arch) == "sm_90a has no tcgen05 instructions"

@@ -45,11 +45,11 @@ BACKEND = backend_for("tcgen05", DEEPSEEK)
         ),
     ],
 )
-def test_what_it_takes(reason: str | None, problem: Any) -> None:
+def test_supported_problems(reason: str | None, problem: Any) -> None:
     assert BACKEND.reason_unsupported(problem, BLACKWELL) == reason
 
 
-def test_where_it_runs() -> None:
+def test_supported_gpus() -> None:
     for arch in ARCHS.values():
         reason = BACKEND.reason_unsupported(DEEPSEEK, usual_targets(arch)[0])
         assert reason == (None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}")
@@ -147,7 +147,7 @@ CONFIG = fp4_tcgen05_experts.plan(
         ({"stages": 7}, "bytes of shared memory; sm_100a has 232448"),
     ],
 )
-def test_what_a_kernel_is_refused_for(changes: dict[str, Any], reason: str) -> None:
+def test_refused_configs(changes: dict[str, Any], reason: str) -> None:
     assert CONFIG is not None and CONFIG.reason_unsupported(ARCHS["sm_100a"]) is None
     assert reason in (dataclasses.replace(CONFIG, **changes).reason_unsupported(ARCHS["sm_100a"]) or "")
     assert HOPPER.arch is not None

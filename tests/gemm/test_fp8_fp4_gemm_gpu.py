@@ -141,7 +141,7 @@ def hard(device):
 
 
 @pytest.mark.parametrize("name", [one.name for one in hard(torch.device("cpu"))])
-def test_where_the_weight_is_recoded_changes_nothing(name, target):
+def test_recoding_in_memory_or_in_the_gemm_gives_the_same(name, target):
     """Check that recoding in memory and in the GEMM gives the same bits, for any numbers."""
     one = next(one for one in hard(target.device) if one.name == name)
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}

@@ -185,7 +185,7 @@ def test_any_size_and_routing(op, data):
 @by_op
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
-def test_what_is_not_routed_is_not_written(op, fmt, layout, device):
+def test_unrouted_results_are_not_written(op, fmt, layout, device):
     """Check that results of pairs with routing 0 or -0 are not written, and that padding of scales becomes zero."""
     samples = SAMPLES[op.name]
     if layout not in samples.layouts:

@@ -90,7 +90,7 @@ def test_exact_sums_with_biases(op, dtype, device):
         assert torch.equal(got.cpu(), want), name
 
 
-def test_who_adds_biases():
+def test_backends_that_add_biases():
     """Check that backends for experts over K either support biases or give the lack of them as a reason."""
     kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
     assert kwargs["bias"].shape == (4, 256)
@@ -241,7 +241,7 @@ def test_factors_of_any_size(op, power, device):
 @by_op
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
-def test_what_is_not_computed_may_be_anything(op, fmt, layout, device):
+def test_skipped_operands_may_be_anything(op, fmt, layout, device):
     """Check that NaN in skipped operands leaves the result unchanged.
 
     ``a`` or its scales are NaN for every pair with ``alpha`` 0 or -0, and the weight's scales are NaN for an expert

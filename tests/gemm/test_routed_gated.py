@@ -58,14 +58,14 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
     ("m", "rows", "most"),
     [(1, 32, 13), (8, 128, 38), (32, 256, 95), (64, 256, 128), (128, 256, 148), (256, 256, 172), (512, 256, 235)],
 )
-def test_what_a_layer_is_expected_to_take(m: int, rows: int, most: int) -> None:
+def test_estimates_of_a_layer(m: int, rows: int, most: int) -> None:
     """Check the tile_n that is chosen, narrow for one token only, and an upper limit in µs of the cost model."""
     choice = select.choose(LAYER, m, TARGET)
     assert choice.backend.name == "routed" and choice.tactic[0] == rows
     assert choice.backend.estimate(LAYER, m, choice.tactic, TARGET) * 1e6 < most
 
 
-def test_what_it_refuses() -> None:
+def test_refused_problems() -> None:
     def reason(**changes: Any) -> str | None:
         return BACKEND.reason_unsupported(replace(LAYER, **changes), TARGET)
 

@@ -79,7 +79,7 @@ def test_tactics(name, fmt, m):
     assert select.choose(alone, m, HOPPER).backend.name == choice.backend.name
 
 
-def test_where_the_gate_is_a_part_of_the_gemm():
+def test_choice_of_a_fused_prologue():
     """Check that prologues are fused when this was measured to be faster in a layer.
 
     For one row the gate is fused on H100 and H200. For 8 rows of 14,336 it is fused on an H100 only, whose memory is
