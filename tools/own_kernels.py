@@ -72,7 +72,7 @@ OWN_CASES = (
     OwnCase("experts over k, routed", "routed", fp4_gemm(NVFP4, NVFP4, 136, 6 * 320, 6), 40, (16, 64, 1)),
     OwnCase("FP8 by FP8, 128 rows", "wgmma", fp8_gemm(264, 640), 200, (128, 128, 1)),
     OwnCase("FP8 by FP8, 32 rows, cluster of 2", "wgmma", fp8_gemm(264, 1280), 30, (32, 128, 2)),
-    OwnCase("FP8 by NVFP4, 64 rows", "wgmma", fp8_gemm(264, 640, NVFP4), 60, (64, 128, 1)),
+    OwnCase("FP8 by NVFP4, 64 rows", "wgmma_ss", fp8_gemm(264, 640, NVFP4), 60, (64, 128, 1)),
 )
 
 

@@ -163,7 +163,7 @@ def test_errors():
     x, ids, factors = routed(2, "cpu")
     with pytest.raises(ValueError, match="grouped_mm_fp8_fp4"):
         experts(x[:, :128], ids, factors)
-    with pytest.raises(ValueError, match="moe_finalize: weights"):
+    with pytest.raises(ValueError, match="moe_finalize: got weights"):
         experts(x, ids, factors[:1])
 
 

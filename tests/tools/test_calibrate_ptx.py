@@ -47,4 +47,4 @@ def test_cases_are_tactics(tool: Any) -> None:
         assert backend.reason_unsupported(case.problem, target) is None
         assert case.tactic in backend.tactics(case.problem, case.m, target), case.name
     kinds = {(case.backend, case.problem.a.is_fp8, case.problem.b.is_fp4) for case in tool.OWN_CASES}
-    assert kinds == {("wgmma", False, True), ("wgmma", True, False), ("wgmma", True, True), ("routed", False, True)}
+    assert kinds == {("wgmma", False, True), ("wgmma", True, False), ("wgmma_ss", True, True), ("routed", False, True)}
