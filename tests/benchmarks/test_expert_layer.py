@@ -188,7 +188,7 @@ def test_the_time_of_the_same_bytes():
     assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
     assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
     assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
-    # 1,024 tokens take longer than 151 µs, the time of the few tokens that read as many bytes (128 MB).
+    # 1,024 tokens take longer than 151 µs, the time of few tokens that read equally many bytes (128 MB).
     assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 

@@ -9,7 +9,7 @@ from benchmarks.case import at_least, at_most
 
 
 def row(m, h, **us):
-    """Return a row with the given times in µs; every variant moves as many bytes as the copy."""
+    """Return a row with the given times in µs; every variant moves the bytes of the copy."""
     variants = {
         name: {
             "us": value,

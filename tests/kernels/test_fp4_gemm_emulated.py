@@ -293,7 +293,7 @@ class Wgmma(NamedTuple):
         case: the kernel.
         sizes: M, N and K.
         num_ctas: CTAs of an m tile, or 0 with clusters.
-        has_partial_sums: whether the CTAs exchange partial sums.
+        has_partial_sums: True if the CTAs exchange partial sums.
         seed: seed of the order of threads, or None for the order of their indices.
     """
 
@@ -387,7 +387,7 @@ WGMMAS = [
         FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), split_k=1, tile_n=208, seed=None
     ),
     wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), split_k=1, tile_n=192, seed=2),
-    # K tiles that arrive out of order, three times as many as stages; a warp multiplies every second or fourth
+    # K tiles that arrive out of order, three times the number of stages; a warp multiplies every second or fourth
     *(
         wgmma(
             FP16,

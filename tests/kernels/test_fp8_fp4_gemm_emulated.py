@@ -88,7 +88,7 @@ def execute(
         edit: change of the PTX.
         seed: order of the emulator's warps.
         late: arguments that the previous kernel, which is still running, writes.
-        held, starved: as in ``run_kernel``.
+        held, starved: arguments of ``run_kernel``.
         lacks: weight tile whose recoding has not ended.
     """
     torch.manual_seed(run.n)

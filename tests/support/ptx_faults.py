@@ -168,7 +168,7 @@ class Unfound(NamedTuple):
     Attributes:
         count: number of these faults.
         reason: reason that they change nothing or are not found.
-        dead: whether no machine could reveal them.
+        dead: True if no machine could reveal them.
     """
 
     count: int
@@ -211,7 +211,7 @@ def check_faults(
         run: function that runs the kernel.
         ptx: PTX of the kernel.
         known: faults that need not be found, keyed by kind.
-        all_tried: whether to try all faults, not only some.
+        all_tried: True to try all faults, not only some.
         kinds: kinds of faults.
         least: fewest kinds of faults that must be possible in the kernel.
     """

@@ -113,10 +113,10 @@ class WgmmaCase(KernelCase):
 
     Attributes:
         dtype, format, layout, a_layout: operands, as in ``WARPGROUP_KINDS``.
-        tile_m, tile_n, split_k, expert_k, epilogue, static_weight, prefetches: as in ``fp4_wgmma.plan``.
+        tile_m, tile_n, split_k, expert_k, epilogue, static_weight, prefetches: arguments of ``fp4_wgmma.plan``.
         arch: architecture to compile for.
         a_dtype: dtype of 16-bit activations, or None for ``dtype``.
-        prologue_gate, prologue_quant: as in ``FP4Operands``.
+        prologue_gate, prologue_quant: fields of ``FP4Operands``.
     """
 
     dtype: torch.dtype

@@ -46,7 +46,7 @@ class FP8GemmCase(KernelCase):
         family: package of the kernel.
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
-        epilogue, arch, static_weight, prefetches: as in the configuration.
+        epilogue, arch, static_weight, prefetches: fields of the configuration.
     """
 
     family: str
@@ -88,9 +88,9 @@ class FP8FP4GemmCase(KernelCase):
         fmt, scale_layout: format and scale layout of the weight.
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``, or ``RECODED``.
-        epilogue, arch, static_weight, prefetches: as in the configuration.
+        epilogue, arch, static_weight, prefetches: fields of the configuration.
         family: package of the kernel.
-        overlaps: whether the weight is recoded while the GEMM runs.
+        overlaps: True if the weight is recoded while the GEMM runs.
     """
 
     fmt: FP4Format
