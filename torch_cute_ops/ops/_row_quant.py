@@ -347,7 +347,8 @@ class RowQuant(KernelPath[RowCall]):
         weight_dtype = getattr(given, "weight_dtype", None) or given.dtype
         return vars(given) | {
             "input": row,
-            "residual": torch.ones_like(row),
+            # Not ``ones_like``: on the meta device it imports sympy, which takes 0.5 s.
+            "residual": torch.ones(row.shape, dtype=row.dtype, device=device),
             "weight": torch.ones(given.hidden, dtype=weight_dtype, device=device),
             "global_scale": factor,
             "scale": factor,

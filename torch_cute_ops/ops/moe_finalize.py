@@ -98,7 +98,7 @@ class _Finalize(KernelPath[_Call]):
             "input": row,
             "expanded_to_permuted": torch.zeros(1, given.topk, dtype=torch.int32, device=device),
             "weights": torch.zeros(1, given.topk, dtype=torch.float32, device=device),
-            "residual": torch.zeros_like(row) if given.residual else None,
+            "residual": torch.zeros(row.shape, dtype=row.dtype, device=device) if given.residual else None,
         }
 
 
