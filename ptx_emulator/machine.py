@@ -11,7 +11,7 @@ Each of these faults raises an error with instruction, thread and address:
 - two accesses to a byte of shared memory that no barrier orders;
 - bulk copies from shared memory and warpgroup MMAs that read data stored without ``fence.proxy.async``, and bulk copies
   to shared memory from which loads may still be in flight (see ``races``);
-- an access to tensor memory that is not allocated, or out of order (see ``tensor_memory``);
+- an access to unallocated tensor memory, or an unordered access to tensor memory (see ``tensor_memory``);
 - a thread that ends before its bulk copies have read or its ``cp.async`` have written;
 - misuse of barriers, and threads that wait for ever;
 - programmatic dependent launch: dependents released before the wait for the previous kernel, a launch in which no

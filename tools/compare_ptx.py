@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def digest(case: Any) -> str:
-    """Return the PTX digest of one case of the grid."""
+    """Return the PTX digest of one test case."""
     from support.ptx_digests import digest_of
 
     return digest_of(case)

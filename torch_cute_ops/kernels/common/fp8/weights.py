@@ -204,8 +204,8 @@ def load_stage_scales(config: FP8GemmConfig, weight: FP4Weight, k_stage, tile: T
     """Load the scales of a stage: for each of its k tiles the scales of ``a``, 32 rows at a time, and of a lane's rows
     of the weight (``FP4Weight.lane_scales``).
 
-    A k tile beyond the end of K gets zeros for ``a``'s scales, and the weight's scales of the last k tile; its codes
-    are zeros.
+    For a k tile beyond the end of K, the scales of ``a`` are zeros, and the weight's scales are those that the last k
+    tile uses. The codes of such a k tile are zeros.
     """
     if config.span == 1:
         of_rows = token_scales(config.tile_m, k_stage, tile, lane, work)
