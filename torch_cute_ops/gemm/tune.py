@@ -152,7 +152,7 @@ class Bench:
         if over == "rows":
             ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
             if has_random_rows(problem) and not exact:
-                # With equal rows for each expert, tuning would choose tiles too small for the experts that receive more.
+                # With equal rows for each expert, tuning would choose tiles that are too small for larger experts.
                 drawn = torch.randint(experts, (self.m,), device=device, generator=generator)
                 ends[1:] = torch.bincount(drawn, minlength=experts).cumsum(0)
             offsets = ends.to(torch.int32) if layout.has_offsets else None
