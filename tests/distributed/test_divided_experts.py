@@ -52,7 +52,7 @@ def values(rank: int) -> None:
         block = block_of(form, scheme)
         whole, x = block.mlp.experts, torch.randn(M, H).bfloat16()
         ids = torch.stack([torch.randperm(E)[:TOPK] for _ in range(M)])
-        ids[1, 0], ids[2] = -1, E
+        ids[1, 0], ids[2] = -1, -2
         factors = torch.rand(M, TOPK)
         biases = None
         if form is GptOssExperts:
@@ -74,6 +74,8 @@ def values(rank: int) -> None:
                 error = np.linalg.norm(y.double().numpy() - want) / np.linalg.norm(want)
                 assert error < (0.07 if scheme == "nvfp4" else 0.015), (scheme, form, by, sums, error)
                 assert not y[2].any()
+                with pytest.raises(ValueError, match=f"top_k_index holds {E}, out of range: there are {E} experts"):
+                    experts(x, torch.full_like(ids, E), factors)
                 # The sum of all ranks equals the undivided result, up to the order of float32 additions or one rounding
                 # per rank.
                 exact = reference.summed(x, ids, factors, torch.float32)

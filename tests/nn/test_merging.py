@@ -112,6 +112,24 @@ def test_merged_layers_look_like_linear_layers():
     assert all(torch.equal(getattr(seen, f"{name}_proj").weight, w) for name, w in zip("qkv", weights, strict=True))
 
 
+class Scales(Attention):
+    """Attention that changes its input in place between two projections."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(hidden_states)
+        hidden_states.mul_(2)
+        return q + torch.cat((self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_input_that_changes_in_place(with_gradients):
+    """A merged result of the old input would be wrong for the later layers; it is refused."""
+    model = merge_(quantize_(nn.Sequential(Scales()).bfloat16().requires_grad_(False)))
+    text = "qkv_proj merges layers, and their input was changed in place"
+    with torch.set_grad_enabled(with_gradients), pytest.raises(RuntimeError, match=text):
+        model(X.clone())
+
+
 def test_merging_twice_changes_nothing():
     model = merge_(model_of())
     want = model(X)

@@ -81,7 +81,7 @@ def test_values(scheme, form, device):
 @by_scheme
 @torch.no_grad()
 def test_calls(scheme, device):
-    """A row gives the same result alone; ids out of range add nothing; other dtypes work; the call compiles to one
+    """A row gives the same result alone; negative ids add nothing; other dtypes work; the call compiles to one
     graph."""
     experts = block_of(Experts(), scheme, device).mlp.experts
     x, ids, factors = routed(5, device)
@@ -91,7 +91,7 @@ def test_calls(scheme, device):
             assert torch.equal(experts(x[row, None], ids[row, None], factors[row, None]), want[row, None])
     assert torch.equal(experts(x, ids.int(), factors.bfloat16().float()), experts(x, ids, factors.bfloat16()))
     elsewhere = ids.clone()
-    elsewhere[:, 1] = E
+    elsewhere[:, 1] = -5
     elsewhere[0, 1] = -1
     assert_close(experts(x, elsewhere, factors), support.computed(x, elsewhere, factors, *support.multiplied(experts)))
     assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
@@ -167,6 +167,28 @@ def test_errors():
         experts(x, ids, factors[:1])
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_wrong_routing_is_refused(few):
+    """Swapped arguments, ids that are no integers, and ids of experts that do not exist raise on both paths."""
+    experts = block_of(Experts(), "nvfp4").mlp.experts
+    if few:
+        experts.route_few_()
+    x, ids, factors = routed(3, "cpu")
+    swapped = r"top_k_index with dtype torch.float32; expected int32 or int64; pass the indices before the weights"
+    with pytest.raises(TypeError, match=swapped):
+        experts(x, factors, ids)
+    for wrong in (ids + 0.9, ids.bool(), ids.short(), ids.byte()):
+        with pytest.raises(TypeError, match=r"expected int32 or int64; pass top_k_index.long\(\)"):
+            experts(x, wrong, factors)
+    with pytest.raises(TypeError, match=r"top_k_weights with dtype torch.int64; expected floating-point numbers"):
+        experts(x, ids, ids)
+    for beyond in (E, 2**31 - 1):
+        wrong = ids.clone()
+        wrong[2, 1] = beyond
+        with pytest.raises(ValueError, match=f"top_k_index holds {beyond}, out of range: there are 4 experts"):
+            experts(x, wrong, factors)
+
+
 class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +244,7 @@ ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_are_routed(scheme, form, device):
-    """Two ops give results closer to the decoded weights than FP8 activations do; ids out of range add nothing. More
+    """Two ops give results closer to the decoded weights than FP8 activations do; negative ids add nothing. More
     tokens take the usual path, to the bit."""
     if not routes(device):
         return
@@ -243,7 +265,7 @@ def test_few_tokens_are_routed(scheme, form, device):
         layers = experts.gate_up_proj, experts.down_proj
         biases = tuple(layer.bias.double().cpu().view(E, -1).numpy() for layer in layers)
     elsewhere = few[1].clone()
-    elsewhere[0, 1], elsewhere[1, 0] = E, -1
+    elsewhere[0, 1], elsewhere[1, 0] = -2, -1
     for chosen in (few[1], elsewhere):
         got = experts(few[0], chosen, few[2]).double().cpu().numpy()
         gate_up_and_down = support.decoded(experts)

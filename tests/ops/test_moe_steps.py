@@ -10,6 +10,7 @@ import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
+FP8 = torch.float8_e4m3fn
 LAYOUTS = [
     pytest.param({"alignment": 128}, id="contiguous"),
     pytest.param({"alignment": 8}, id="contiguous-8"),
@@ -154,6 +155,72 @@ def test_indices_out_of_range_on_a_cpu():
             with pytest.raises(ValueError, match=f"{op}: expanded_to_permuted holds {bad}, out of range: .* 8 rows"):
                 permute(place=bad, out=out)
     assert not any(tensor.float().any() for tensor in (sums, *copies))
+
+
+OFFSETS = {
+    "negative": ([-1, 0, 8], "offsets holds -1, out of range; expected 0 to 8"),
+    "beyond": ([0, 9, 9], "offsets holds 9, out of range; expected 0 to 8"),
+    "descending": ([4, 2, 8], "offsets descends from 4 to 2 at expert 0"),
+}
+COUNTS = {
+    "negative": ([0, -1], "counts holds -1 for expert 1, out of range; expected 0 to"),
+    "beyond": ([5, 0], "counts holds 5 for expert 0, out of range; expected 0 to 4"),
+}
+
+
+def calls_of_experts(device="cpu"):
+    """Return a call of each op with offsets and counts by name, for 8 rows or 4 rows of each of 2 experts."""
+    lead = {True: (8,), False: (2, 4)}
+
+    def zeros(*shape, dtype=torch.uint8):
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+
+    def multiply(offsets, counts):
+        a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 128, dtype=FP8)
+        a_scale, b_scale = (torch.ones(1, *size, device=device) for size in (lead[offsets is not None], (2,)))
+        return torch_cute_ops.grouped_mm_fp8(a, b, a_scale, b_scale.view(2, 1, 1), offsets, counts)
+
+    def multiply_fp4(offsets, counts):
+        a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 64)
+        a_scale = torch.ones(1, *lead[offsets is not None], device=device)
+        b_scale = zeros(128, 8, dtype=FP8)
+        return torch_cute_ops.grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts)
+
+    def gate(offsets, counts):
+        rows = torch.ones(*lead[offsets is not None], 128, device=device)
+        return torch_cute_ops.moe_swiglu_fp8quant(rows, offsets, counts)
+
+    return {"grouped_mm_fp8": multiply, "grouped_mm_fp8_fp4": multiply_fp4, "moe_swiglu_fp8quant": gate}
+
+
+@pytest.mark.parametrize("op", calls_of_experts())
+def test_rows_of_experts_out_of_range_on_a_cpu(op):
+    """Check that offsets and counts that name rows of others are refused, and that the widest ones are accepted."""
+    call = calls_of_experts()[op]
+
+    def numbers(values):
+        return None if values is None else torch.tensor(values, dtype=torch.int32)
+
+    for offsets, text in OFFSETS.values():
+        for counts in (None, [0, 0]):
+            with pytest.raises(ValueError, match=f"cute::{op}: {text}"):
+                call(numbers(offsets), numbers(counts))
+    for counts, text in COUNTS.values():
+        for offsets in (None, [0, 4, 8]):
+            with pytest.raises(ValueError, match=f"cute::{op}: {text}"):
+                call(numbers(offsets), numbers(counts))
+    for offsets, counts in (([0, 0, 8], None), ([8, 8, 8], [0, 0]), ([2, 6, 8], [4, 2]), (None, [4, 0])):
+        call(numbers(offsets), numbers(counts))
+
+
+def test_ids_out_of_range_on_a_cpu():
+    """Check that an id of an expert that does not exist is refused, and that a negative id means no expert."""
+    for bad in (4, 2**31 - 1):
+        text = f"cute::moe_route_ids: ids holds {bad}, out of range: there are 4 experts"
+        with pytest.raises(ValueError, match=text):
+            torch_cute_ops.moe_route_ids(torch.tensor([[0, bad]], dtype=torch.int32), 4)
+    expanded, *_, counts = torch_cute_ops.moe_route_ids(torch.tensor([[3, -(2**31)]], dtype=torch.int32), 4)
+    assert expanded.tolist() == [[0, -1]] and counts.tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,7 +18,7 @@ from torch_cute_ops.distributed.parallel import (
     shard_,
 )
 from torch_cute_ops.nn import QuantExperts
-from torch_cute_ops.nn.experts import MOST_FEW, reason_unsupported
+from torch_cute_ops.nn.experts import MOST_FEW, check_routing, reason_unsupported
 
 By = Literal["expert", "tensor"]
 WAYS: Final = get_args(By)
@@ -40,7 +40,10 @@ class _Experts(Divided):
         refuse_gradient(module, hidden_states)
         agree_on_rows(type(self).__name__, (*hidden_states.shape[:-1],), self.group)
         dtype = hidden_states.dtype
-        y: Tensor = module.summed(hidden_states, top_k_index - self.first, top_k_weights, self.style.sums or dtype)
+        check_routing(top_k_index, top_k_weights, module.experts * (self.world if self.style.by == "expert" else 1))
+        own = top_k_index - self.first
+        own = torch.where(own < module.experts, own, -1)  # experts of later ranks
+        y: Tensor = module.summed(hidden_states, own, top_k_weights, self.style.sums or dtype)
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:

@@ -26,6 +26,8 @@ from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.registry import backends
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.dispatch import PLAIN
 
 FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
 """Linear layer class by scheme, for the formats that experts support."""
@@ -240,8 +242,9 @@ class QuantExperts(nn.Module):
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 16. A pair with an index
-                outside 0..E-1, such as an expert on another rank, adds nothing.
+            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 16. A pair with a negative
+                index, such as -1 for an expert on another rank, adds nothing. An index of E or more is refused on a
+                CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
             top_k_weights: (M, topk), any floating-point dtype.
 
         Returns:
@@ -251,6 +254,7 @@ class QuantExperts(nn.Module):
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
                 gradients are enabled.
         """
+        check_routing(top_k_index, top_k_weights, self.experts)
         return self.summed(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
 
     def forward_dense(
@@ -498,6 +502,38 @@ def _renew(experts: Any, incompatible_keys: Any) -> None:
     """Update the derived buffers after a state dict was loaded."""
     if experts.side_by_side is not None:
         experts.side_by_side.renew(experts)
+
+
+def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
+    """Check the dtypes of a routing and, where values can be read, that no index is ``experts`` or more.
+
+    Values of compiled calls are not checked; values on a GPU only if ``TORCH_CUTE_OPS_CHECK`` is set.
+
+    Args:
+        top_k_index: (M, topk), experts of each token.
+        top_k_weights: (M, topk), weights of each token's experts.
+        experts: number of experts of the layer.
+
+    Raises:
+        TypeError: for indices that are not int32 or int64, or weights that are not floating-point numbers.
+        ValueError: for an index out of range.
+    """
+    index, weights = top_k_index.dtype, top_k_weights.dtype
+    if index not in (torch.int32, torch.int64):
+        swapped = index.is_floating_point and not weights.is_floating_point
+        fix = "pass the indices before the weights" if swapped else "pass top_k_index.long()"
+        raise TypeError(f"QuantExperts: got top_k_index with dtype {index}; expected int32 or int64; {fix}")
+    if not weights.is_floating_point:
+        raise TypeError(f"QuantExperts: got top_k_weights with dtype {weights}; expected floating-point numbers")
+    if torch.compiler.is_compiling() or type(top_k_index) not in PLAIN or not top_k_index.numel():
+        return
+    if top_k_index.is_cpu or (settings.CHECK and top_k_index.is_cuda):
+        largest = int(top_k_index.max())
+        if largest >= experts:
+            raise ValueError(
+                f"QuantExperts: top_k_index holds {largest}, out of range: there are {experts} experts; -1 stands for "
+                "no expert"
+            )
 
 
 def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> str | None:

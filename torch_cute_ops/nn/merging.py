@@ -25,7 +25,9 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
         merged: names of the layers to merge, by the name of the merged layer.
 
     Returns:
-        ``model``. A call that passes different inputs to merged layers, as in cross-attention, raises ``RuntimeError``.
+        ``model``. A call that passes different inputs to merged layers, as in cross-attention, raises ``RuntimeError``,
+        and so does a call that changes the input in place between two merged layers. Under ``torch.inference_mode()``
+        and ``torch.compile`` changes are not counted, so that such a call goes unnoticed.
     """
     # Exclude the layers themselves: the list would keep all of them in memory until the last is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
@@ -102,17 +104,32 @@ class _Results:
     def __init__(self, name: str, layer: QuantLinear) -> None:
         self.name, self.layer = name, layer
         self.input: Tensor | None = None
+        self.version: int | None = None
         self.values: Sequence[Tensor] = ()
 
     def of(self, x: Tensor) -> Sequence[Tensor]:
+        version = _version(x)
         if self.input is None:
-            self.input = x
+            self.input, self.version = x, version
             self.values = self.layer(x).split(self.layer.parts, -1)
         elif self.input is not x:
             raise RuntimeError(
                 f"{self.name} merges layers that were called with different inputs; do not merge them (merge=False)"
             )
+        elif self.version != version:
+            raise RuntimeError(
+                f"{self.name} merges layers, and their input was changed in place between two calls; do not merge them "
+                "(merge=False)"
+            )
         return self.values
+
+
+def _version(x: Tensor) -> int | None:
+    """Return a number that each change of a tensor in place increments, or None if there is no such number.
+
+    Inference tensors have none, and compiled code cannot compare it.
+    """
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class _Original:

@@ -1,6 +1,7 @@
 """Checks of the ops' arguments. Each raises with the op, the argument, what it got, what it expects, and, where it
 helps, the fix."""
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -317,6 +318,47 @@ def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str
     largest = int(indices.max()) if indices.numel() else -1
     if largest >= count:
         raise ValueError(f"cute::{op}: {name} holds {largest}, out of range: there are {count} {of}")
+
+
+def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> None:
+    """Check that CPU ``offsets`` ascend, and stay between 0 and the ``rows`` of the argument named ``name``."""
+    values = offsets.tolist()
+    if min(values) < 0 or max(values) > rows:
+        wrong = min(values) if min(values) < 0 else max(values)
+        raise ValueError(f"cute::{op}: offsets holds {wrong}, out of range; expected 0 to {rows}, the rows of {name}")
+    for expert, (begin, end) in enumerate(itertools.pairwise(values)):
+        if end < begin:
+            raise ValueError(
+                f"cute::{op}: offsets descends from {begin} to {end} at expert {expert}; expected ascending numbers"
+            )
+
+
+def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, max_rows: int) -> None:
+    """Check that CPU ``counts`` are not negative, and that each expert's rows fit the rows reserved for it.
+
+    Args:
+        op: name of the op.
+        counts: (E,) int32, rows of each expert.
+        offsets: (E + 1,) int32, checked, or None if ``max_rows`` rows are reserved for each expert.
+        max_rows: rows reserved for each expert, if there are no offsets.
+    """
+    room = [max_rows] * len(counts) if offsets is None else offsets.diff().tolist()
+    for expert, (count, rows) in enumerate(zip(counts.tolist(), room, strict=True)):
+        if not 0 <= count <= rows:
+            raise ValueError(
+                f"cute::{op}: counts holds {count} for expert {expert}, out of range; expected 0 to {rows}, the rows "
+                "reserved for it"
+            )
+
+
+def check_rows_of_experts(
+    op: str, name: str, rows: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None
+) -> None:
+    """Check the values of CPU ``offsets`` and ``counts`` of the rows in the argument named ``name``."""
+    if offsets is not None:
+        check_ascending(op, offsets, rows.shape[0], name)
+    if counts is not None:
+        check_counts(op, counts, offsets, rows.shape[1])
 
 
 def check_expert_rows(

@@ -492,6 +492,9 @@ class GroupedFP8Gemm(FP8Gemm):
                 _checks.check_shape(self.op, name, given, shape, meaning)
                 _checks.check_device(self.op, name, given, "a", call.a.device)
 
+    def check_values(self, call: GemmCall) -> None:
+        _checks.check_rows_of_experts(self.op, "a", call.a, call.offsets, call.counts)
+
     def experts(self, call: GemmCall) -> int:
         return call.b.shape[0]
 

@@ -69,6 +69,9 @@ class _RouteIds(KernelPath[_Call]):
         _checks.check_topk(op, topk)
         check_order(op, tokens, topk, experts, call.alignment, call.max_rows)
 
+    def check_values(self, call: _Call) -> None:
+        _checks.check_indices(self.op, "ids", call.ids, call.experts, "experts; -1 stands for no expert")
+
     def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import moe_route_ids as family
 
@@ -95,8 +98,8 @@ def moe_route_ids(
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
     multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
-    row is left are dropped. A pair whose id is outside 0 to E - 1, such as -1 for an expert on another rank, gets no
-    row and is not counted. A token that names an expert twice gets two rows.
+    row is left are dropped. A pair with a negative id, such as -1 for an expert on another rank, gets no row and is
+    not counted. A token that names an expert twice gets two rows.
 
     For the k-th pair of expert e::
 
@@ -105,7 +108,8 @@ def moe_route_ids(
         permuted_to_expanded[row] = token · topk + j
 
     Args:
-        ids: (M, topk) int32, experts of each token; topk is at most 16.
+        ids: (M, topk) int32, experts of each token, or a negative number; topk is at most 16. An id of E or more is
+            refused on a CPU; on a GPU the pair gets no row.
         experts: number of experts E, at most 512.
         alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
             need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
@@ -122,7 +126,8 @@ def moe_route_ids(
         ``counts``: (E,) int32, rows of each expert.
 
     Raises:
-        ValueError: If a shape, device or number is wrong, or if an input requires grad while gradients are enabled.
+        ValueError: If a shape, device or number is wrong, if an id is E or more (on a CPU), or if an input requires
+            grad while gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

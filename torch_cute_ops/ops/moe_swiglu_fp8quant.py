@@ -95,6 +95,9 @@ class _Gate(KernelPath[_Call]):
         _checks.check_expert_rows(self.op, call.input, call.offsets, call.counts)
         _checks.check_swiglu(self.op, *call.gate)
 
+    def check_values(self, call: _Call) -> None:
+        _checks.check_rows_of_experts(self.op, "input", call.input, call.offsets, call.counts)
+
     def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import row_quant
 

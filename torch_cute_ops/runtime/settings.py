@@ -65,6 +65,10 @@ LOG: Final = _read(
 )
 """Log to standard error: compiled and loaded kernels (info), and each call before it is launched (debug)."""
 
+CHECK: Final = _flag("TORCH_CUTE_OPS_CHECK", False)
+"""Check each call: values of indices, offsets and global scales, and four rows of each result against the reference.
+Calls synchronise and cannot be captured."""
+
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
 """Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""
 
