@@ -228,7 +228,7 @@ def test_bad_formats(tmp_path):
     written(KINDS["modelopt FP8 channel"], tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"mlp.experts.0.gate_proj.weight in .* is fp8_channel; expected nvfp4, mxfp4, fp8_block for experts",
+        match=r"mlp.experts.0.gate_proj.weight in .* is fp8_channel; expected nvfp4, mxfp4, fp8_block, fp8_tensor",
     ):
         checkpoint.load_(on_meta(), tmp_path)
     written(KINDS["modelopt W4A16"], tmp_path / "y")

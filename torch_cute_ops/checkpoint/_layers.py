@@ -9,7 +9,15 @@ from torch import Tensor
 
 from torch_cute_ops.checkpoint import torchao
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._values import check_elements, check_scales
+from torch_cute_ops.checkpoint._values import (
+    POWERS,
+    block_factors,
+    check_elements,
+    check_factors,
+    check_finite,
+    check_scales,
+    check_zeros,
+)
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.nn._base import Activations
@@ -34,10 +42,10 @@ class Field(NamedTuple):
         stored: last component of its name in the checkpoint.
         name: name of the module's buffer.
         dtypes: accepted dtypes; the first is written.
-        shape: function that returns the shape for N and K. A tensor of one element is read in any shape.
+        shape: function that returns the shape for N and K. Further dimensions of size 1 are ignored.
         is_reciprocal: True if the checkpoint stores the reciprocal of the module's value.
-        is_optional: True for a scale of activations. Schemes with FP4 or static FP8 activations need it; schemes with
-            dynamic FP8 activations refuse it.
+        is_optional: True for a scale of activations. Static FP8 activations need it, and so do FP4 activations if
+            they are computed; schemes with dynamic FP8 activations refuse it.
     """
 
     stored: str
@@ -64,6 +72,10 @@ _ELEMENTS: Final = Field("weight", "weight", (torch.float8_e4m3fn,), lambda n, k
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _block_scale(stored: str) -> Field:
+    return Field(stored, "weight_scale_inv", (*_FLOATS, *POWERS), _blocks)
+
+
 def _fp8(scale: Callable[[int, int], tuple[int, ...]], one: Callable[[int, int], tuple[int, ...]]) -> tuple[Field, ...]:
     return (
         _ELEMENTS,
@@ -86,14 +98,26 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
         Field("input_global_scale", "input_scale", (torch.float32,), _one_row, is_reciprocal=True, is_optional=True),
     ),
     ("compressed-tensors", "mxfp4"): (_codes("weight_packed"), _MXFP4_SCALE),
-    ("compressed-tensors", "fp8_block"): (_ELEMENTS, Field("weight_scale", "weight_scale_inv", _FLOATS, _blocks)),
+    ("compressed-tensors", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale")),
     ("modelopt", "fp8_tensor"): _fp8(_one, _one),
     ("modelopt", "fp8_channel"): _fp8(lambda n, k: (n,), _one),
     ("compressed-tensors", "fp8_tensor"): _fp8(_one_row, _one_row),
     ("compressed-tensors", "fp8_channel"): _fp8(lambda n, k: (n, 1), _one_row),
-    ("deepseek", "fp8_block"): (_ELEMENTS, Field("weight_scale_inv", "weight_scale_inv", _FLOATS, _blocks)),
 }
-"""Stored tensors by (style, format)."""
+"""Stored tensors by (style, format), of formats that are read and written."""
+_READ: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
+    **FIELDS,
+    ("deepseek", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale_inv")),
+    ("modelopt", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale")),
+    **{
+        (style, "mxfp4"): (
+            _codes("weight"),
+            _MXFP4_SCALE,
+            Field("input_scale", "input_scale", _FLOATS, _one, is_optional=True),
+        )
+        for style in ("modelopt", "quark")
+    },
+}
 
 
 def read_layer(
@@ -103,6 +127,8 @@ def read_layer(
     activations: Activations,
     device: torch.device,
     bias_dtype: torch.dtype | None,
+    *,
+    has_input_scale: bool = True,
 ) -> QuantLinear:
     """Read the layer ``name`` of a checkpoint and build the module.
 
@@ -113,28 +139,63 @@ def read_layer(
         activations: value for the module's ``activations``.
         device: device of the module.
         bias_dtype: dtype of the module's bias; ``None`` keeps the stored dtype.
+        has_input_scale: False to build the module without an input scale; see :func:`lacks_input_scale`.
 
     Raises:
         ValueError: as :func:`read_tensors`; for activations that the format does not support or lacks a scale for; for
             sizes that the ops do not support.
     """
-    tensors = {key: each.to(device, copy=True) for key, each in read_tensors(files, name, scheme)}
+    stored = read_tensors(files, name, scheme, has_input_scale=has_input_scale)
+    tensors = {key: each.to(device, copy=True) for key, each in stored}
     bias = None
     if f"{name}.bias" in files:
-        bias = files.read(f"{name}.bias").to(device, bias_dtype, copy=True)
+        bias = files.read(f"{name}.bias")
+        check_finite(files.describe(f"{name}.bias"), bias)
+        bias = bias.to(device, bias_dtype, copy=True)
     cls = SCHEMES[scheme.format]
     try:
         layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        weight = "_weight_qdata" if scheme.style == "torchao" else fields_of(scheme.style, scheme.format)[0].stored
+        weight = "_weight_qdata" if scheme.style == "torchao" else _READ[scheme.style, scheme.format][0].stored
         raise ValueError(f"{files.describe(f'{name}.{weight}')}: {error}") from error
     return layer
 
 
-def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple[str, Tensor]]:
+def lacks_input_scale(files: Files, name: str, scheme: LayerScheme) -> bool:
+    """Return True if a layer that was made for NVFP4 or static FP8 activations has no input scale, or 0.
+
+    Calibration did not reach it, as happens to experts.
+    """
+    if scheme.style == "torchao" or scheme.activations not in ("fp4", "fp8_static"):
+        return False
+    field = next((each for each in _READ[scheme.style, scheme.format] if each.is_optional), None)
+    if field is None or (scheme.format != "nvfp4" and scheme.activations == "fp4"):
+        return False
+    return _is_uncalibrated(files, f"{name}.{field.stored}", field)
+
+
+def _is_uncalibrated(files: Files, stored: str, field: Field) -> bool:
+    if stored not in files:
+        return True
+    value = files.read(stored)
+    if value.numel() != 1 or value.dtype not in field.dtypes:
+        return False  # reading it raises
+    return bool(value == 0) or (field.is_reciprocal and bool(value == torch.inf))
+
+
+def read_tensors(
+    files: Files, name: str, scheme: LayerScheme, *, has_input_scale: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the layer ``name`` except its bias, as (buffer name, tensor) on the CPU.
 
     Tensors are read one at a time, and may be mapped from the file.
+
+    Args:
+        files: tensors of the checkpoint.
+        name: layer name in the checkpoint.
+        scheme: quantisation of the layer.
+        has_input_scale: False to leave out the input scale, which may then be missing or 0. The input scale of FP4
+            weights that were made for static FP8 activations is always left out.
 
     Raises:
         ValueError: for a tensor that is missing or unknown, or that has a wrong shape, dtype or value.
@@ -144,16 +205,25 @@ def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple
         _refuse_unknown(files, name, scheme, {each.rpartition(".")[2] for each in names.values()})
         yield from torchao.read_linear(files, f"{name}.weight").items()
         return
-    is_dynamic = scheme.activations == "fp8"
-    fields = [field for field in FIELDS[scheme.style, scheme.format] if not (field.is_optional and is_dynamic)]
+    is_fp4 = scheme.format in ("nvfp4", "mxfp4")
+    is_left_out = not has_input_scale or (is_fp4 and scheme.activations == "fp8_static") or scheme.format == "mxfp4"
+    fields = [
+        field for field in _READ[scheme.style, scheme.format] if not (field.is_optional and scheme.activations == "fp8")
+    ]
     _refuse_unknown(files, name, scheme, {field.stored for field in fields})
     weight = f"{name}.{fields[0].stored}"
     shape = files.shape(weight) if weight in files else (0, 0)
     n, k = (*shape[:1], shape[-1] * (1 if fields[0] is _ELEMENTS else 2)) if len(shape) == 2 else (0, 0)
     for field in fields:
         stored = f"{name}.{field.stored}"
-        if stored in files:
-            yield field.name, _checked(files, stored, field, n, k)
+        if field.is_optional and is_left_out:
+            if not _is_uncalibrated(files, stored, field):
+                _checked(files, stored, field, n, k)
+        elif stored in files:
+            tensor = _checked(files, stored, field, n, k)
+            if field.name.startswith("weight") and tensor.dtype == torch.float32 and (tensor == 0).any():
+                check_zeros(files.describe(stored), tensor, files.read(weight))
+            yield field.name, tensor
         elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
             raise ValueError(f"{files.path} contains no {stored}, which {scheme.style} {scheme.format} needs")
 
@@ -173,24 +243,24 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
     if tensor.dtype not in field.dtypes:
         expected = " or ".join(map(str, field.dtypes))
         raise ValueError(f"got {files.describe(stored)} with dtype {tensor.dtype}; expected {expected}")
-    if tensor.shape != shape and not tensor.numel() == math.prod(shape) == 1:
+    if [size for size in tensor.shape if size != 1] != [size for size in shape if size != 1]:
         expected = f"{shape}, for the weight ({n}, {k})" if math.prod(shape) != 1 else "one element"
         raise ValueError(f"got {files.describe(stored)} with shape {tuple(tensor.shape)}; expected {expected}")
+    if tensor.shape != shape:  # ModelOpt's block scales, for example, are (⌈N/128⌉, 1, ⌈K/128⌉, 1)
+        tensor = tensor.reshape(shape)
+    described = files.describe(stored)
+    if field.shape is _blocks:
+        return block_factors(described, tensor)
     if tensor.dtype in _FLOATS:
-        # Zero is valid only for the scale of a weight whose elements are all zero.
-        is_zero_allowed = field.name.startswith("weight") and not field.is_reciprocal
-        bad = ~(tensor.isfinite() & ((tensor >= 0) if is_zero_allowed else (tensor > 0)))
-        if bad.any():
-            raise ValueError(f"{files.describe(stored)} is {tensor[bad][0].item()}; expected a positive number")
-    if field.is_reciprocal:
-        tensor = tensor.reciprocal()
+        check_factors(described, tensor, is_zero_allowed=field.name.startswith("weight") and not field.is_reciprocal)
+        return tensor.reciprocal().float() if field.is_reciprocal else tensor.float()
     if tensor.dtype == torch.float8_e8m0fnu:
         tensor = tensor.view(torch.uint8)
-    if field in (_NVFP4_SCALE, _MXFP4_SCALE):
-        check_scales(files.describe(stored), tensor)
-    elif field is _ELEMENTS:
-        check_elements(files.describe(stored), tensor)
-    return tensor.float() if field.dtypes == _FLOATS else tensor
+    if field is _ELEMENTS:
+        check_elements(described, tensor)
+    elif field.name == "weight_scale":
+        check_scales(described, tensor)
+    return tensor
 
 
 def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
@@ -201,7 +271,7 @@ def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
     """
     fields = FIELDS.get((style, fmt))
     if fields is None:
-        able = " or ".join(repr(of) for of, known in FIELDS if known == fmt and of != "deepseek")
+        able = " or ".join(repr(of) for of, known in FIELDS if known == fmt)
         raise ValueError(f"style {style!r} does not support {fmt}; expected {able}")
     return fields
 

@@ -12,6 +12,10 @@ _NAN: Final = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
 """Byte of NaN by dtype of block scales; e8m0 scales are uint8. All larger bytes have the sign bit set."""
 
 
+POWERS: Final = (torch.float8_e8m0fnu, torch.uint8)
+"""Dtypes of scales that are powers of two."""
+
+
 def check_scales(described: str, scale: Tensor) -> None:
     """Refuse block scales (e4m3 or e8m0) that are NaN or have the sign bit set. No producer writes minus zero.
 
@@ -26,6 +30,79 @@ def check_scales(described: str, scale: Tensor) -> None:
     if codes.numel() and codes.amax() >= nan:
         range_ = "from 0 to 448" if scale.dtype == torch.float8_e4m3fn else "of 8 exponent bits, except 0xFF (NaN)"
         _refuse(described, codes, codes >= nan, f"block scales {range_}")
+
+
+def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> None:
+    """Refuse float scales that are NaN, infinite or negative, or 0 unless that is allowed.
+
+    Raises:
+        ValueError: with the first bad value.
+    """
+    bad = ~(factors.isfinite() & ((factors >= 0) if is_zero_allowed else (factors > 0)))
+    if bad.any():
+        raise ValueError(f"{described} is {factors[bad][0].item()}; expected a positive number")
+
+
+def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
+    """Refuse a scale that is 0 although elements of its part of the weight are not 0. Producers write 0 only for the
+    scale of elements that are all zero.
+
+    Args:
+        described: name and file of the scales, for messages.
+        factors: one element, (N,) or (N, 1), or (⌈N/128⌉, ⌈K/128⌉), with at least one zero.
+        weight: FP4 codes (N, K/2) uint8, or e4m3 elements (N, K).
+
+    Raises:
+        ValueError: if the decoded weight would lose elements.
+    """
+    is_codes = weight.dtype == torch.uint8
+    is_set = (weight.view(torch.uint8) & (0x77 if is_codes else 0x7F)) != 0
+    is_zero = factors == 0
+    rows, columns = weight.shape
+    if factors.numel() == rows:
+        is_zero = is_zero.reshape(-1, 1)
+    elif factors.numel() > 1:
+        is_zero = is_zero.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    if (is_set & is_zero).any():
+        raise ValueError(f"{described} is 0, but the elements that it scales are not; expected a positive number")
+
+
+def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -> None:
+    """Refuse a tensor of numbers that contains NaN, or a parameter that contains an infinity.
+
+    Raises:
+        ValueError: naming the first bad number.
+    """
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():
+        return
+    least, greatest = torch.aminmax(tensor)
+    if least.isfinite() and greatest.isfinite():
+        return
+    bad = ~tensor.isfinite() if is_parameter else tensor.isnan()
+    if bad.any():
+        place = bad.nonzero()[0].tolist()
+        value, index = tensor[tuple(place)].item(), ", ".join(map(str, place))
+        raise ValueError(f"{described} is {value} at [{index}]; expected finite numbers")
+
+
+def e8m0_numbers(codes: Tensor) -> Tensor:
+    """Decode e8m0 scales, given as uint8, to float32. All are exact: byte 0 is 2^-127, a subnormal number."""
+    bits = codes.to(torch.int32) << 23
+    return torch.where(codes == 0, 1 << 22, bits).view(torch.float32)
+
+
+def block_factors(described: str, scale: Tensor) -> Tensor:
+    """Check the scales of FP8 blocks, in floats or in e8m0, and return them in float32.
+
+    Raises:
+        ValueError: for a scale that is NaN, infinite or negative.
+    """
+    if scale.dtype in POWERS:
+        codes = scale.view(torch.uint8)
+        check_scales(described, codes)
+        return e8m0_numbers(codes)
+    check_factors(described, scale, is_zero_allowed=True)
+    return scale.float()
 
 
 def check_elements(described: str, elements: Tensor) -> None:

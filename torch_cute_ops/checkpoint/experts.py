@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._values import check_scales
-from torch_cute_ops.checkpoint.spec import read_spec
+from torch_cute_ops.checkpoint._values import (
+    POWERS,
+    block_factors,
+    check_elements,
+    check_factors,
+    check_finite,
+    check_scales,
+    check_zeros,
+)
+from torch_cute_ops.checkpoint.spec import LayerScheme, read_spec
 
 _BLOCK_BYTES = 16
 
@@ -107,7 +115,85 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
                 f"got {files.describe(f'{name}_{suffix}')} with shape {tuple(tensor.shape)}; expected {tuple(shape)}"
             )
     check_scales(files.describe(f"{name}_scales"), scales)
+    check_finite(files.describe(f"{name}_bias"), bias)
     return blocks.flatten(-2), scales, bias
+
+
+# Experts whose parameters (E, ...) are quantised as they are
+
+
+def fused_names(files: Files, stored: str, part: str) -> list[str]:
+    """Return the last components of the names of the quantised tensors of a parameter, without its bias."""
+    return [each for each in files.suffixes(stored) if each.startswith(part) and not each.endswith("_bias")]
+
+
+def read_fused(
+    files: Files, name: str, scheme: LayerScheme, experts: int, n: int, k: int, *, is_transposed: bool
+) -> dict[str, Tensor]:
+    """Read a parameter of experts that was quantised as it is, by transformers in FP8 blocks or by ModelOpt in NVFP4.
+
+    Args:
+        files: tensors of the checkpoint.
+        name: name of the parameter, such as ``"model.layers.0.mlp.experts.gate_up_proj"``.
+        scheme: quantisation of the parameter.
+        experts: E.
+        n: rows of each expert's weight.
+        k: columns of each expert's weight.
+        is_transposed: True if the unquantised parameter is (E, K, N).
+
+    Returns:
+        Tensors by name, each with E as its first dimension, as the layers' ``from_tensors`` takes them for an expert.
+
+    Raises:
+        ValueError: for another format, or a tensor that is missing or unknown, or that has a wrong shape, dtype or
+            value.
+    """
+    module, _, part = name.rpartition(".")
+    if (scheme.style, scheme.format) == ("deepseek", "fp8_block"):
+        fields = {"": ("weight", (experts, n, k), torch.float8_e4m3fn),
+                  "_scale_inv": ("weight_scale_inv", (experts, -(-n // 128), -(-k // 128)), torch.float32)}  # fmt: skip
+    elif (scheme.style, scheme.format) == ("modelopt", "nvfp4"):
+        fields = {"": ("weight", (experts, n, k // 2), torch.uint8),
+                  "_weight_scale": ("weight_scale", (experts, n, k // 16), torch.float8_e4m3fn),
+                  "_weight_scale_2": ("weight_scale_2", (experts,), torch.float32)}  # fmt: skip
+    else:
+        raise ValueError(
+            f"{files.describe(name)} holds all experts as {scheme.style} {scheme.format}; expected FP8 blocks of "
+            "transformers or NVFP4 of ModelOpt, or a layer for each expert"
+        )
+    known = {f"{part}{suffix}" for suffix in (*fields, "_input_scale")}
+    unknown = sorted({*fused_names(files, module, part)} - known)
+    if unknown:
+        raise ValueError(
+            f"{files.describe(f'{module}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; expected only "
+            f"{', '.join(sorted(known))}"
+        )
+    read: dict[str, Tensor] = {}
+    for suffix, (key, shape, dtype) in fields.items():
+        tensor = files.read(f"{name}{suffix}")
+        described = files.describe(f"{name}{suffix}")
+        if tensor.dtype != dtype and not (key == "weight_scale_inv" and tensor.dtype in POWERS):
+            raise ValueError(f"got {described} with dtype {tensor.dtype}; expected {dtype}")
+        if key == "weight_scale_2" and tensor.numel() in (1, experts):
+            tensor = tensor.reshape(-1).expand(experts)
+        if is_transposed and tensor.dim() == 3:
+            tensor = tensor.mT
+        if tensor.shape != shape:
+            given = (shape[0], shape[2], shape[1]) if is_transposed and len(shape) == 3 else shape
+            raise ValueError(f"got {described} with shape {tuple(files.shape(f'{name}{suffix}'))}; expected {given}")
+        if key == "weight_scale_inv":
+            tensor = block_factors(described, tensor)
+        elif key == "weight_scale":
+            check_scales(described, tensor.contiguous())
+        elif key == "weight_scale_2":
+            check_factors(described, tensor, is_zero_allowed=True)
+        elif dtype == torch.float8_e4m3fn:
+            check_elements(described, tensor)
+        if key in ("weight_scale_2", "weight_scale_inv"):
+            for expert in (tensor == 0).view(experts, -1).any(1).nonzero().flatten().tolist():
+                check_zeros(described, tensor[expert], read["weight"][expert])
+        read[key] = tensor
+    return read
 
 
 def _of_experts(files: Files, name: str, experts: tuple[int, int] | None) -> Tensor:

@@ -11,14 +11,23 @@ from torch import Tensor, nn
 
 from torch_cute_ops.checkpoint import torchao
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer, read_tensors
-from torch_cute_ops.checkpoint.experts import EXPERT_NAMES, RENAMED, gpt_oss_names, mxfp4_experts
+from torch_cute_ops.checkpoint._layers import KV_SCALES, lacks_input_scale, read_layer, read_tensors
+from torch_cute_ops.checkpoint._values import check_finite
+from torch_cute_ops.checkpoint.experts import (
+    EXPERT_NAMES,
+    RENAMED,
+    fused_names,
+    gpt_oss_names,
+    mxfp4_experts,
+    read_fused,
+)
 from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
-from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names, merge
-from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLinear, _names, merge
+from torch_cute_ops.nn._base import Activations, overwrite_
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
+from torch_cute_ops.nn.quantize import SCHEMES
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 
@@ -29,7 +38,7 @@ SHOWN = 8
 class LoadOptions(NamedTuple):
     """Keyword arguments of :func:`load_`, which documents them."""
 
-    activations: Activations = "auto"
+    activations: Activations | Mapping[str, Activations] = "auto"
     device: torch.device | str | None = None
     merged: Mapping[str, Sequence[str]] = _names.MERGED
     ignore: str | Iterable[str] = ()
@@ -40,7 +49,7 @@ def load_(
     model: nn.Module,
     path: str | Path,
     *,
-    activations: Activations = "auto",
+    activations: Activations | Mapping[str, Activations] = "auto",
     device: torch.device | str | None = None,
     merged: Mapping[str, Sequence[str]] = _names.MERGED,
     ignore: str | Iterable[str] = (),
@@ -54,13 +63,20 @@ def load_(
     or uses gpt-oss's form. Tensors are read one at a time: peak memory is the model plus twice its largest layer, and
     for experts plus twice their scales. If ``load_`` raises, the model is partly loaded.
 
+    A tensor that the model already holds with the same shape, on the same device, is overwritten in place, so that CUDA
+    graphs that read it stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if their
+    class, parts and activations are the same. Other layers are replaced.
+
     Args:
-        model: model with ``nn.Linear`` layers under the checkpoint's names, on the meta device or any other; its values
-            are replaced. Tensors that are not quantised are converted to the model's dtype.
+        model: model with ``nn.Linear`` layers under the checkpoint's names, or with layers of this package, on the meta
+            device or any other; its values are replaced. Tensors that are not quantised are converted to the model's
+            dtype.
         path: folder of the checkpoint: ``config.json`` or ``hf_quant_config.json``, and ``model.safetensors`` or shards
             with ``model.safetensors.index.json``.
-        activations: value for the layers' ``activations``; ``"auto"`` selects 16-bit activations for FP4 weights and
-            FP8 activations for FP8 weights.
+        activations: value for the layers' ``activations``. ``"auto"`` selects 16-bit activations for FP4 weights and
+            FP8 activations for FP8 weights; another value applies to the layers whose format supports it. A mapping
+            gives values by format, such as ``{"nvfp4": "fp4"}``; other formats use ``"auto"``. Experts ignore it: their
+            activations are FP8.
         device: device of the loaded tensors. ``None`` keeps the model's device, or uses the CPU for tensors on the meta
             device.
         merged: names of the model's merged layers, each with the names of the checkpoint's layers that it concatenates;
@@ -76,9 +92,14 @@ def load_(
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: for an unsupported configuration; a truncated file; a tensor that is missing or unknown, or that has
-            a wrong shape, dtype or value (the message names tensor and file); a quantised layer whose weight the model
-            shares with another module, such as a tied embedding.
+        ValueError: for an unsupported configuration; activations that no format of the checkpoint supports; a truncated
+            file; a tensor that is missing or unknown, or that has a wrong shape, dtype or value, such as NaN (the
+            message names tensor and file); a quantised layer whose weight the model shares with another module, such as
+            a tied embedding.
+
+    Warns:
+        UserWarning: once for layers whose input scale is missing or 0 and not needed, and once for scales of the KV
+            cache.
     """
     return fill(model, path, read_spec(path), LoadOptions(activations, device, merged, ignore, progress))
 
@@ -119,19 +140,52 @@ class Loader:
         ]
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
+        self.uncalibrated: list[str] = []
+        self._check_activations()
+
+    def _check_activations(self) -> None:
+        given = self.options.activations
+        formats = {scheme.format for scheme, _ in self.spec.groups} or {"nvfp4", "mxfp4"}
+        if not isinstance(given, str):
+            unknown = [fmt for fmt in given if fmt not in SCHEMES]
+            if unknown:
+                expected = ", ".join(map(repr, SCHEMES))
+                raise ValueError(f"load_: activations has the key {unknown[0]!r}; expected some of {expected}")
+            for fmt, each in given.items():
+                SCHEMES[fmt]._chosen(each)
+        elif self.spec.style is not None and not any(given in ("auto", *SCHEMES[fmt].choices) for fmt in formats):
+            names = ", ".join(sorted(formats))
+            able = ", ".join(map(repr, dict.fromkeys(each for fmt in sorted(formats) for each in SCHEMES[fmt].choices)))
+            raise ValueError(
+                f"load_: activations is {given!r}, but the layers of {self.files.path} are {names}; expected 'auto', "
+                f"{able}"
+            )
+
+    def _activations(self, fmt: str) -> Activations:
+        """Return the activations of linear layers in a format."""
+        given = self.options.activations
+        if not isinstance(given, str):
+            return given.get(fmt, "auto")
+        return given if fmt in SCHEMES and given in SCHEMES[fmt].choices else "auto"
 
     def load(self, stacklevel: int) -> None:
         """Fill the model.
 
         Args:
-            stacklevel: ``stacklevel`` of the warning about unused scales of the KV cache.
+            stacklevel: ``stacklevel`` of the warnings.
         """
         ignore, progress = _names.as_patterns(self.options.ignore), self.options.progress
         modules = [*self.model.named_modules()]
+        within: set[nn.Module] = set()
         for name, module in modules if progress is None else progress(modules):
             experts = float_experts(module)
+            if module in within:
+                continue
             if isinstance(module, QuantLinear) or type(module) is nn.Linear:
                 self._load_linear(name, module)
+            elif isinstance(module, QuantExperts):
+                within.update(module.modules())
+                self._load_experts(name, _as_float(module), module)
             elif experts is not None:
                 self._load_experts(name, experts)
             else:
@@ -139,7 +193,7 @@ class Loader:
         missing = [name for key, name in self.missing if key not in self.filled]
         if missing:
             raise ValueError(f"{self.files.path} contains no {listed(missing)}")
-        self.warn_of_kv_scales(stacklevel)
+        self.warn(stacklevel + 1)
         self.refuse_unused(
             name for name in self.files.file_of if not any(_names.fits(name, pattern) for pattern in ignore)
         )
@@ -155,8 +209,14 @@ class Loader:
             )
         guard_saving(self.model)
 
-    def warn_of_kv_scales(self, stacklevel: int) -> None:
-        """Warn that scales of the KV cache are not used, if the checkpoint contains any."""
+    def warn(self, stacklevel: int) -> None:
+        """Warn of scales of the KV cache, which are not used, and of input scales that are missing or 0."""
+        if self.uncalibrated:
+            warnings.warn(
+                f"{len(self.uncalibrated)} layers have no input scale, or 0, because calibration did not reach them; "
+                f"their activations do not need it: {listed(self.uncalibrated)}",
+                stacklevel=stacklevel,
+            )
         kv_scales = sorted(name for name in self.files.file_of if name.rpartition(".")[2] in KV_SCALES)
         if kv_scales:
             warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
@@ -232,12 +292,16 @@ class Loader:
         self._refuse_tied(name, module, sources)
         device = self._device_of(module.weight)
         bias_dtype = None if module.bias is None else module.bias.dtype
+        schemes = [self._scheme_of_quantised(source) for source in sources]
+        activations = [self._activations(scheme.format) for scheme in schemes]
+        has_input_scale = True
+        if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
+            has_input_scale = not self._note_uncalibrated(sources, schemes)
         layers = []
-        for source in sources:
-            scheme = self._scheme(source)
-            if scheme is None:
-                raise ValueError(f"{self._describe(source)} is quantised, but {self.spec.path} does not say how")
-            layers.append(read_layer(self.files, source, scheme, self.options.activations, device, bias_dtype))
+        for source, scheme, each in zip(sources, schemes, activations, strict=True):
+            layers.append(
+                read_layer(self.files, source, scheme, each, device, bias_dtype, has_input_scale=has_input_scale)
+            )
             self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
         try:
             layer = layers[0] if len(layers) == 1 else merge(layers)
@@ -246,7 +310,24 @@ class Loader:
         got, want = ((each.out_features, each.in_features, each.bias is not None) for each in (layer, module))
         if got != want:
             raise ValueError(f"{self._describe(sources[0])}: (N, K, has bias) is {got}; expected {want}, as in {name}")
-        _names.replace(self.model, module, layer)
+        if not isinstance(module, QuantLinear) or not overwrite_(module, layer):
+            _names.replace(self.model, module, layer)
+
+    def _note_uncalibrated(self, sources: Sequence[str], schemes: Sequence[LayerScheme]) -> bool:
+        """Return True if one of the layers lacks an input scale that is not needed, and note it for the warning."""
+        lacking = [
+            source
+            for source, scheme in zip(sources, schemes, strict=True)
+            if lacks_input_scale(self.files, source, scheme)
+        ]
+        self.uncalibrated += lacking
+        return bool(lacking)
+
+    def _scheme_of_quantised(self, source: str) -> LayerScheme:
+        scheme = self._scheme(source)
+        if scheme is None:
+            raise ValueError(f"{self._describe(source)} is quantised, but {self.spec.path} does not say how")
+        return scheme
 
     def _refuse_tied(self, name: str, module: nn.Module, sources: Sequence[str]) -> None:
         if module in self.tied:
@@ -277,7 +358,7 @@ class Loader:
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
     def _scheme(self, source: str) -> LayerScheme | None:
-        """Return the scheme of a quantised checkpoint layer."""
+        """Return the scheme of a quantised checkpoint layer, or None if the configuration does not give it."""
         if self.spec.style == "torchao":
             return torchao.scheme_of(self.files, source)
         return self.spec.scheme_of_tensors(source)
@@ -300,45 +381,75 @@ class Loader:
         names = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
         return names and [[f"{stored}.{expert}.{layer}" for layer in names] for expert in range(experts)]
 
-    def _load_experts(self, name: str, given: FloatExperts) -> None:
+    def _load_experts(self, name: str, given: FloatExperts, current: QuantExperts | None = None) -> None:
+        """Load experts.
+
+        Args:
+            name: module name.
+            given: unquantised experts, or a description of ``current``.
+            current: quantised experts that are overwritten if the checkpoint's are alike, or replaced.
+        """
         stored = self.stored(name)
         layers = self.expert_layers(name, given.experts)
         if f"{stored}.gate_up_proj_blocks" in self.files:
             new = self._gpt_oss_experts(stored, given)
         elif f"{stored}._gate_up_proj_qdata" in self.files:
+            self._refuse_order(name, current)
             new = self._torchao_experts(stored, given)
+        elif f"{stored}.gate_up_proj" in self.files and not self.files.is_floating(f"{stored}.gate_up_proj"):
+            self._refuse_order(name, current)
+            new = self._fused_experts(stored, given)
+        elif layers is None and current is not None:
+            raise ValueError(f"{self.files.path} does not quantise {name}; the model's experts are quantised")
         elif layers is None:
             self._load_own(name, given.module)
             return
         else:
             every = [layer for each in layers for layer in each]
             quantised = [layer for layer in every if self._is_quantised(layer)]
-            if not quantised:
+            if not quantised and current is None:
                 self._load_float_experts(given, layers)
                 return
             if len(quantised) < len(every):
                 others = sorted({*every} - {*quantised})
+                if not quantised:
+                    raise ValueError(f"{self.files.path} does not quantise {name}; the model's experts are quantised")
                 raise ValueError(f"{self._describe(quantised[0])} is quantised, but {listed(others)} is not")
             new = self._read_experts(given, layers)
         gate_up, down = new
         if given.swiglu is None:
             raise ValueError(f"{name} is quantised, but its gate is not SwiGLU")
+        if current is not None and overwrite_(current.gate_up_proj, gate_up) and overwrite_(current.down_proj, down):
+            if current.side_by_side is not None:
+                current.side_by_side.renew(current)
+            return
         try:
             experts = QuantExperts(gate_up, down, given.experts, swiglu=given.swiglu, topk=topk_of(self.model, name))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        _names.replace(self.model, given.module, experts)
+        _names.replace(self.model, given.module if current is None else current, experts)
+
+    def _refuse_order(self, name: str, current: QuantExperts | None) -> None:
+        if current is not None:
+            raise ValueError(
+                f"{self.files.path} stores gate and up of {name} in one tensor, in the unquantised module's order; "
+                "load it into a model whose experts are not quantised"
+            )
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
         """Stack the quantised layers of all experts; return the gate-and-up stack and the down stack."""
-        schemes = {self._scheme(layer) for each in layers for layer in each}
+        every = [layer for each in layers for layer in each]
+        schemes = {self._scheme(layer) for layer in every}
         first = layers[0][0]
         scheme = schemes.pop()
         if scheme is None or schemes:
             reason = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
             raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {reason}")
-        if scheme.format not in FORMATS:
-            raise ValueError(f"{self._describe(first)} is {scheme.format}; expected {', '.join(FORMATS)} for experts")
+        if scheme.format not in (*FORMATS, "fp8_tensor"):
+            expected = ", ".join((*FORMATS, "fp8_tensor"))
+            raise ValueError(f"{self._describe(first)} is {scheme.format}; expected {expected} for experts")
+        self._note_uncalibrated(every, [scheme] * len(every))
+        is_fp8, cls = scheme.format.startswith("fp8"), FORMATS.get(scheme.format, FP8BlockLinear)
         device = self._device_of(given.module.down_proj)
 
         def stacked(sources: Sequence[str], n: int, k: int, has_bias: bool) -> QuantLinear:
@@ -348,21 +459,26 @@ class Loader:
 
             def tensors_of(i: int) -> dict[str, Tensor]:
                 source = sources[i]
-                tensors = dict(read_tensors(self.files, source, scheme))
-                got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if scheme.format == "fp8_block" else 2))
+                tensors = dict(read_tensors(self.files, source, scheme, has_input_scale=False))
+                got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if is_fp8 else 2))
                 if got != (n, k):
                     raise ValueError(f"{self._describe(source)}: (N, K) is {got}; expected {(n, k)}")
+                if scheme.format == "fp8_tensor":  # each block has the tensor's scale
+                    blocks = -(-n // 128), -(-k // 128)
+                    tensors["weight_scale_inv"] = tensors.pop("weight_scale").expand(blocks)
                 if (f"{source}.bias" in self.files) != has_bias:
                     raise ValueError(
                         f"{source} in {self.files.path} {'lacks a' if has_bias else 'contains an unexpected'} bias"
                     )
                 if bias is not None:
-                    bias[i * n : (i + 1) * n] = self.files.read(f"{source}.bias")
+                    own = self.files.read(f"{source}.bias")
+                    check_finite(self.files.describe(f"{source}.bias"), own)
+                    bias[i * n : (i + 1) * n] = own
                 self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
                 return tensors
 
             try:
-                return stack(FORMATS[scheme.format], k, [n] * len(sources), tensors_of, device=device, bias=bias)
+                return stack(cls, k, [n] * len(sources), tensors_of, device=device, bias=bias)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"experts of {self._describe(first)}: {error}") from error
 
@@ -371,6 +487,58 @@ class Loader:
             stacked(sources, given.width, given.hidden, given.has_bias),
             stacked([down for _, _, down in layers], given.hidden, given.width, given.has_bias),
         )
+
+    def _fused_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
+        """Read experts whose parameters are quantised as they are: transformers' FP8 blocks, or ModelOpt's NVFP4."""
+        parts = {part: f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")}
+        scheme = self.spec.scheme_of_tensors(stored)
+        if scheme is None:
+            tensor = self.files.describe(parts["gate_up_proj"])
+            raise ValueError(f"{tensor} is quantised, but {self.spec.path} does not say how")
+        device = self._device_of(given.module.down_proj)
+        biases = self._fused_biases(stored, given)
+        read = {}
+        for part, name in parts.items():
+            n, k = (2 * given.width, given.hidden) if part == "gate_up_proj" else (given.hidden, given.width)
+            read[part] = read_fused(self.files, name, scheme, given.experts, n, k, is_transposed=given.is_transposed)
+            self.used.update(f"{stored}.{suffix}" for suffix in fused_names(self.files, stored, part))
+        cls, is_blocks = FORMATS[scheme.format], scheme.format == "fp8_block"
+        if is_blocks and given.is_interleaved:
+            raise ValueError(
+                f"{self.files.describe(parts['gate_up_proj'])}: gate and up rows alternate, so that they share blocks; "
+                "expected gate rows before up rows"
+            )
+
+        def gate_or_up(i: int) -> dict[str, Tensor]:
+            own = {key: each[i // 2] for key, each in read["gate_up_proj"].items()}
+            rows = {"weight", "weight_scale", "weight_scale_inv"} & {*own}
+            if is_blocks:
+                return own | {key: own[key].chunk(2)[i % 2] for key in rows}
+            return own | {key: given.halves(own[key])[i % 2] for key in rows}
+
+        def down(i: int) -> dict[str, Tensor]:
+            return {key: each[i] for key, each in read["down_proj"].items()}
+
+        try:
+            return (
+                stack(
+                    cls, given.hidden, [given.width] * (2 * given.experts), gate_or_up, device=device, bias=biases[0]
+                ),
+                stack(cls, given.width, [given.hidden] * given.experts, down, device=device, bias=biases[1]),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.files.describe(parts['gate_up_proj'])}: {error}") from error
+
+    def _fused_biases(self, stored: str, given: FloatExperts) -> tuple[Tensor | None, Tensor | None]:
+        """Read the biases of experts into the module, and return them as ``FloatExperts.biases``."""
+        device = self._device_of(given.module.down_proj)
+        for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
+            read = self.files.read(f"{stored}.{key}")
+            check_finite(self.files.describe(f"{stored}.{key}"), read)
+            bias = read.to(device, getattr(given.module, key).dtype, copy=True)
+            given.module._parameters[key] = nn.Parameter(bias, requires_grad=False)
+            self.used.add(f"{stored}.{key}")
+        return given.biases()
 
     def _gpt_oss_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
         if self.spec.style != "gpt-oss":
@@ -396,10 +564,7 @@ class Loader:
     def _torchao_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
         names = [f"{stored}.gate_up_proj", f"{stored}.down_proj"]
         device = self._device_of(given.module.down_proj)
-        for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
-            bias = self.files.read(f"{stored}.{key}").to(device, getattr(given.module, key).dtype, copy=True)
-            given.module._parameters[key] = nn.Parameter(bias, requires_grad=False)
-            self.used.add(f"{stored}.{key}")
+        self._fused_biases(stored, given)
         gate_up, down = (torchao.read_weight(self.files, name) for name in names)
         for name in names:
             self.used.update(torchao.tensor_names(self.files, name).values())
@@ -416,7 +581,7 @@ class Loader:
                 "interleaved or have a bias"
             )
         gate_up, down = (
-            torch.empty_like(each, device=self._device_of(each))
+            each.detach() if self._is_kept(each) else torch.empty_like(each, device=self._device_of(each))
             for each in (given.module.gate_up_proj, given.module.down_proj)
         )
         for expert, sources in enumerate(layers):
@@ -426,10 +591,12 @@ class Loader:
                 if weight.shape != place.shape:
                     described = self.files.describe(f"{source}.weight")
                     raise ValueError(f"got {described} with shape {tuple(weight.shape)}; expected {tuple(place.shape)}")
+                check_finite(self.files.describe(f"{source}.weight"), weight)
                 place.copy_(weight)
                 self.used.add(f"{source}.weight")
-        given.module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
-        given.module.down_proj = nn.Parameter(down, requires_grad=False)
+        for key, new in (("gate_up_proj", gate_up), ("down_proj", down)):
+            if not self._is_kept(given.module._parameters[key]):
+                given.module._parameters[key] = nn.Parameter(new, requires_grad=False)
 
     # Tensors that are not quantised
 
@@ -446,15 +613,25 @@ class Loader:
             self._place(names, old, module, key, identity)
 
     def _place(self, names: list[str], old: Tensor, module: nn.Module, key: str, identity: object) -> None:
+        for each in names:
+            if old.is_floating_point() and not self.files.is_floating(each):
+                kind = type(module).__name__
+                raise ValueError(
+                    f"{self.files.describe(each)} is quantised, but {kind} has no quantised form; expected quantised "
+                    "weights of nn.Linear layers and of experts only"
+                )
         shapes = [self.files.shape(each) for each in names]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(names) > 1 else shapes[0]
         if shape != old.shape or any(each[1:] != shape[1:] for each in shapes):
             raise ValueError(f"got {self.files.describe(names[0])} with shape {shape}; expected {tuple(old.shape)}")
-        for each in names:
-            if old.is_floating_point() and not self.files.is_floating(each):
-                raise ValueError(f"{self.files.describe(each)} is quantised; only linear layers can be")
         read = [self.files.read(each) for each in names]
+        for each, tensor in zip(names, read, strict=True):
+            check_finite(self.files.describe(each), tensor, is_parameter=key not in module._buffers)
         value = torch.cat(read) if len(read) > 1 else read[0]
+        if self._is_kept(old) and (key in module._buffers or identity not in self.filled):
+            old.detach().copy_(value)
+            self.filled[identity] = names[0]
+            return
         new = value.to(self._device_of(old), old.dtype, copy=True)
         if key in module._buffers:
             module._buffers[key] = new
@@ -472,8 +649,31 @@ class Loader:
         self.filled[identity] = names[0]
         self.filled[_names.identity(parameter)] = names[0]
 
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Return True if a tensor of the model is overwritten instead of replaced."""
+        is_there = not tensor.is_meta and (self.device is None or _same_device(self.device, tensor.device))
+        return is_there and tensor.is_contiguous()
+
     def _device_of(self, tensor: Tensor) -> torch.device:
         return self.device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+
+
+def _same_device(wanted: torch.device, actual: torch.device) -> bool:
+    """Return True if tensors that are created on ``wanted`` are on ``actual``; ``cuda`` is the current device."""
+    if wanted.type == "cuda" and wanted.index is None:
+        return actual.type == "cuda" and actual.index == torch.cuda.current_device()
+    return wanted == actual
+
+
+def _as_float(experts: QuantExperts) -> FloatExperts:
+    """Return a description of quantised experts in the form of unquantised experts, without weights."""
+    like = experts.down_proj.weight if experts.down_proj.bias is None else experts.down_proj.bias
+    module = nn.Module()
+    dtype = like.dtype if like.is_floating_point() and like.itemsize > 1 else torch.bfloat16
+    module.register_buffer("down_proj", torch.empty(0, dtype=dtype, device=like.device))
+    sizes = experts.experts, experts.hidden_size, experts.intermediate_size
+    has_bias = experts.down_proj.bias is not None
+    return FloatExperts(module, *sizes, False, False, has_bias, experts.swiglu)
 
 
 def listed(names: Sequence[str]) -> str:

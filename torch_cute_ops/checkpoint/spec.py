@@ -1,6 +1,8 @@
 """Quantisation settings of a checkpoint, read from ``config.json`` or ``hf_quant_config.json``."""
 
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +10,7 @@ from typing import Any, Literal
 from torch_cute_ops.checkpoint._files import read_json
 from torch_cute_ops.nn import _names
 
-Style = Literal["modelopt", "compressed-tensors", "deepseek", "gpt-oss", "torchao"]
+Style = Literal["modelopt", "compressed-tensors", "auto-round", "quark", "deepseek", "gpt-oss", "torchao"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,12 @@ class LayerScheme:
 
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
-        style: naming convention of the tensors: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or
-            ``"torchao"``.
+        style: naming convention of the tensors: ``"modelopt"``, ``"compressed-tensors"``, ``"quark"``, ``"deepseek"``
+            or ``"torchao"``.
         activations: format of the activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"``
             (scales computed at run time), or ``"fp8_static"`` (FP8 with a calibrated input scale). In NVFP4, ``"fp4"``
             means that the layer stores input scales. The caller of ``load_`` chooses the format that is computed,
-            except for static FP8.
+            except for static FP8 with FP8 weights. Input scales for static FP8 with FP4 weights are not used.
     """
 
     format: str
@@ -36,11 +38,11 @@ class QuantSpec:
 
     Attributes:
         path: configuration file.
-        style: producer: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"``, ``"gpt-oss"`` or ``"torchao"``;
-            ``None`` if the checkpoint is not quantised. For torchao, the metadata of the safetensors files gives each
-            layer's scheme.
-        groups: pairs of a scheme and its target layers: ``"Linear"`` for every linear layer, names, wildcards, or
-            regular expressions after ``re:``.
+        style: producer: ``"modelopt"``, ``"compressed-tensors"``, ``"auto-round"``, ``"quark"``, ``"deepseek"``,
+            ``"gpt-oss"`` or ``"torchao"``; ``None`` if the checkpoint is not quantised. For torchao, the metadata of
+            the safetensors files gives each layer's scheme.
+        groups: pairs of a scheme and its targets: ``"Linear"`` for every linear layer, names of layers or of modules
+            that contain them, wildcards, or regular expressions after ``re:``.
         ignore: layers or modules that are not quantised; a module includes everything inside it.
     """
 
@@ -52,15 +54,34 @@ class QuantSpec:
     def scheme(self, name: str) -> LayerScheme | None:
         """Return the scheme of the linear layer ``name``, or ``None`` if it is not quantised.
 
-        An exact name takes precedence over a wildcard or regular expression, and these over ``"Linear"``.
+        The name itself takes precedence over modules that contain the layer, the innermost first, these over wildcards
+        and regular expressions, and these over ``"Linear"``.
         """
-        if any(_names.fits(name, pattern) or name.startswith(f"{pattern}.") for pattern in self.ignore):
+        if self._ignored.includes(name):
             return None
-        for is_fitting in (lambda target: target == name, lambda target: _names.fits(name, target)):
-            for scheme, targets in self.groups:
-                if any(map(is_fitting, targets)):
-                    return scheme
-        return next((scheme for scheme, targets in self.groups if "Linear" in targets), None)
+        named, patterns = self._targets
+        for each in (name, *reversed(_names.parents(name))):
+            if each in named:
+                return named[each]
+        fitting = (scheme for pattern, scheme in patterns if _names.fits(name, pattern))
+        return next(fitting, named.get("Linear"))
+
+    @functools.cached_property
+    def _ignored(self) -> "_Names":
+        return _Names(self.ignore)
+
+    @functools.cached_property
+    def _targets(self) -> tuple[dict[str, LayerScheme], list[tuple[str, LayerScheme]]]:
+        """Return the schemes of targets that are names, and pairs of another target and its scheme, in order."""
+        named: dict[str, LayerScheme] = {}
+        patterns: list[tuple[str, LayerScheme]] = []
+        for scheme, targets in self.groups:
+            for target in targets:
+                if _names.is_pattern(target):
+                    patterns.append((target, scheme))
+                else:
+                    named.setdefault(target, scheme)
+        return named, patterns
 
     def scheme_of_tensors(self, name: str) -> LayerScheme | None:
         """Return the scheme of a layer whose tensors are quantised.
@@ -69,6 +90,24 @@ class QuantSpec:
         """
         schemes = {scheme for scheme, _ in self.groups}
         return self.scheme(name) or (schemes.pop() if len(schemes) == 1 else None)
+
+
+class _Names:
+    """Names of modules, wildcards and regular expressions; a configuration can list thousands of names.
+
+    Args:
+        given: the names and patterns.
+    """
+
+    def __init__(self, given: Iterable[str]) -> None:
+        every = [*given]
+        self.patterns = [each for each in every if _names.is_pattern(each)]
+        self.exact = {*every} - {*self.patterns}
+
+    def includes(self, name: str) -> bool:
+        """Return True if a name or pattern fits ``name``, or if ``name`` is inside a module with an exact name."""
+        inside = not self.exact.isdisjoint((name, *_names.parents(name)))
+        return inside or any(_names.fits(name, pattern) for pattern in self.patterns)
 
 
 def read_spec(path: str | Path) -> QuantSpec:
@@ -108,7 +147,7 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
     """
     method = quantization.get("quant_method")
     parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss,
-             "torchao": _torchao}  # fmt: skip
+             "torchao": _torchao, "auto-round": _auto_round, "quark": _quark}  # fmt: skip
     if method not in parse:
         expected = ", ".join(map(repr, parse))
         raise ValueError(f"{path}: quant_method is {method!r}; expected one of {expected}")
@@ -131,7 +170,16 @@ MODELOPT_ALGORITHMS = {
     "FP8": ("fp8_tensor", "fp8_static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", "fp8"),
 }
-"""Formats of weights and activations, by ModelOpt's ``quant_algo``."""
+"""Formats of weights and activations, by ModelOpt's ``quant_algo``, that this package reads and writes."""
+_MODELOPT_READ = {
+    **MODELOPT_ALGORITHMS,
+    "W4A8_NVFP4_FP8": ("nvfp4", "fp8_static"),
+    "mxfp4": ("mxfp4", "fp4"),
+    "W4A8_MXFP4_FP8": ("mxfp4", "fp8_static"),
+    "fp8_pb_wo": ("fp8_block", "fp8"),
+}
+_MODELOPT_BLOCKS = {"nvfp4": (16, 0, None), "mxfp4": (32, 0, None), "fp8_block": (128, 0, None)}
+"""Valid values of ``group_size``; ModelOpt leaves it out, or writes 0, for algorithms with one block size."""
 
 
 def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -147,9 +195,9 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def _modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
-    _expect(path, prefix, given, quant_algo=(*MODELOPT_ALGORITHMS,))
-    fmt, activations = MODELOPT_ALGORITHMS[given["quant_algo"]]
-    _expect(path, prefix, given, group_size=(16, None) if fmt == "nvfp4" else (None,))
+    _expect(path, prefix, given, quant_algo=(*_MODELOPT_READ,))
+    fmt, activations = _MODELOPT_READ[given["quant_algo"]]
+    _expect(path, prefix, given, group_size=_MODELOPT_BLOCKS.get(fmt, (None,)), pre_quant_scale=(None, False))
     for group in (given.get("config_groups") or {}).values():
         _expect(path, prefix, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
     return LayerScheme(fmt, "modelopt", activations)
@@ -179,7 +227,8 @@ def compressed_arguments(fmt: str) -> dict[str, Any]:
 
 
 def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
-    _expect(path, "", given, quantization_status=("compressed",), transform_config=(None, {}))
+    _expect(path, "", given, quantization_status=("compressed",))
+    _refuse_online(path, given.get("transform_config") or {})
     sparsity = given.get("sparsity_config") or {}
     _expect(path, "sparsity_config: ", sparsity, format=(None, "dense"))
     groups = []
@@ -194,6 +243,19 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "compressed-tensors", tuple(groups), tuple(given.get("ignore") or ()))
 
 
+_OFFLINE = ("weight_input", "weight_output")
+"""Locations of transforms that the producer has multiplied into the stored weights."""
+
+
+def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
+    """Raise for transforms that a model must apply at run time, such as QuIP's. Others need nothing: SpinQuant's R1 and
+    R2, for example, are part of the weights."""
+    for name, group in (transforms.get("config_groups") or {}).items():
+        applied = group.get("apply") or () if isinstance(group, Mapping) else ({},)
+        for each in applied:
+            _expect(path, f"transform_config: {name}: ", each, location=_OFFLINE)
+
+
 def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
@@ -205,7 +267,8 @@ def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overal
     _expect(path, f"{prefix}weights: ", weights, strategy=(*of_strategy,))
     fmt = of_strategy[weights["strategy"]]
     wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
-    _expect(path, f"{prefix}weights: ", weights, **wanted, actorder=(None,))
+    # "static" and "weight" reorder columns during the calibration only. "group" and "dynamic" store a permutation.
+    _expect(path, f"{prefix}weights: ", weights, **wanted, actorder=(None, "static", "weight"))
     _expect(path, prefix, group, output_activations=(None,))
     inputs = group.get("input_activations")
     bits = _GROUPS[fmt]["num_bits"]
@@ -232,10 +295,79 @@ def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overal
 def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     _expect(
         path, "", given, weight_block_size=([128, 128],), activation_scheme=("dynamic",), fmt=("e4m3", None),
-        scale_fmt=("ue8m0", "float", None),
+        scale_fmt=("ue8m0", "float", None), expert_dtype=("fp8", None),
     )  # fmt: skip
     scheme = LayerScheme("fp8_block", "deepseek", "fp8")
     return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
+
+
+# auto-round's own format: the tensors are compressed-tensors'
+
+
+def _auto_round(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    _expect(path, "", given, rotation_config=(None, {}))
+    base = _auto_round_scheme(path, "", given)
+    groups = []
+    for name, own in (given.get("extra_config") or {}).items():
+        settings = {**given, **own}
+        if settings.get("bits", 16) < 16:
+            scheme = _auto_round_scheme(path, f"extra_config: {name}: ", settings)
+            is_name = re.fullmatch(r"[\w.]+", name) is not None
+            groups.append((scheme, (name if is_name else f"re:{name}",)))
+    return QuantSpec(path, "auto-round", (*groups, (base, ("Linear",))))
+
+
+def _auto_round_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
+    """Return the scheme of a configuration of auto-round, of all layers or of one layer."""
+    _expect(path, prefix, given, data_type=("nv_fp", "nv_fp4", "mx_fp", "mx_fp4"), bits=(4,), sym=(None, True))
+    fmt = "nvfp4" if given["data_type"].startswith("nv") else "mxfp4"
+    _expect(path, prefix, given, group_size=(16 if fmt == "nvfp4" else 32,))
+    bits = given.get("act_bits") or 16
+    if bits >= 16:
+        return LayerScheme(fmt, "compressed-tensors", "16bit")
+    kinds = ("nv_fp", "nv_fp4", "nv_fp4_with_static_gs") if fmt == "nvfp4" else ("mx_fp", "mx_fp4", "mx_fp_rceil")
+    _expect(path, prefix, given, act_bits=(4,), act_data_type=kinds)
+    return LayerScheme(fmt, "compressed-tensors", "fp4")
+
+
+# Quark
+
+
+def _quark(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    _expect(path, "", given, layer_type_quant_config=(None, {}), softmax_quant_spec=(None,))
+    _expect(path, "export: ", given.get("export") or {}, weight_format=(None, "real_quantized"))
+    for algorithm in given.get("algo_config") or ():
+        if algorithm.get("name") in ("rotation", "quarot"):
+            raise ValueError(f"{path}: algo_config: name is {algorithm['name']!r}; expected no rotations")
+    groups = [
+        (_quark_scheme(path, f"layer_quant_config: {name}: ", own), (name,))
+        for name, own in (given.get("layer_quant_config") or {}).items()
+        if own.get("weight") is not None
+    ]
+    base = given.get("global_quant_config") or {}
+    every = ((_quark_scheme(path, "global_quant_config: ", base), ("Linear",)),) if base.get("weight") else ()
+    if not groups and not every:
+        raise ValueError(f"{path}: global_quant_config is {base!r}; expected a weight")
+    return QuantSpec(path, "quark", (*groups, *every), tuple(given.get("exclude") or ()))
+
+
+def _quark_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
+    _expect(path, prefix, given, output_tensors=(None,), bias=(None,))
+    tensors = {name: given.get(name) for name in ("weight", "input_tensors")}
+    for name, each in tensors.items():
+        if each is not None and not isinstance(each, Mapping):
+            raise ValueError(f"{path}: {prefix}{name} has {len(each)} stages; expected one")
+    weight, inputs = tensors["weight"] or {}, tensors["input_tensors"]
+    blocks: dict[str, Any] = {
+        "dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (32,), "scale_format": ("e8m0",),
+    }  # fmt: skip
+    _expect(path, f"{prefix}weight: ", weight, **blocks, is_dynamic=(False, None), ch_axis=(-1, 1, None))
+    if inputs is None:
+        return LayerScheme("mxfp4", "quark", "16bit")
+    if inputs.get("dtype") == "fp8_e4m3":
+        return LayerScheme("mxfp4", "quark", "fp8" if inputs.get("is_dynamic") else "fp8_static")
+    _expect(path, f"{prefix}input_tensors: ", inputs, **blocks, is_dynamic=(True,))
+    return LayerScheme("mxfp4", "quark", "fp4")
 
 
 # gpt-oss: only experts are quantised, and they are not linear layers

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._values import check_scales
+from torch_cute_ops.checkpoint._values import check_factors, check_scales, check_zeros
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantLinear
@@ -206,11 +206,8 @@ def read_weight(files: Files, name: str) -> Weight:
     about: Mapping[str, Any] = described.get("_data", {})
     tensors = {part: files.read(stored) for part, stored in names.items()}
     for part in ("per_tensor_scale", "act_per_tensor_scale"):
-        # Zero is valid only for the scale of a weight whose elements are all zero.
-        value = tensors.get(part, torch.ones(1))
-        bad = ~(value.isfinite() & ((value > 0) if part.startswith("act") else (value >= 0)))
-        if bad.any():
-            raise ValueError(f"{files.describe(names[part])} is {value[bad][0].item()}; expected a positive number")
+        if part in tensors:
+            check_factors(files.describe(names[part]), tensors[part], is_zero_allowed=not part.startswith("act"))
     try:
         weight = weight_of(
             described["_type"],
@@ -222,6 +219,9 @@ def read_weight(files: Files, name: str) -> Weight:
     except ValueError as error:
         raise ValueError(f"{files.describe(next(iter(names.values()), name))}: {error}") from error
     check_scales(files.describe(names["scale"]), weight.scale)
+    if weight.factor is not None and (weight.factor == 0).any():
+        factors = weight.factor.reshape(-1).expand(len(weight.codes)) if weight.codes.dim() == 3 else weight.factor
+        check_zeros(files.describe(names["per_tensor_scale"]), factors, weight.codes.flatten(1))
     return weight
 
 

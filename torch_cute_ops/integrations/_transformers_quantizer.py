@@ -151,7 +151,7 @@ class CuteQuantizer(HfQuantizer):
             loader = self._loader(model, files)
             for name, pending in tqdm([*self.pending.items()], desc="Loading quantised layers", unit="module"):
                 loader.load_module(name, pending.module)
-            loader.warn_of_kv_scales(stacklevel=6)
+            loader.warn(stacklevel=7)
             loader.refuse_unused(self._tensors_of_pending(loader))
         self.pending.clear()
         if self.merge:

@@ -460,6 +460,35 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     return first._build(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
 
 
+def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
+    """Copy the tensors of ``new`` into ``layer``, in place, so that CUDA graphs that read them stay valid.
+
+    Args:
+        layer: layer that keeps its tensors.
+        new: layer whose tensors are copied.
+
+    Returns:
+        False, with nothing copied, if the layers differ in class, sizes, parts, activations, or the shape, dtype or
+        device of a tensor.
+    """
+
+    def described(each: QuantLinear) -> tuple[Any, ...]:
+        held = {**each._buffers, **each._parameters}
+        tensors = {
+            name: None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+            for name, tensor in held.items()
+        }
+        return type(each), each.in_features, each.parts, each.activations, each.has_input_scale, tensors
+
+    if layer.weight.is_meta or described(layer) != described(new):
+        return False
+    for name, tensor in {**new._buffers, **new._parameters}.items():
+        if tensor is not None:
+            getattr(layer, name).detach().copy_(tensor)
+    layer._complete()
+    return True
+
+
 def prefetch_(layers: Iterable[QuantLinear]) -> None:
     """Make the GEMM of each layer, for few rows, load the weight of the next layer into L2.
 

@@ -27,6 +27,11 @@ def fits(name: str, pattern: str) -> bool:
     return pattern == name or fnmatch.fnmatchcase(name, pattern)
 
 
+def is_pattern(text: str) -> bool:
+    """Return True if ``text`` is a wildcard or, after ``re:``, a regular expression instead of a name."""
+    return text.startswith("re:") or any(each in text for each in "*?[")
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return True if a pattern fits the name or equals its last component."""
     return any(fits(name, pattern) or pattern == name.rpartition(".")[2] for pattern in patterns)
