@@ -81,23 +81,22 @@ def resolve_scale_layout(name: str) -> ScaleLayout:
     return layout
 
 
-def _offsets(layout: ScaleLayout, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
-    row = torch.arange(rows, device=device).unsqueeze(1)
-    block = torch.arange(blocks, device=device).unsqueeze(0)
-    offsets: torch.Tensor = layout.row_offset(row, blocks) + layout.block_offset(block)
-    return offsets
-
-
 def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
     """Convert a (rows, blocks) scale matrix to ``layout``: the padded matrix, with zeros as padding."""
     if layout.is_linear:
         return scale
     rows, blocks = scale.shape
-    raw = scale.view(torch.uint8)
-    tiled = raw.new_zeros(layout.padded_rows(rows) * layout.padded_blocks(blocks))
-    if not raw.is_meta:  # indexing a meta tensor would take milliseconds, for nothing
-        tiled[_offsets(layout, rows, blocks, raw.device)] = raw
-    return tiled.view(layout.padded_rows(rows), layout.padded_blocks(blocks)).view(scale.dtype)
+    padded = scale.view(torch.uint8)
+    row_tiles, block_tiles = layout.padded_rows(rows) // layout.tile_rows, layout.padded_blocks(blocks) // TILE_BLOCKS
+    sizes = row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS
+    if sizes != (rows, blocks):
+        padded = padded.new_zeros(sizes)
+        padded[:rows, :blocks] = scale.view(torch.uint8)
+    if layout.tile_rows == 128:
+        tiles = padded.view(row_tiles, 4, 32, block_tiles, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+    else:
+        tiles = padded.view(row_tiles, layout.tile_rows, block_tiles, TILE_BLOCKS).transpose(1, 2)
+    return tiles.reshape(sizes).view(scale.dtype)
 
 
 def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
@@ -105,7 +104,13 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
     if layout.is_linear:
         return scale.reshape(rows, blocks)
     raw = scale.reshape(-1).view(torch.uint8)
-    return raw[_offsets(layout, rows, blocks, raw.device)].view(scale.dtype)
+    row_tiles, block_tiles = layout.padded_rows(rows) // layout.tile_rows, layout.padded_blocks(blocks) // TILE_BLOCKS
+    if layout.tile_rows == 128:
+        matrix = raw.view(row_tiles, block_tiles, 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+    else:
+        matrix = raw.view(row_tiles, block_tiles, layout.tile_rows, TILE_BLOCKS).transpose(1, 2)
+    padded = matrix.reshape(row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS)
+    return padded[:rows, :blocks].contiguous().view(scale.dtype)
 
 
 def convert_scales(
