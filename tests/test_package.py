@@ -151,13 +151,17 @@ def test_private_names_of_torch_are_optional():
 def test_exports():
     assert set(torch_cute_ops.__all__) == {
         *OPS,
+        "QuantizedWeight",
         "__version__",
         "autotune",
         "backends",
         "convert_scales",
+        "dequantize",
+        "linear",
         "nvfp4_global_scale",
         "precompile",
         "properties_of",
+        "quantize",
         "warmup",
     }
     assert all(hasattr(torch_cute_ops, name) for name in torch_cute_ops.__all__)

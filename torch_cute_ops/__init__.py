@@ -40,10 +40,12 @@ from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
+from torch_cute_ops.quantized import QuantizedWeight, dequantize, linear, quantize
 from torch_cute_ops.registry import backends, precompile, properties_of, warmup
 from torch_cute_ops.runtime.tuning import autotune
 
 __all__ = [
+    "QuantizedWeight",
     "__version__",
     "add_rmsnorm",
     "add_rmsnorm_fp4quant",
@@ -54,12 +56,14 @@ __all__ = [
     "autotune",
     "backends",
     "convert_scales",
+    "dequantize",
     "fp4_dequantize",
     "fp4_quantize",
     "fp4quant_mm_fp4",
     "fp8_quantize",
     "grouped_mm_fp8",
     "grouped_mm_fp8_fp4",
+    "linear",
     "mm_fp4",
     "mm_fp4_weight_only",
     "mm_fp8_block",
@@ -77,6 +81,7 @@ __all__ = [
     "nvfp4_global_scale",
     "precompile",
     "properties_of",
+    "quantize",
     "rmsnorm",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",

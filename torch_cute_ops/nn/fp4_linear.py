@@ -21,13 +21,13 @@ from torch_cute_ops.nn._base import (
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._with_gemm import quantises_with_gemm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
-from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
+from torch_cute_ops.quantized import encode
 
 
 class _FP4Linear(QuantLinear):
@@ -233,8 +233,9 @@ class NVFP4Linear(_FP4Linear):
         weight = supported_weight(cls, linear, activations)
         if cls._chosen(activations) == "fp4" and input_amax is None:
             raise ValueError(f"{cls.__name__}: activations='fp4' needs input_amax, from calibration")
-        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else float32_like(amax, weight))
-        codes, scale = fp4_quantize(weight, global_scale, scale_layout="linear")
+        amax = None if amax is None else float32_like(amax, weight)
+        codes, scale, global_scale = encode(weight, cls.scheme, amax, "linear")
+        assert global_scale is not None
         return cls.from_tensors(
             codes,
             scale,
@@ -293,7 +294,6 @@ class MXFP4Linear(_FP4Linear):
         Raises:
             ValueError: for unsupported sizes or activations.
         """
-        codes, scale = fp4_quantize(
-            supported_weight(cls, linear, activations), block_size=cls.format.block_size, scale_layout="linear"
-        )
+        weight = supported_weight(cls, linear, activations)
+        codes, scale, _ = encode(weight, cls.scheme, scale_layout="linear")
         return cls.from_tensors(codes, scale, bias=linear.bias, activations=activations)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torch_cute_ops.formats import FP8_BLOCK128
-from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats.fp4 import encode_e4m3
 from torch_cute_ops.nn._base import (
     FP8_BLOCKS,
     Activations,
@@ -20,8 +19,7 @@ from torch_cute_ops.nn._base import (
 )
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
-
-_BLOCK = FP8_BLOCK128.block_size
+from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks, encode, fp8_blocks, fp8_scale_of
 
 
 class FP8BlockLinear(QuantLinear):
@@ -46,12 +44,14 @@ class FP8BlockLinear(QuantLinear):
         n, k = self.out_features, self.in_features
         return {
             "weight": ((n, k), torch.float8_e4m3fn),
-            "weight_scale_inv": ((_blocks(n), _blocks(k)), torch.float32),
+            "weight_scale_inv": ((fp8_blocks(n), fp8_blocks(k)), torch.float32),
         }
 
     def _reason_unfit_parts(self) -> str | None:
-        if any(rows % _BLOCK for rows in self.parts[:-1]):
-            return f"parts is {self.parts}; expected multiples of {_BLOCK}, except for the last: parts share no block"
+        if any(rows % FP8_BLOCK for rows in self.parts[:-1]):
+            return (
+                f"parts is {self.parts}; expected multiples of {FP8_BLOCK}, except for the last: parts share no block"
+            )
         return super()._reason_unfit_parts()
 
     def _quantization(self) -> Quantization:
@@ -64,8 +64,7 @@ class FP8BlockLinear(QuantLinear):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
-        scale = self.weight_scale_inv.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
-        return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
+        return decode_fp8_blocks(self.weight, self.weight_scale_inv, dtype)
 
     @classmethod
     def from_tensors(
@@ -94,17 +93,12 @@ class FP8BlockLinear(QuantLinear):
         Raises:
             ValueError: for unsupported sizes or activations.
         """
-        weight = supported_weight(cls, linear).float()
-        n, k = weight.shape
-        padded = nn.functional.pad(weight, (0, -k % _BLOCK, 0, -n % _BLOCK))
-        blocks = padded.view(_blocks(n), _BLOCK, _blocks(k), _BLOCK)
-        scale = _scale_of(blocks.abs().amax((1, 3)))
-        elements = encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous()
+        elements, scale, _ = encode(supported_weight(cls, linear), cls.scheme)
         return cls.from_tensors(elements, scale, bias=linear.bias, activations=activations)
 
     def _rows_of_parts(self, name: str) -> list[int]:
         rows = super()._rows_of_parts(name)
-        return [*map(_blocks, rows)] if name == "weight_scale_inv" else rows
+        return [*map(fp8_blocks, rows)] if name == "weight_scale_inv" else rows
 
 
 class _FP8Linear(QuantLinear):
@@ -206,11 +200,11 @@ class _FP8Linear(QuantLinear):
             ValueError: for unsupported activations.
         """
         weight = supported_weight(cls, linear).float()
-        scale = _scale_of(cls._amax(weight))
+        scale = fp8_scale_of(cls._amax(weight))
         return cls.from_tensors(
             encode_e4m3(weight / scale),
             scale,
-            input_scale=None if input_amax is None else _scale_of(float32_like(input_amax, weight)),
+            input_scale=None if input_amax is None else fp8_scale_of(float32_like(input_amax, weight)),
             bias=linear.bias,
             activations=activations,
         )
@@ -280,13 +274,3 @@ class FP8ChannelLinear(_FP8Linear):
     @classmethod
     def _amax(cls, weight: Tensor) -> Tensor:
         return weight.abs().amax(1, keepdim=True)
-
-
-def _blocks(size: int) -> int:
-    return -(-size // _BLOCK)
-
-
-def _scale_of(amax: Tensor) -> Tensor:
-    """Return the FP8 scale for which ``amax`` becomes the largest element, or 1 if ``amax`` is 0."""
-    scale = amax / E4M3_MAX
-    return torch.where(scale == 0, 1.0, scale)

@@ -259,7 +259,7 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
         return out
-    if not isinstance(out, tuple | list):
+    if not isinstance(out, (tuple, list)):  # Dynamo of torch 2.9 traces no union
         raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
     check_number(op, tuple(out), names)
     for name, tensor in zip(names, out, strict=True):

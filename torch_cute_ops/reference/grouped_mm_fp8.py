@@ -50,7 +50,8 @@ def grouped_gemm(
         factor = alpha if alpha is None or alpha.numel() == 1 else alpha[expert]
         added = None if bias is None else bias[expert]
         weight = weights[expert], scales[:, some], factors[expert]
-        result = block_scaled_gemm(rows[some], *weight, factor, added, out_dtype)
+        own_rows = rows.view(torch.uint8)[some].view(rows.dtype)  # torch 2.9 does not index FP8
+        result = block_scaled_gemm(own_rows, *weight, factor, added, out_dtype)
         out[some] = torch.where(is_own[some, None], result, out[some])
     return out.view(*a.shape[:-1], n)
 

@@ -1,0 +1,339 @@
+"""``quantize``, ``linear`` and ``dequantize``: values, compiled and exported programs, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import spec, weights
+from support.interpreters import python
+from support.layers import assert_product
+from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._inductor import config
+from torch.utils import _pytree as pytree
+
+import torch_cute_ops
+from torch_cute_ops import QuantizedWeight, dequantize, linear, quantize
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+
+LAYERS = {"nvfp4": NVFP4Linear, "mxfp4": MXFP4Linear, "fp8_block": FP8BlockLinear}
+ACTIVATIONS = {"nvfp4": ("16bit", "fp8"), "mxfp4": ("16bit", "fp8", "fp4"), "fp8_block": ("fp8",)}
+KINDS = [(name, activations) for name, every in ACTIVATIONS.items() for activations in every]
+by_format = pytest.mark.parametrize("name", LAYERS)
+by_kind = pytest.mark.parametrize(("name", "activations"), KINDS)
+N, K = 136, 320  # neither is a multiple of a scale tile or of 128 elements
+ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
+
+
+def float_layer(dtype=torch.bfloat16, factor=1.0) -> nn.Linear:
+    layer = nn.Linear(K, N, dtype=dtype)
+    layer.weight.data *= factor
+    return layer
+
+
+def decoded_by_the_specification(weight: torch.Tensor, name: str) -> np.ndarray:
+    """Return the float64 numbers that a weight (N, K) has after quantisation, computed without the package."""
+    numbers = weight.detach().float().cpu().numpy()
+    if name == "fp8_block":
+        result = np.zeros(numbers.shape)
+        for i, j in np.ndindex(-(-N // 128), -(-K // 128)):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scale = np.abs(numbers[at]).max() / np.float32(448)
+            result[at] = spec.scale_value(spec.e4m3(numbers[at] / scale), "e4m3").astype(np.float64) * float(scale)
+        return result
+    block, kind = (16, "e4m3") if name == "nvfp4" else (32, "ue8m0")
+    factor = np.float32(2688) / np.abs(numbers).max() if name == "nvfp4" else None
+    found = spec.quantise(numbers, block, factor)
+    scales = spec.scale_value(found.scales, kind).astype(np.float64).repeat(block, 1)
+    return spec.e2m1_value(found.codes) * scales / (1.0 if factor is None else float(factor))
+
+
+# Values
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e4])
+def test_decoded_weight(name, dtype, factor, device):
+    """The global scale is applied whatever the magnitude of the weight is."""
+    weight = float_layer(dtype, factor).weight.to(device)
+    q = quantize(weight, name)
+    want = decoded_by_the_specification(weight, name)
+    got = dequantize(q).double().cpu().numpy()
+    assert np.allclose(got, want, rtol=3e-7, atol=0)
+    assert torch.equal(dequantize(q, torch.bfloat16), dequantize(q).bfloat16())
+    assert q.shape == (N, K) and q.format == name and q.device == weight.device
+
+
+@by_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_linear(name, activations, dtype, device):
+    """The product equals the float64 product, for any leading dimensions of x, with and without a bias."""
+    source = float_layer(dtype, factor=1e-2).to(device)
+    layer = LAYERS[name].from_float(source, activations=activations)
+    q = quantize(source.weight, name)
+    x = torch.randn(2, 5, K, dtype=dtype, device=device)
+    got = linear(x, q, source.bias.detach(), activations=activations)
+    assert_product(got, layer, x)
+    for part in (x[1], x[1, 3], x[:0]):
+        want = got[:0] if part.numel() == 0 else got[1] if part.dim() == 2 else got[1, 3]
+        assert torch.equal(linear(part, q, source.bias.detach(), activations=activations), want)
+    layer.bias = None
+    assert_product(linear(x, q, activations=activations), layer, x)
+
+
+@by_format
+def test_automatic_activations(name):
+    """Without a choice, FP4 weights are multiplied by 16-bit activations, and FP8 weights by FP8 activations."""
+    q, x = quantize(torch.randn(N, K), name), torch.randn(3, K).bfloat16()
+    chosen = "fp8" if name == "fp8_block" else "16bit"
+    assert torch.equal(linear(x, q), linear(x, q, activations=chosen))
+
+
+@by_format
+@given(power=st.integers(-60, 60))
+def test_relative_error_at_any_magnitude(name, power):
+    """A global scale that is forgotten or inverted would give errors of 100 % and more."""
+    weight, x = torch.randn(64, 256) * 2.0**power, torch.randn(4, 256).bfloat16()
+    exact = x.double() @ weight.t().double()
+    error = (linear(x, quantize(weight, name)).double() - exact).norm() / exact.norm()
+    assert error < {"nvfp4": 0.12, "mxfp4": 0.16, "fp8_block": 0.05}[name]
+
+
+def test_amax_of_several_weights():
+    """Weights with one amax have one global scale, so that their codes can be concatenated."""
+    q, k = torch.randn(N, K), torch.randn(8, K) / 3
+    amax = torch.stack([q.abs().amax(), k.abs().amax()]).amax()
+    records = [quantize(each, amax=amax) for each in (q, k)]
+    assert all(each.global_scale.item() == np.float32(2688) / np.float32(amax) for each in records)
+    want = spec.quantise(k.numpy(), 16, np.float32(2688) / np.float32(amax))
+    assert np.array_equal(spec.unpack(weights.raw(records[1].codes)), want.codes)
+
+
+def test_quantised_tensors_of_a_checkpoint():
+    """A record is also made from tensors, such as ModelOpt's, whose weight_scale_2 is the reciprocal."""
+    weight = torch.randn(N, K) / 100
+    weight_scale_2 = weight.abs().max() / 2688
+    codes, scale = torch_cute_ops.fp4_quantize(weight, weight_scale_2.reciprocal())
+    q = QuantizedWeight(codes, scale, weight_scale_2.reciprocal(), format="nvfp4")
+    assert torch.allclose(dequantize(q), weight, atol=weight.abs().max().item() / 6)
+    x = torch.randn(4, K).bfloat16()
+    exact = x.double() @ weight.t().double()
+    assert (linear(x, q) - exact).norm() < 0.12 * exact.norm()
+
+
+# One object
+
+
+@by_format
+def test_tensors_are_the_leaves(name):
+    q = quantize(torch.randn(N, K), name)
+    leaves, tree = pytree.tree_flatten(q)
+    names = ["codes", "scale", "global_scale", "alpha"][: 4 if name == "nvfp4" else 2]
+    assert [getattr(q, each) for each in names] == leaves
+    assert [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(q)] == [f".{each}" for each in names]
+    assert q.nbytes == sum(each.numel() * each.itemsize for each in leaves)
+    again = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(tree)))
+    assert (again.format, again.shape) == (name, (N, K)) and again.codes is q.codes
+    assert pytree.tree_structure(q) != pytree.tree_structure(quantize(torch.randn(8, K), name))
+    shapes = pytree.tree_map(lambda tensor: tensor.shape, q)
+    assert shapes.codes == q.codes.shape and shapes.format == name
+
+
+@by_format
+def test_copies(name):
+    """Copies on a device, by tree_map, deepcopy or a file hold the same bytes, and nothing is cast."""
+    q = quantize(torch.randn(N, K), name)
+    file = io.BytesIO()
+    torch.save({"q": q}, file)
+    file.seek(0)
+    for other in (torch.load(file)["q"], copy.deepcopy(q), pytree.tree_map(torch.clone, q), q.to("cpu")):
+        assert repr(other) == repr(q) == f"QuantizedWeight({name}, (136, 320), device='cpu')"
+        for one, two in zip(pytree.tree_leaves(q), pytree.tree_leaves(other), strict=True):
+            assert one.dtype == two.dtype and np.array_equal(weights.raw(one), weights.raw(two))
+    meta = q.to("meta")
+    assert meta.device.type == "meta" and linear(torch.empty(3, K, dtype=torch.bfloat16, device="meta"), meta).is_meta
+
+
+def test_it_is_immutable():
+    """A new global scale without a new alpha would give wrong numbers."""
+    q = quantize(torch.randn(N, K))
+    with pytest.raises(AttributeError, match="immutable: global_scale cannot be set"):
+        q.global_scale = torch.ones(1)
+    with pytest.raises(AttributeError, match="immutable: alpha cannot be deleted"):
+        del q.alpha
+
+
+# Programs
+
+
+@by_kind
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+def test_compiles_thrice_at_most(name, activations, dynamic, device):
+    """The record is an input of the graph; 0 and 1 rows are special to the compiler."""
+
+    def program(x, q, bias):
+        return linear(x, q, bias, activations=activations)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in ROWS:
+        q, bias = quantize(torch.randn(N, K, device=device), name), torch.randn(N, device=device)
+        x = torch.randn(rows, K, device=device).bfloat16()
+        assert torch.equal(compiled(x, q, bias), program(x, q, bias))
+    assert 1 <= len(_debug_get_cache_entry_list(program.__code__)) <= 3
+    torch._dynamo.reset()
+
+
+@by_format
+def test_quantised_inside_a_program(name, device):
+    def program(x, w):
+        q = quantize(w, name)
+        return linear(x, q), q
+
+    torch._dynamo.reset()
+    w, x = torch.randn(N, K, device=device), torch.randn(5, K, device=device).bfloat16()
+    got, want = torch.compile(program, backend="aot_eager", fullgraph=True)(x, w), program(x, w)
+    assert torch.equal(got[0], want[0]) and got[1].format == name
+    assert torch.equal(dequantize(got[1]), dequantize(want[1]))
+    torch._dynamo.reset()
+
+
+class Program(nn.Module):
+    """Linear layer whose weight is an input."""
+
+    def forward(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        return linear(x, q) * 2
+
+
+@by_format
+def test_export(name, device):
+    q = quantize(torch.randn(N, K, device=device), name)
+    x = torch.randn(5, K, device=device).bfloat16()
+    shapes = {"x": {0: torch.export.Dim("rows", max=512)}, "q": [None] * len(pytree.tree_leaves(q))}
+    program = torch.export.export(Program(), (x, q), dynamic_shapes=shapes).module()
+    for rows in (2, 9, 300):
+        x, q = torch.randn(rows, K, device=device).bfloat16(), quantize(torch.randn(N, K, device=device), name)
+        assert torch.equal(program(x, q), linear(x, q) * 2)
+
+
+# An optimised wrapper takes a minute to compile.
+QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
+LOADED = """
+import sys, torch, torch_cute_ops
+package, given, results = sys.argv[1:]
+program = torch._inductor.aoti_load_package(package)
+torch.save([program(*call) for call in torch.load(given)], results)
+"""
+
+
+@pytest.mark.slow
+def test_package(tmp_path):
+    """Check a package of AOTInductor with a dynamic number of rows, in a process without the program."""
+    q, x = quantize(torch.randn(N, K)), torch.randn(5, K).bfloat16()
+    shapes = {"x": {0: torch.export.Dim("rows", min=1, max=512)}, "q": [None] * 4}
+    exported = torch.export.export(Program(), (x, q), dynamic_shapes=shapes)
+    package, given_calls, results = (str(tmp_path / name) for name in ("program.pt2", "calls.pt", "results.pt"))
+    with config.patch(QUICKLY):
+        torch._inductor.aoti_compile_and_package(exported, package_path=package)
+    calls = [(torch.randn(rows, K).bfloat16(), quantize(torch.randn(N, K) * rows)) for rows in (2, 9, 300)]
+    torch.save(calls, given_calls)
+    done = python(LOADED, arguments=(package, given_calls, results), PYTHONFAULTHANDLER="1")
+    assert done.returncode == 0, done.stderr
+    for (x, q), got in zip(calls, torch.load(results), strict=True):
+        assert torch.equal(got, linear(x, q) * 2)
+
+
+@pytest.mark.slow
+@by_format
+def test_inductor(name, device):
+    q, x = quantize(torch.randn(N, K, device=device), name), torch.randn(3, 4, K, device=device).bfloat16()
+
+    def program(x, q):
+        return linear(x * 2, q).relu() + 1
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(program, fullgraph=True)(x, q), program(x, q))
+    torch._dynamo.reset()
+
+
+# Errors
+
+W = torch.randn(N, K)
+Q = quantize(W)
+X = torch.randn(2, K).bfloat16()
+MX = quantize(W, "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(W, "fp4"), ValueError, "quantize: format is 'fp4'; expected one of 'nvfp4', 'mxfp4'"),
+        (lambda: quantize(nn.Linear(K, N)), TypeError, "w is a Linear; expected a tensor: pass its weight"),
+        (lambda: quantize(W.tolist()), TypeError, "quantize: w is .*, a list; expected a tensor"),
+        (lambda: quantize(W.to(torch.int8)), TypeError, "quantize: got w with dtype torch.int8; expected torch.bfl"),
+        (lambda: quantize(W[None]), ValueError, r"quantize: got w with shape (1, 136, 320); expected (N, K)"),
+        (lambda: quantize(W[:4]), ValueError, "w has shape (4, 320); expected N to be a positive multiple of 8"),
+        (lambda: quantize(W[:, :48]), ValueError, "w has shape (136, 48); expected K to be a positive multiple of 32"),
+        (lambda: quantize(W[:, :96], "fp8_block"), ValueError, "expected K to be a positive multiple of 64"),
+        (lambda: quantize(W, "mxfp4", amax=torch.ones(1)), ValueError, "amax is given; format='mxfp4' has no global"),
+        (lambda: linear(X, W), TypeError, "linear: q is a Tensor; expected the result of torch_cute_ops.quantize"),
+        (lambda: linear(X, (Q.codes, Q.scale)), TypeError, "linear: q is a tuple; expected the result of"),
+        (lambda: linear(X[:, :64], Q), ValueError, "got x with shape (2, 64); expected (..., 320) for q of shape (136"),
+        (lambda: linear(X.t(), Q), ValueError, "got x with shape (320, 2); expected (..., 320)"),
+        (lambda: linear(X[0, 0], Q), ValueError, "got x with shape (); expected (..., 320)"),
+        (
+            lambda: linear(X.float(), Q),
+            TypeError,
+            "got x with dtype torch.float32; expected torch.bfloat16 or",
+        ),
+        (lambda: linear(X, Q.to("meta")), ValueError, "linear: x is on cpu, q on meta; pass q.to(x.device)"),
+        (lambda: linear(X, Q, activations="fp4"), ValueError, "need a calibrated global scale: use nn.NVFP4Linear"),
+        (
+            lambda: linear(X, MX, activations="int8"),
+            ValueError,
+            "expected one of 'auto', '16bit', 'fp8', 'fp4' for",
+        ),
+        (lambda: linear(X, Q, torch.ones(3)), ValueError, "got bias with shape (3,); expected (136,)"),
+        (lambda: linear(X.clone().requires_grad_(), Q), ValueError, "requires grad"),
+        (
+            lambda: linear(X[:, :96].detach(), quantize(W[:, :96]), activations="fp8"),
+            ValueError,
+            "got x with 96 columns; expected a multiple of 64",
+        ),
+        (lambda: dequantize(W), TypeError, "dequantize: q is a Tensor; expected the result of torch_cute_ops.quantize"),
+        (lambda: dequantize(Q, torch.int8), TypeError, "dequantize: dtype is torch.int8; expected torch.bfloat16"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message if ".*" in message else re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"global_scale": None}, ValueError, "global_scale is None for format='nvfp4'"),
+        ({"format": "mxfp4"}, ValueError, "global_scale is given for format='mxfp4'; pass None"),
+        ({"global_scale": 0.5}, TypeError, "global_scale is 0.5, a float; expected a tensor"),
+        ({"global_scale": torch.ones(2)}, ValueError, "got global_scale with shape (2,); expected one element"),
+        ({"global_scale": torch.ones(1).double()}, TypeError, "got global_scale with dtype torch.float64"),
+        ({"codes": Q.codes.view(torch.int8)}, TypeError, "got codes with dtype torch.int8; expected torch.uint8"),
+        ({"codes": Q.codes[0]}, ValueError, "got codes with shape (160,); expected (N, K/2)"),
+        ({"scale": Q.scale.view(torch.uint8)}, TypeError, "got scale with dtype torch.uint8"),
+        ({"scale": Q.scale[:, :4]}, ValueError, "got scale with shape"),
+        ({"scale": Q.scale.to("meta")}, ValueError, "scale is on meta, codes on cpu; move them to one"),
+        ({"format": "int4"}, ValueError, "QuantizedWeight: format is 'int4'"),
+    ],
+)
+def test_errors_of_the_record(change, error, message):
+    tensors = {"codes": Q.codes, "scale": Q.scale, "global_scale": Q.global_scale, "format": "nvfp4"}
+    with pytest.raises(error, match=re.escape(message)):
+        QuantizedWeight(**{**tensors, **change})

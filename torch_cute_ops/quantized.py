@@ -1,0 +1,419 @@
+"""Quantised weights as one object: ``quantize``, ``linear`` and ``dequantize``.
+
+``encode`` and the functions for FP8 blocks are shared with the layers of :mod:`torch_cute_ops.nn`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
+from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, FP4ScaleLayout
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
+from torch_cute_ops.ops._checks import INPUT_DTYPES
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.ops.mm_fp4 import mm_fp4
+from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+
+WeightFormat = Literal["nvfp4", "mxfp4", "fp8_block"]
+LinearActivations = Literal["auto", "16bit", "fp8", "fp4"]
+
+FP4_FORMATS: Final[dict[str, FP4Format]] = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+FP8_BLOCK: Final = FP8_BLOCK128.block_size
+"""Rows and columns of a block of an FP8 weight."""
+
+
+class _Kind(NamedTuple):
+    """Properties of a format of weights.
+
+    Attributes:
+        multiples: divisors of N and K that the format's GEMMs need.
+        activations: possible ``activations`` of ``linear``; the first is the default.
+    """
+
+    multiples: tuple[int, int]
+    activations: tuple[str, ...]
+
+
+_KINDS: Final[dict[str, _Kind]] = {
+    "nvfp4": _Kind((8, 32), ("16bit", "fp8")),
+    "mxfp4": _Kind((8, 32), ("16bit", "fp8", "fp4")),
+    "fp8_block": _Kind((8, 64), ("fp8",)),
+}
+_FP8_MULTIPLE: Final = 64
+"""Divisor of K that FP8 activations need."""
+
+
+class QuantizedWeight:
+    """A quantised matrix (N, K), as :func:`quantize` returns it, for :func:`linear` and :func:`dequantize`.
+
+    The class is a pytree node: its tensors are the leaves, ``format`` and ``shape`` are static. ``tree_map`` therefore
+    changes the tensors only, and compiled and exported programs take the object as an input. It is immutable, and its
+    tensors are never cast.
+
+    Args:
+        codes: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K) float8_e4m3fn (FP8).
+        scale: block scales: float8_e4m3fn (NVFP4) or uint8 (MXFP4), as :func:`fp4_quantize` returns them;
+            (⌈N/128⌉, ⌈K/128⌉) float32, the factors of decoded blocks (FP8).
+        global_scale: float32, one element, by which the matrix was multiplied before it was encoded, as in
+            compressed-tensors' ``weight_global_scale``; 1 / ModelOpt's ``weight_scale_2``. NVFP4 requires it; other
+            formats take None.
+        format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+
+    Attributes:
+        alpha: (1,) float32, 1 / ``global_scale``: the factor of the GEMM's result. None without a global scale.
+        shape: (N, K).
+
+    Raises:
+        ValueError: for an unknown format, a wrong shape or device, or a ``global_scale`` that is missing or not used.
+        TypeError: for a wrong dtype, or an argument that is no tensor.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    alpha: Tensor | None
+    format: WeightFormat
+    shape: tuple[int, int]
+
+    def __init__(self, codes: Tensor, scale: Tensor, global_scale: Tensor | None = None, *, format: WeightFormat):
+        kind = _kind_of("QuantizedWeight", format)
+        given = {"codes": codes, "scale": scale, "global_scale": global_scale}
+        shape = _checked_shape(given, format, kind)
+        alpha = None
+        if global_scale is not None:
+            global_scale = global_scale.reshape(1)
+            alpha = global_scale.reciprocal()
+        _fill(self, (codes, scale, global_scale, alpha, format, shape))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"QuantizedWeight is immutable: {name} cannot be set; make a new object")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"QuantizedWeight is immutable: {name} cannot be deleted")
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "QuantizedWeight":
+        """Return the object with all tensors on ``device``."""
+        moved: QuantizedWeight = pytree.tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
+        return moved
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(self))
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight({self.format}, {self.shape}, device='{self.device}')"
+
+
+_FIELDS: Final = ("codes", "scale", "global_scale", "alpha", "format", "shape")
+
+
+def _fill(made: QuantizedWeight, values: Iterable[Any]) -> QuantizedWeight:
+    for name, value in zip(_FIELDS, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _tensors(q: QuantizedWeight) -> list[Tensor]:
+    if q.global_scale is None or q.alpha is None:
+        return [q.codes, q.scale]
+    return [q.codes, q.scale, q.global_scale, q.alpha]
+
+
+Context = tuple[WeightFormat, tuple[int, int]]
+
+
+def _flatten(q: QuantizedWeight) -> tuple[list[Tensor], Context]:
+    return _tensors(q), (q.format, q.shape)
+
+
+def _flatten_with_keys(q: QuantizedWeight) -> tuple[list[tuple[Any, Tensor]], Context]:
+    tensors = _tensors(q)
+    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(_FIELDS, tensors, strict=False)], _flatten(q)[1]
+
+
+def _unflatten(children: Iterable[Any], context: Context) -> QuantizedWeight:
+    # The children may be anything: tree_map also makes trees of shapes or names.
+    children = list(children)
+    return _fill(object.__new__(QuantizedWeight), (*children, *[None] * (4 - len(children)), *context))
+
+
+pytree.register_pytree_node(
+    QuantizedWeight,
+    _flatten,
+    _unflatten,
+    serialized_type_name="torch_cute_ops.QuantizedWeight",
+    to_dumpable_context=lambda context: [context[0], [*context[1]]],
+    from_dumpable_context=lambda dumped: (dumped[0], (dumped[1][0], dumped[1][1])),
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+torch.serialization.add_safe_globals([QuantizedWeight])
+
+
+# For people
+
+
+def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None = None) -> QuantizedWeight:
+    """Quantise a weight, and return codes and scales as one object.
+
+    An NVFP4 weight gets the global scale ``448 · 6 / amax``; :func:`linear` and :func:`dequantize` apply it.
+
+    Args:
+        w: (N, K) bfloat16, float16 or float32, as in ``nn.Linear.weight``. N is a multiple of 8; K of 32, with
+            ``"fp8_block"`` of 64.
+        format: ``"nvfp4"`` (4-bit codes, an e4m3 scale for each 16 of them, and a global scale), ``"mxfp4"`` (4-bit
+            codes, and a power of 2 for each 32), or ``"fp8_block"`` (FP8, and a scale for each 128 × 128 elements, as
+            in DeepSeek-V3).
+        amax: one element, the largest magnitude that the global scale covers, for weights that share a global scale,
+            such as q, k and v. None means the largest magnitude of ``w``. Only for ``"nvfp4"``.
+
+    Raises:
+        ValueError: for an unknown format, a wrong shape, or an ``amax`` that the format does not use.
+        TypeError: for a wrong dtype, or if ``w`` is no tensor.
+
+    Example:
+        >>> import torch
+        >>> import torch_cute_ops
+        >>> weight = torch.eye(8, 32)
+        >>> q = torch_cute_ops.quantize(weight, "nvfp4")
+        >>> q
+        QuantizedWeight(nvfp4, (8, 32), device='cpu')
+        >>> assert torch.equal(torch_cute_ops.dequantize(q), weight)
+        >>> x = torch.arange(64).view(1, 2, 32).bfloat16()
+        >>> torch_cute_ops.linear(x, q).tolist()
+        [[[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [32.0, 33.0, 34.0, 35.0, 36.0, 37.0, 38.0, 39.0]]]
+    """
+    kind = _kind_of("quantize", format)
+    if isinstance(w, nn.Module):
+        raise TypeError(f"quantize: w is a {type(w).__name__}; expected a tensor: pass its weight")
+    _check_is_tensor("quantize", "w", w)
+    _check_dtype("quantize", "w", w, INPUT_DTYPES)
+    if w.dim() != 2:
+        raise ValueError(f"quantize: got w with shape {tuple(w.shape)}; expected (N, K)")
+    _check_multiples("quantize", "w", (w.shape[0], w.shape[1]), kind)
+    if amax is not None and format != "nvfp4":
+        raise ValueError(f"quantize: amax is given; format={format!r} has no global scale, so pass None")
+    return QuantizedWeight(*encode(w.detach().contiguous(), format, amax), format=format)
+
+
+def linear(
+    x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, *, activations: LinearActivations = "auto"
+) -> Tensor:
+    """Compute ``x · Wᵀ + bias`` with a quantised weight, accumulated in fp32 and rounded once.
+
+    Layers of :mod:`torch_cute_ops.nn` compute the same, and also merge projections, prefetch weights, and quantise
+    activations to NVFP4, which needs calibration.
+
+    Args:
+        x: (..., K) bfloat16 or float16; also float32 if the activations are quantised.
+        q: weight (N, K), as :func:`quantize` returns it.
+        bias: (N,) float32 or the dtype of ``x``.
+        activations: ``"16bit"`` multiplies ``x`` as it is (FP4 weights); ``"fp8"`` quantises it with a scale for each
+            128 elements of a row (all formats; K is a multiple of 64); ``"fp4"`` quantises it to MXFP4 (MXFP4 weights).
+            ``"auto"`` means ``"16bit"`` for FP4 weights, ``"fp8"`` for FP8 weights.
+
+    Returns:
+        (..., N) in the dtype of ``x``.
+
+    Raises:
+        ValueError: for a wrong shape or device, activations that the format does not support, or an input that requires
+            grad while gradients are enabled.
+        TypeError: for a wrong dtype, or a ``q`` that is not from :func:`quantize`.
+
+    Example:
+        >>> import torch
+        >>> import torch_cute_ops
+        >>> q = torch_cute_ops.quantize(2 * torch.eye(8, 64), "mxfp4")
+        >>> torch_cute_ops.linear(torch.ones(64).bfloat16(), q, bias=torch.arange(8.0)).tolist()
+        [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    """
+    _check_record("linear", q)
+    n, k = q.shape
+    _check_is_tensor("linear", "x", x)
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"linear: got x with shape {tuple(x.shape)}; expected (..., {k}) for q of shape {(n, k)}")
+    if x.device != q.codes.device:
+        raise ValueError(f"linear: x is on {x.device}, q on {q.codes.device}; pass q.to(x.device)")
+    choices = _KINDS[q.format].activations
+    if activations not in ("auto", *choices):
+        expected = ", ".join(map(repr, ("auto", *choices)))
+        calibrated = ""
+        if activations == "fp4" and q.format == "nvfp4":
+            calibrated = "; NVFP4 activations need a calibrated global scale: use nn.NVFP4Linear"
+        raise ValueError(
+            f"linear: activations is {activations!r}; expected one of {expected} for {q.format} weights{calibrated}"
+        )
+    chosen = choices[0] if activations == "auto" else activations
+    _check_dtype("linear", "x", x, SIXTEEN_BIT if chosen == "16bit" else INPUT_DTYPES)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    return _product(rows, q, bias, chosen).view(*x.shape[:-1], n)
+
+
+def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode a quantised weight to (N, K), computed in fp32 and rounded once to ``dtype``.
+
+    Args:
+        q: weight, as :func:`quantize` returns it.
+        dtype: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: for another dtype, or a ``q`` that is not from :func:`quantize`.
+    """
+    _check_record("dequantize", q)
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"dequantize: dtype is {dtype}; expected torch.bfloat16, torch.float16 or torch.float32")
+    if q.format == "fp8_block":
+        return decode_fp8_blocks(q.codes, q.scale, dtype)
+    block = FP4_FORMATS[q.format].block_size
+    return fp4_dequantize(q.codes, q.scale, q.global_scale, block_size=block, out_dtype=dtype)
+
+
+def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations: str) -> Tensor:
+    b, dtype = q.codes.t(), rows.dtype
+    if q.format == "fp8_block":
+        a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
+        return mm_fp8_block(a, b, a_scale, q.scale, bias=bias, out_dtype=dtype)
+    block = FP4_FORMATS[q.format].block_size
+    if activations == "16bit":
+        return mm_fp4_weight_only(rows, b, q.scale, q.alpha, bias, block_size=block)
+    if activations == "fp4":
+        a, a_scale = fp4_quantize(rows, block_size=block)
+        return mm_fp4(a, b, a_scale, q.scale, q.alpha, bias, dtype, block)
+    if rows.shape[1] % _FP8_MULTIPLE:
+        raise ValueError(
+            f"linear: got x with {rows.shape[1]} columns; expected a multiple of {_FP8_MULTIPLE} for activations='fp8'"
+        )
+    a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
+    return mm_fp8_fp4(a, b, a_scale, q.scale, q.alpha, bias, dtype, block)
+
+
+# Shared with the layers
+
+
+def encode(
+    weight: Tensor, format: str, amax: Tensor | None = None, scale_layout: FP4ScaleLayout = "128x4"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the codes, block scales and global scale (NVFP4) of a weight (N, K).
+
+    Args:
+        weight: (N, K) bfloat16, float16 or float32, contiguous.
+        format: name of a format in ``WeightFormat``.
+        amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's.
+        scale_layout: layout of the scales of FP4.
+    """
+    if format == "fp8_block":
+        return *encode_fp8_blocks(weight), None
+    fmt = FP4_FORMATS[format]
+    global_scale = None
+    if fmt.has_global_scale:
+        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else amax)
+    codes, scale = fp4_quantize(weight, global_scale, block_size=fmt.block_size, scale_layout=scale_layout)
+    return codes, scale, global_scale
+
+
+def encode_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return FP8 elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉): a block's largest magnitude / 448."""
+    n, k = weight.shape
+    padded = nn.functional.pad(weight.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
+    blocks = padded.view(fp8_blocks(n), FP8_BLOCK, fp8_blocks(k), FP8_BLOCK)
+    scale = fp8_scale_of(blocks.abs().amax((1, 3)))
+    return encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous(), scale
+
+
+def decode_fp8_blocks(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return FP8 elements (N, K) times the float32 scales of their blocks, rounded once to ``dtype``."""
+    n, k = elements.shape
+    factors = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return (elements.float() * factors[:n, :k]).to(dtype)
+
+
+def fp8_blocks(size: int) -> int:
+    """Return the number of FP8 blocks that cover ``size`` rows or columns."""
+    return -(-size // FP8_BLOCK)
+
+
+def fp8_scale_of(amax: Tensor) -> Tensor:
+    """Return the FP8 scale for which ``amax`` becomes the largest element, or 1 if ``amax`` is 0."""
+    scale = amax / E4M3_MAX
+    return torch.where(scale == 0, 1.0, scale)
+
+
+# Checks
+
+
+def _kind_of(function: str, format: str) -> _Kind:
+    kind = _KINDS.get(format) if isinstance(format, str) else None
+    if kind is None:
+        raise ValueError(f"{function}: format is {format!r}; expected one of {', '.join(map(repr, _KINDS))}")
+    return kind
+
+
+def _check_is_tensor(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} is {value!r}, a {type(value).__name__}; expected a tensor")
+
+
+def _check_dtype(function: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{function}: got {name} with dtype {tensor.dtype}; expected {expected}")
+
+
+def _check_record(function: str, q: Any) -> None:
+    if not isinstance(q, QuantizedWeight):
+        raise TypeError(f"{function}: q is a {type(q).__name__}; expected the result of torch_cute_ops.quantize")
+
+
+def _check_multiples(function: str, name: str, shape: tuple[int, int], kind: _Kind) -> None:
+    for size, multiple, letter in zip(shape, kind.multiples, "NK", strict=True):
+        if size == 0 or size % multiple:
+            raise ValueError(
+                f"{function}: {name} has shape {shape}; expected {letter} to be a positive multiple of {multiple}"
+            )
+
+
+def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int, int]:
+    """Check the arguments of ``QuantizedWeight``, and return (N, K)."""
+    name, codes, scale, global_scale = "QuantizedWeight", given["codes"], given["scale"], given["global_scale"]
+    fmt = FP4_FORMATS.get(format)
+    needs_global_scale = fmt is not None and fmt.has_global_scale
+    if (global_scale is not None) != needs_global_scale:
+        fix = "pass the factor that the matrix was multiplied by" if needs_global_scale else "pass None"
+        state = "is None" if needs_global_scale else "is given"
+        raise ValueError(f"{name}: global_scale {state} for format={format!r}; {fix}")
+    for argument, value in given.items():
+        if value is not None or argument != "global_scale":
+            _check_is_tensor(name, argument, value)
+            if value.device != codes.device:
+                raise ValueError(f"{name}: {argument} is on {value.device}, codes on {codes.device}; move them to one")
+    if codes.dim() != 2:
+        raise ValueError(
+            f"{name}: got codes with shape {tuple(codes.shape)}; expected {'(N, K/2)' if fmt else '(N, K)'}"
+        )
+    _check_dtype(name, "codes", codes, (torch.uint8 if fmt else torch.float8_e4m3fn,))
+    _check_dtype(name, "scale", scale, (fmt.scale_dtype if fmt else torch.float32,))
+    n, k = codes.shape[0], codes.shape[1] * (2 if fmt else 1)
+    _check_multiples(name, "the matrix", (n, k), kind)
+    expected = fp4_shapes((n, k), fmt, SCALE_LAYOUTS["128x4"])[1] if fmt else (fp8_blocks(n), fp8_blocks(k))
+    if scale.shape != expected:
+        raise ValueError(f"{name}: got scale with shape {tuple(scale.shape)}; expected {expected}")
+    if global_scale is not None:
+        _check_dtype(name, "global_scale", global_scale, (torch.float32,))
+        if global_scale.numel() != 1:
+            raise ValueError(f"{name}: got global_scale with shape {tuple(global_scale.shape)}; expected one element")
+    return n, k
