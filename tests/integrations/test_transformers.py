@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -503,6 +504,27 @@ def test_register_errors(tmp_path, registered, caplog):
     integration.unregister()
     again = type(AutoQuantizationConfig.from_dict({**theirs, "weight_block_size": [128, 128]})).__name__
     assert (ours, again) == ("CuteConfig", "FineGrainedFP8Config")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+        {"quant_method": "compressed-tensors", "quantization_status": "frozen"},
+    ],
+    ids=["when it is used", "when it is read"],
+)
+def test_a_producer_that_is_missing(quantization, tmp_path, registered):
+    """Our reason precedes the error of the producer's package, which would hide it."""
+    package = {"quark": "quark", "compressed-tensors": "compressed_tensors"}[quantization["quant_method"]]
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    saved(CONFIGS["llama"], tmp_path / "x")
+    path = tmp_path / "x" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+    reason = "dtype is 'int4'; expected 'fp4'" if package == "quark" else "quantization_status is 'frozen'; expected"
+    with pytest.raises(ImportError, match=rf"^config\.json: .*{reason}.*transformers' own quantizer failed too: "):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "x")
 
 
 def test_device_maps():

@@ -114,6 +114,14 @@ class Files:
         self._in_file = {new: self._in_file[old] for new, old in seen.items()}
         self._suffixes = self._suffixes_of_modules()
 
+    def original(self, name: str) -> str:
+        """Return the name that the checkpoint itself uses for a module or tensor."""
+        if name in self._in_file:
+            return self._in_file[name]
+        for suffix in self._suffixes.get(name, ()):
+            return self._in_file[f"{name}.{suffix}"].rpartition(".")[0]
+        return name
+
     def _open_file(self, path: Path) -> None:
         try:
             handle = self._stack.enter_context(load_safetensors().safe_open(path, framework="pt", device="cpu"))
@@ -155,6 +163,10 @@ class Files:
     def is_floating(self, name: str) -> bool:
         """Return True if the dtype is a float of at least 16 bits, so that the tensor is not quantised."""
         return self._slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
+
+    def is_quantised(self, name: str) -> bool:
+        """Return True if an element has one byte in an FP8 format, or if bytes may hold FP4 codes."""
+        return self._slice(name).get_dtype() in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU. It may be mapped from the file: copy it if you keep it.

@@ -105,9 +105,23 @@ def load_(
 
 
 @torch.no_grad()
-def fill(model: nn.Module, path: str | Path, spec: QuantSpec, options: LoadOptions) -> nn.Module:
-    """Fill a model as :func:`load_` does, with a ``spec`` that has been read from ``path``."""
+def fill(
+    model: nn.Module,
+    path: str | Path,
+    spec: QuantSpec,
+    options: LoadOptions,
+    rename: Callable[[Iterable[str]], Mapping[str, str]] | None = None,
+) -> nn.Module:
+    """Fill a model as :func:`load_` does, with a ``spec`` that has been read from ``path``.
+
+    Args:
+        model, path, options: arguments of :func:`load_`.
+        spec: quantisation of the checkpoint.
+        rename: function that returns the model's name of each of the checkpoint's tensors; ``None`` if they are equal.
+    """
     with Files(path) as files:
+        if rename is not None:
+            files.rename(rename(files.file_of).get)
         Loader(model, files, spec, options).load(stacklevel=6)
     return model
 
@@ -195,7 +209,9 @@ class Loader:
             raise ValueError(f"{self.files.path} contains no {listed(missing)}")
         self.warn(stacklevel + 1)
         self.refuse_unused(
-            name for name in self.files.file_of if not any(_names.fits(name, pattern) for pattern in ignore)
+            name
+            for name in self.files.file_of
+            if not any(_names.fits(each, p) for p in ignore for each in (name, self.files.original(name)))
         )
         lost = [
             f"{name}.{key}".lstrip(".")
@@ -361,7 +377,7 @@ class Loader:
         """Return the scheme of a quantised checkpoint layer, or None if the configuration does not give it."""
         if self.spec.style == "torchao":
             return torchao.scheme_of(self.files, source)
-        return self.spec.scheme_of_tensors(source)
+        return self.spec.scheme_of_tensors(self.files.original(source))
 
     def _describe(self, source: str) -> str:
         suffixes = sorted(self.files.suffixes(source))
@@ -491,7 +507,7 @@ class Loader:
     def _fused_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
         """Read experts whose parameters are quantised as they are: transformers' FP8 blocks, or ModelOpt's NVFP4."""
         parts = {part: f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")}
-        scheme = self.spec.scheme_of_tensors(stored)
+        scheme = self.spec.scheme_of_tensors(self.files.original(stored))
         if scheme is None:
             tensor = self.files.describe(parts["gate_up_proj"])
             raise ValueError(f"{tensor} is quantised, but {self.spec.path} does not say how")

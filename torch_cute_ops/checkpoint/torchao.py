@@ -237,8 +237,9 @@ def read_linear(files: Files, name: str) -> dict[str, Tensor]:
 
 def _described(files: Files, name: str) -> dict[str, Any] | None:
     """Return the metadata of a parameter, or None if it is missing or describes a plain tensor."""
+    module, _, parameter = name.rpartition(".")
     try:
-        described = json.loads(files.metadata.get(name, "null"))
+        described = json.loads(files.metadata.get(f"{files.original(module)}.{parameter}".lstrip("."), "null"))
     except ValueError:
         return None
     is_weight = isinstance(described, dict) and isinstance(described.get("_type"), str)

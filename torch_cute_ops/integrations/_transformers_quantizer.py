@@ -1,5 +1,6 @@
 """Quantizer that ``register`` installs: transformers' own ``from_pretrained`` with the layers of this package."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +10,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,12 +18,13 @@ from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint._layers import KV_SCALES
 from torch_cute_ops.checkpoint.load import Loader, LoadOptions, listed
 from torch_cute_ops.checkpoint.spec import read_spec, spec_of
+from torch_cute_ops.integrations._transformers_names import converted_names, model_names
 from torch_cute_ops.nn import _names, merge_
 from torch_cute_ops.nn._base import Activations
 
 logger = logging.getLogger(__name__)
 
-METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "torchao")
+METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "torchao", "auto-round", "quark")
 """Supported values of ``quant_method`` in checkpoints."""
 
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -35,13 +35,14 @@ def register(methods: str | Iterable[str] = METHODS, *, activations: Activations
     """Make ``AutoModelForCausalLM.from_pretrained`` of transformers load quantised checkpoints into our layers.
 
     Replaces transformers' quantizers for these methods. A checkpoint that we do not support is passed on to
-    transformers' quantizer, with a warning that gives the reason. Transformers loads the tensors that are not
+    transformers' quantizer, with a warning that gives the reason. If that quantizer misses its own package, the
+    ``ImportError`` begins with our reason. Transformers loads the tensors that are not
     quantised. The model goes to one device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses such a
     model: use :func:`torch_cute_ops.checkpoint.save`.
 
     Args:
         methods: values of ``quant_method``: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as in
-            DeepSeek-V3), ``"mxfp4"`` (gpt-oss) and ``"torchao"``; all by default.
+            DeepSeek-V3), ``"mxfp4"`` (gpt-oss), ``"torchao"``, ``"auto-round"`` and ``"quark"``; all by default.
         activations, merge: arguments of this module's ``from_pretrained``, for all models loaded from now on.
 
     Raises:
@@ -92,7 +93,10 @@ def _config_class(own: Any) -> type[CuteConfig]:
                 if own is None:
                     raise
                 logger.warning("%s; transformers' own %s is used", error, own.__name__)
-                return own.from_dict(config_dict, return_unused_kwargs, **kwargs)
+                with _reason_first(str(error)):
+                    passed_on = own.from_dict(config_dict, return_unused_kwargs, **kwargs)
+                (passed_on[0] if return_unused_kwargs else passed_on)._cute_reason = str(error)
+                return passed_on
             config = CuteConfig(**config_dict)
             return (config, kwargs) if return_unused_kwargs else config
 
@@ -103,9 +107,34 @@ def _quantizer_factory(own: Any, activations: Activations, merge: bool) -> Calla
     def make(config: Any, **kwargs: Any) -> HfQuantizer:
         if isinstance(config, CuteConfig):
             return CuteQuantizer(config, activations=activations, merge=merge, **kwargs)
-        return own(config, **kwargs)
+        with _reason_first(getattr(config, "_cute_reason", None)):
+            quantizer: HfQuantizer = own(config, **kwargs)
+        _validate_with(quantizer, config.__dict__.pop("_cute_reason", None))
+        return quantizer
 
     return make
+
+
+@contextlib.contextmanager
+def _reason_first(reason: str | None) -> Iterator[None]:
+    """Put the reason that we did not load a checkpoint before the ``ImportError`` of a producer's package."""
+    try:
+        yield
+    except ImportError as error:
+        if reason is None:
+            raise
+        raise ImportError(f"{reason}. transformers' own quantizer failed too: {error}") from error
+
+
+def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
+    """Make the quantizer's check of its environment give the reason too."""
+    validate: Callable[..., None] = quantizer.validate_environment
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        with _reason_first(reason):
+            validate(*args, **kwargs)
+
+    quantizer.validate_environment = checked  # type: ignore[method-assign]
 
 
 class CuteQuantizer(HfQuantizer):
@@ -118,6 +147,7 @@ class CuteQuantizer(HfQuantizer):
         self.device = torch.device("cpu")
         self.folder = Path()
         self.unused: tuple[str, ...] = ()
+        self.names: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Check that the checkpoint is quantised."""
@@ -133,13 +163,17 @@ class CuteQuantizer(HfQuantizer):
         self.unused = tuple(model._keys_to_ignore_on_load_unexpected or ())
         ignored = {*self.unused, *(rf"\.{name}$" for name in KV_SCALES)}
         with Files(self.folder) as files:
+            self.names = model_names(model, files.file_of)
             loader = self._loader(model, files)
             # Transformers ties weights only after it has loaded them.
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
-                ignored |= {rf"^{re.escape(each)}\." for each in (name, loader.stored(name))}
+                stored = loader.stored(name)
+                ignored |= {rf"^{re.escape(each)}\." for each in (name, stored, files.original(stored))}
+                ignored |= {rf"^{re.escape(files.original(source))}\." for source in loader.sources(name)}
             _refuse_absent(model, loader)
+            self._refuse_others(loader)
         model._keys_to_ignore_on_load_unexpected = ignored
         for pending in self.pending.values():
             _names.replace(model, pending.module, pending)
@@ -158,6 +192,20 @@ class CuteQuantizer(HfQuantizer):
             merge_(model)
         return model.requires_grad_(False)
 
+    def _refuse_others(self, loader: Loader) -> None:
+        """Raise for quantised tensors of modules that have no quantised form here: transformers would not decode them.
+
+        Experts are an example if they compute something else than our experts.
+        """
+        inside = {each for name in self.pending for each in (name, loader.stored(name), *loader.sources(name))}
+        for name in loader.files.file_of:
+            is_unused = any(re.search(pattern, name) for pattern in self.unused)
+            if loader.files.is_quantised(name) and not is_unused and inside.isdisjoint(_names.parents(name)):
+                raise ValueError(
+                    f"{loader.files.describe(name)} is quantised, but its module has no quantised form; expected "
+                    "quantised weights of nn.Linear layers and of experts only"
+                )
+
     def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
         """Yield the tensors of removed layers, which transformers did not check, except those that the model declares
         unused."""
@@ -168,6 +216,7 @@ class CuteQuantizer(HfQuantizer):
                 yield name
 
     def _loader(self, model: Any, files: Files) -> Loader:
+        files.rename(self.names.get)
         return Loader(model, files, read_spec(self.folder), LoadOptions(self.activations, self.device, {}))
 
     def is_serializable(self) -> bool:
@@ -211,22 +260,14 @@ def _refuse_absent(model: Any, loader: Loader) -> None:
         if not any(re.search(pattern, f"{name}.weight") for pattern in patterns)
     ]
     if absent:
-        renamed = _renamed(model, filter(loader.files.is_floating, loader.files.file_of))
+        floats = filter(loader.files.is_floating, loader.files.file_of)
+        renamed = converted_names(model, map(loader.files.original, floats))
         absent = [name for name in absent if not renamed & {f"{name}.weight", f"{name}.gate_up_proj"}]
     if absent:
         raise ValueError(
             f"{loader.files.path} contains no weight of {listed(absent)}; expected weights of all linear layers and "
             f"experts of {type(model).__name__}"
         )
-
-
-def _renamed(model: Any, names: Iterable[str]) -> set[str]:
-    """Return transformers' names of tensors."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    given = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": model.state_dict()}
-    return {rename_source_key(name, renamings, converters, **given)[0] for name in names}
 
 
 def _one_device(device_map: Any) -> torch.device:

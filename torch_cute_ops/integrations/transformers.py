@@ -3,6 +3,7 @@
 Needs transformers 5.17 or later: the extra ``transformers``.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +20,14 @@ from torch_cute_ops.nn.quantize import Scheme
 try:
     import huggingface_hub
     from tqdm.auto import tqdm
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f"torch_cute_ops.integrations.transformers needs {missing.name}: pip install 'torch-cute-ops[transformers]'",
         name=missing.name,
     ) from missing
 
+from torch_cute_ops.integrations._transformers_names import model_names
 from torch_cute_ops.integrations._transformers_quantizer import register, unregister
 
 __all__ = ["from_config", "from_pretrained", "register", "unregister"]
@@ -102,7 +104,7 @@ def from_pretrained(
         ignore=(*_names.as_patterns(ignore), *_unused(model)),
         progress=_bar if progress else None,
     )
-    model = fill(model, folder, spec, options)
+    model = fill(model, folder, spec, options, functools.partial(model_names, model))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return _ready(model, target, merge)
@@ -185,8 +187,10 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
     """Build the model of a configuration on the meta device, with tied weights as one parameter."""
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto.from_config(config, dtype=dtype)
     if config.tie_word_embeddings:
         model.tie_weights()
     return model
@@ -195,14 +199,21 @@ def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
 @torch.no_grad()
 def _fill_buffers(model: Any) -> None:
     """Compute buffers that no checkpoint contains, such as the frequencies of rotary embeddings, on the CPU."""
+    inits = {name: module for name, module in model.named_modules() if hasattr(module, "_init_weights")}
     for name, module in model.named_modules():
         own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
         if isinstance(module, QuantLinear) or not any(module._buffers[key].is_meta for key in own):
             continue
-        for key in own:
-            module._buffers[key] = torch.full_like(module._buffers[key], torch.nan, device="cpu")
-        model._init_weights(module)
-        undefined = [key for key in own if module._buffers[key].isnan().any()]
+        # The innermost model initialises a module: a vision tower is a model with an initialisation of its own.
+        owner = next(inits[each] for each in (name, *reversed(_names.parents(name)), "") if each in inits)
+        results = []
+        for value in (torch.nan, 1.0):  # a buffer that is not initialised keeps the value, or is not a number
+            for key in own:
+                fill = value if module._buffers[key].is_floating_point() else float(value == 1.0)
+                module._buffers[key] = torch.full_like(module._buffers[key], fill, device="cpu")
+            owner._init_weights(module)
+            results.append([module._buffers[key] for key in own])
+        undefined = [key for key, *both in zip(own, *results, strict=True) if not torch.equal(*both)]
         if undefined:
             raise ValueError(f"{type(model).__name__} does not initialise the buffers {', '.join(undefined)} of {name}")
 
