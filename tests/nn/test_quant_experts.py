@@ -136,7 +136,7 @@ def test_split():
 
 
 def test_experts_that_stay():
-    with pytest.warns(UserWarning, match=r"the experts mlp.experts, because its gate is not SwiGLU"):
+    with pytest.warns(UserWarning, match=r"mlp.experts: Experts computes something else than experts with SwiGLU"):
         block = block_of(Experts(act_fn=nn.GELU()), "nvfp4")
     assert isinstance(block.mlp.experts, Experts) and isinstance(block.o_proj, NVFP4Linear)
     with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):

@@ -16,8 +16,22 @@ E, H, I, TOPK = 4, 256, 128, 2  # noqa: E741
 GPT_OSS = (1.702, 1.0, 7.0)
 
 
-class Experts(nn.Module):
-    """Experts with gate before up. The forward is replaced together with the weights, so that none is defined here."""
+class _Forward(nn.Module):
+    """Forward of experts: a loop over tokens and their experts, in the dtype of the weights."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(hidden_states)
+        for token, (experts, factors) in enumerate(zip(top_k_index.tolist(), top_k_weights, strict=True)):
+            for expert, factor in zip(experts, factors, strict=True):
+                if 0 <= expert < len(self.down_proj):
+                    total[token] += (factor * self.expert(hidden_states[token], expert)).to(total.dtype)
+        return total
+
+
+class Experts(_Forward):
+    """Experts with gate before up."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I, act_fn: nn.Module | None = None) -> None:
         super().__init__()
@@ -25,8 +39,13 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, hidden, width) / 8)
         self.act_fn = act_fn or nn.SiLU()
 
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """Return the result of one expert for one token (H,)."""
+        gate, up = (self.gate_up_proj[expert] @ x).chunk(2)
+        return self.down_proj[expert] @ (self.act_fn(gate) * up)
 
-class GptOssExperts(nn.Module):
+
+class GptOssExperts(_Forward):
     """Experts as in gpt-oss: transposed, gate and up interleaved, with biases and a modified gate."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I) -> None:
@@ -38,9 +57,12 @@ class GptOssExperts(nn.Module):
         self.is_transposed, self.is_concatenated = True, False
         self.alpha, _, self.limit = GPT_OSS
 
-    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """Return the result of one expert for one token (H,)."""
+        both = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+        gate, up = both[::2].clamp(max=self.limit), both[1::2].clamp(-self.limit, self.limit)
+        hidden = (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+        return hidden @ self.down_proj[expert] + self.down_proj_bias[expert]
 
 
 class Block(nn.Module):

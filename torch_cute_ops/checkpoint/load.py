@@ -22,17 +22,15 @@ from torch_cute_ops.checkpoint.experts import (
     read_fused,
 )
 from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLinear, _names, merge
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLinear, SwiGLU, _names, merge
 from torch_cute_ops.nn._base import Activations, overwrite_
+from torch_cute_ops.nn._names import listed
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
-
-SHOWN = 8
-"""Number of names that a message lists."""
 
 
 class LoadOptions(NamedTuple):
@@ -270,11 +268,14 @@ class Loader:
                 is_quantised = any(self._is_quantised(source) for source in sources)
                 if is_quantised:
                     self._refuse_tied(name, module, sources)
+                    self._refuse_unlike_linear(name, module)
             elif experts is not None:
                 prefix = f"{self.stored(name)}."
                 is_quantised = any(
                     tensor.startswith(prefix) and not self.files.is_floating(tensor) for tensor in self.files.file_of
                 )
+                if is_quantised:
+                    self._verified(name, experts)
             else:
                 continue
             if is_quantised:
@@ -306,6 +307,7 @@ class Loader:
                 f"{name} merges {', '.join(quantised)} (quantised) and {', '.join(others)} (not quantised)"
             )
         self._refuse_tied(name, module, sources)
+        self._refuse_unlike_linear(name, module)
         device = self._device_of(module.weight)
         bias_dtype = None if module.bias is None else module.bias.dtype
         schemes = [self._scheme_of_quantised(source) for source in sources]
@@ -351,6 +353,11 @@ class Loader:
                 f"{self._describe(sources[0])} is quantised, but {name} shares its weight with another module; "
                 "expected a weight that is not quantised, or a model that does not tie it (tie_word_embeddings=False)"
             )
+
+    def _refuse_unlike_linear(self, name: str, module: nn.Module) -> None:
+        reason = None if isinstance(module, QuantLinear) else _names.reason_unlike_linear(module)
+        if reason is not None:
+            raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become a quantised layer: {reason}")
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of the module ``name``."""
@@ -433,14 +440,13 @@ class Loader:
                 raise ValueError(f"{self._describe(quantised[0])} is quantised, but {listed(others)} is not")
             new = self._read_experts(given, layers)
         gate_up, down = new
-        if given.swiglu is None:
-            raise ValueError(f"{name} is quantised, but its gate is not SwiGLU")
+        swiglu = self._verified(name, given) if current is None else current.swiglu
         if current is not None and overwrite_(current.gate_up_proj, gate_up) and overwrite_(current.down_proj, down):
             if current.side_by_side is not None:
                 current.side_by_side.renew(current)
             return
         try:
-            experts = QuantExperts(gate_up, down, given.experts, swiglu=given.swiglu, topk=topk_of(self.model, name))
+            experts = QuantExperts(gate_up, down, given.experts, swiglu=swiglu, topk=topk_of(self.model, name))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         _names.replace(self.model, given.module if current is None else current, experts)
@@ -451,6 +457,13 @@ class Loader:
                 f"{self.files.path} stores gate and up of {name} in one tensor, in the unquantised module's order; "
                 "load it into a model whose experts are not quantised"
             )
+
+    def _verified(self, name: str, given: FloatExperts) -> SwiGLU:
+        """Return the gate of the model's experts, if ``QuantExperts`` computes what they compute."""
+        swiglu = given.verified()
+        if isinstance(swiglu, str):
+            raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become QuantExperts: {swiglu}")
+        return swiglu
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
         """Stack the quantised layers of all experts; return the gate-and-up stack and the down stack."""
@@ -689,10 +702,4 @@ def _as_float(experts: QuantExperts) -> FloatExperts:
     module.register_buffer("down_proj", torch.empty(0, dtype=dtype, device=like.device))
     sizes = experts.experts, experts.hidden_size, experts.intermediate_size
     has_bias = experts.down_proj.bias is not None
-    return FloatExperts(module, *sizes, False, False, has_bias, experts.swiglu)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names as text, at most ``SHOWN`` of them, for messages."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+    return FloatExperts(module, *sizes, False, False, has_bias)

@@ -118,6 +118,9 @@ def _resolve(model: nn.Module, plan: Plan) -> dict[str, LinearStyle | DividedExp
             if type(module) is not nn.Linear if is_linear else float_experts(module) is None:
                 expected = "a torch.nn.Linear" if is_linear else "experts in parameters gate_up_proj and down_proj"
                 raise TypeError(f"load_: {name} is a {type(module).__name__}; expected {expected}")
+            reason = _names.reason_bound(module)
+            if reason is not None:
+                raise TypeError(f"load_: {name} cannot be divided: {reason}; expected an unchanged module")
             chosen[name] = style
     if not chosen:
         raise ValueError(f"load_: the model contains none of the layers in the plan: {', '.join(plan)}")

@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint._layers import KV_SCALES
-from torch_cute_ops.checkpoint.load import Loader, LoadOptions, listed
+from torch_cute_ops.checkpoint.load import Loader, LoadOptions
 from torch_cute_ops.checkpoint.spec import read_spec, spec_of
 from torch_cute_ops.integrations._transformers_names import converted_names, model_names
 from torch_cute_ops.nn import _names, merge_
@@ -265,8 +265,8 @@ def _refuse_absent(model: Any, loader: Loader) -> None:
         absent = [name for name in absent if not renamed & {f"{name}.weight", f"{name}.gate_up_proj"}]
     if absent:
         raise ValueError(
-            f"{loader.files.path} contains no weight of {listed(absent)}; expected weights of all linear layers and "
-            f"experts of {type(model).__name__}"
+            f"{loader.files.path} contains no weight of {_names.listed(absent)}; expected weights of all linear layers "
+            f"and experts of {type(model).__name__}"
         )
 
 

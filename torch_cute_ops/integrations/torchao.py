@@ -103,8 +103,9 @@ def _weight_of(module: Any, name: str) -> Weight:
 
 
 def _layer_of(module: Any, activations: Activations) -> QuantLinear:
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"the module is a {type(module).__name__}; expected a linear layer")
+    reason = _names.reason_unlike_linear(module, (NVFP4Tensor, MXTensor))
+    if reason is not None:
+        raise ValueError(f"{reason}; expected an unchanged nn.Linear")
     weight = _weight_of(module, "weight")
     cls: Any = SCHEMES[weight.format]
     layer: QuantLinear = cls.from_tensors(**linear_tensors(weight), bias=module.bias, activations=activations)
@@ -112,8 +113,9 @@ def _layer_of(module: Any, activations: Activations) -> QuantLinear:
 
 
 def _experts_of(given: FloatExperts, topk: int | None) -> QuantExperts:
-    if given.swiglu is None:
-        raise ValueError("its gate is not SwiGLU")
+    swiglu = given.verified()
+    if isinstance(swiglu, str):
+        raise ValueError(swiglu)
     gate_up, down = (_weight_of(given.module, name) for name in ("gate_up_proj", "down_proj"))
     layers = expert_stacks(gate_up, down, given)
-    return QuantExperts(*layers, given.experts, swiglu=given.swiglu, topk=topk)
+    return QuantExperts(*layers, given.experts, swiglu=swiglu, topk=topk)

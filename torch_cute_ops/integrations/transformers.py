@@ -4,6 +4,7 @@ Needs transformers 5.17 or later: the extra ``transformers``.
 """
 
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ from torch import nn
 
 from torch_cute_ops.checkpoint import read_spec
 from torch_cute_ops.checkpoint.load import LoadOptions, fill
-from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_, random_
+from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import Scheme
+from torch_cute_ops.nn.random import replace_randomly
 
 try:
     import huggingface_hub
@@ -140,7 +142,8 @@ def from_config(
     """
     target = _device(device)
     model = _on_meta(config, dtype)
-    random_(model, scheme, activations=activations, ignore=ignore, device=target, seed=seed)
+    for text in replace_randomly(model, scheme, activations, ignore, None, target, seed):
+        warnings.warn(text.replace("random_:", "from_config:", 1), stacklevel=2)
     generator = torch.Generator(target).manual_seed(seed)
     deviation = getattr(config, "initializer_range", 0.02)
     _fill_buffers(model)

@@ -1,6 +1,7 @@
 """Quantised linear layers and experts as modules over the ops, and functions that put them into a model."""
 
 from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge, prefetch_
+from torch_cute_ops.nn._summary import Summary, summary
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
@@ -22,11 +23,13 @@ __all__ = [
     "QuantLinear",
     "Quantization",
     "QuantizedRows",
+    "Summary",
     "SwiGLU",
     "merge",
     "merge_",
     "prefetch_",
     "quantize_",
     "random_",
+    "summary",
     "warmup",
 ]

@@ -3,10 +3,16 @@
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+SHOWN: Final = 8
+"""Number of names that a message lists."""
 MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -43,10 +49,57 @@ def parents(name: str) -> list[str]:
     return [".".join(components[:end]) for end in range(1, len(components))]
 
 
-def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return each ``nn.Linear`` of the model by one of its names. Subclasses are excluded: their ``forward`` may
-    differ."""
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+_HOOKS: Final = (
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_forward_hooks", "forward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+    ("_state_dict_pre_hooks", "state-dict pre-hook"),
+    ("_state_dict_hooks", "state-dict hook"),
+    ("_load_state_dict_pre_hooks", "load_state_dict pre-hook"),
+    ("_load_state_dict_post_hooks", "load_state_dict post-hook"),
+)
+
+
+def reason_bound(module: nn.Module) -> str | None:
+    """Return the reason that a module with another class would lose something that was added to this object, or None.
+
+    Hooks are not moved to the new module: they may read ``weight``, which will have another meaning.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    for attribute, name in _HOOKS:
+        if getattr(module, attribute, None):
+            return f"it has a {name}"
+    return None
+
+
+def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
+    """Return the reason that a module may compute something else than ``nn.Linear``, or None.
+
+    Args:
+        module: module to examine.
+        types: types of weights to accept, in addition to ``nn.Parameter`` of a floating-point dtype.
+    """
+    if type(module) is not nn.Linear:
+        kind = type(module).__name__
+        if parametrize.is_parametrized(module):
+            return "it has a parametrization"
+        return f"{kind} is a subclass of nn.Linear" if isinstance(module, nn.Linear) else f"{kind} is not nn.Linear"
+    reason = reason_bound(module)
+    if reason is not None:
+        return reason
+    for name in ("weight", "bias"):
+        tensor = module._parameters.get(name)
+        if tensor is None and (name == "weight" or getattr(module, name, None) is not None):
+            return f"its {name} is not a parameter"
+        if isinstance(tensor, types):
+            continue
+        if tensor is not None and type(tensor) is not nn.Parameter:
+            return f"its {name} is a {type(tensor).__name__}"
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            return f"its {name} is {tensor.dtype}"
+    return None
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -69,11 +122,17 @@ def identity(tensor: Tensor) -> object:
     return id(tensor) if tensor.is_meta or not tensor.numel() else (tensor.device, tensor.data_ptr())
 
 
-def shared_parameters(model: nn.Module) -> set[object]:
-    """Return the ``identity`` of each parameter that several modules share."""
-    owners = defaultdict(set)
-    for module in model.modules():
+def owners_of_parameters(model: nn.Module) -> dict[object, dict[nn.Module, str]]:
+    """Return the modules that own each parameter, with their names, by the parameter's ``identity``."""
+    owners: defaultdict[object, dict[nn.Module, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners[identity(parameter)].add(id(module))
-    return {key for key, modules in owners.items() if len(modules) > 1}
+                owners[identity(parameter)][module] = name
+    return owners
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names as text, at most ``SHOWN`` of them, for messages."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

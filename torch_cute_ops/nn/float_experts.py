@@ -1,4 +1,4 @@
-"""Find unquantised experts in models, and quantise them."""
+"""Find unquantised experts in models, verify what they compute, and quantise them."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.formats.experts import MAX_TOPK
-from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU, reason_unsupported, stack
+from torch_cute_ops.nn._names import reason_bound
+from torch_cute_ops.nn._trial import found_swiglu
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU, stack
 
 
 class FloatExperts(NamedTuple):
@@ -20,7 +22,6 @@ class FloatExperts(NamedTuple):
         is_transposed: True if the parameters are (E, H, 2I) and (E, I, H) instead of (E, 2I, H) and (E, H, I).
         is_interleaved: True if rows of gate and up alternate; False if all gate rows come before all up rows.
         has_bias: True if the module also has ``gate_up_proj_bias`` (E, 2I) and ``down_proj_bias`` (E, H).
-        swiglu: parameters of the gate, or ``None`` if the gate is not SwiGLU.
     """
 
     module: Any
@@ -30,7 +31,6 @@ class FloatExperts(NamedTuple):
     is_transposed: bool
     is_interleaved: bool
     has_bias: bool
-    swiglu: SwiGLU | None
 
     def halves(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """Split a tensor of length 2I in dimension 0 into gate and up."""
@@ -50,27 +50,50 @@ class FloatExperts(NamedTuple):
         both, down = self.module.gate_up_proj_bias.detach(), self.module.down_proj_bias.detach()
         return torch.cat(self.halves(both.t())).t().flatten(), down.flatten()
 
-    def reason_unsupported(self, scheme: str) -> str | None:
-        """Return the reason that the experts cannot be quantised, or None."""
-        if self.swiglu is None:
-            return "its gate is not SwiGLU"
-        return reason_unsupported(scheme, self.experts, self.hidden, self.width)
+    def verified(self) -> SwiGLU | str:
+        """Return the gate with which :class:`QuantExperts` computes what the whole module computes, or the reason that
+        none was found.
+
+        The module's forward runs on random tokens, so that nothing is assumed about its code: gate, order of gate and
+        up, biases, norms, factors, and the order of its arguments are compared.
+        """
+        return reason_bound(self.module) or self._reason_more_parameters() or found_swiglu(self)
+
+    def _reason_more_parameters(self) -> str | None:
+        known = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if self.has_bias else set())
+        more = [name for name, _ in self.module.named_parameters() if name not in known]
+        return f"QuantExperts has no place for its {', '.join(more)}" if more else None
 
 
 def float_experts(module: nn.Module) -> FloatExperts | None:
     """Return the description of a module's experts, or None if the module contains no experts in this form."""
+    found = experts_or_reason(module)
+    return found if isinstance(found, FloatExperts) else None
+
+
+def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
+    """Return the description of a module's experts; the reason that parameters with these names are no experts in a
+    known form; or None for a module without these parameters."""
     gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None
-    is_transposed = bool(getattr(module, "is_transposed", False))
     experts, *sizes = down.shape
+    shapes = f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)}"
+    if gate_up.shape[0] != experts:
+        return f"{shapes} have different numbers of experts"
+    is_fitting = {
+        is_transposed: gate_up.shape[1:] == ((hidden, 2 * width) if is_transposed else (2 * width, hidden))
+        for is_transposed, (width, hidden) in ((False, sizes[::-1]), (True, sizes))
+    }
+    # Without the attribute, the shapes decide; they fit one orientation only, because gate_up_proj holds two matrices.
+    is_transposed = bool(getattr(module, "is_transposed", is_fitting[True] and not is_fitting[False]))
+    if not is_fitting[is_transposed]:
+        return f"{shapes} fit no H and I"
     width, hidden = sizes if is_transposed else reversed(sizes)
-    if gate_up.shape != ((experts, hidden, 2 * width) if is_transposed else (experts, 2 * width, hidden)):
-        return None
     is_interleaved = not getattr(module, "is_concatenated", True)
-    has_bias = module._parameters.get("gate_up_proj_bias") is not None
-    swiglu = _swiglu_of(module, is_interleaved)
-    return FloatExperts(module, experts, hidden, width, is_transposed, is_interleaved, has_bias, swiglu)
+    biases = [module._parameters.get(f"{name}_bias") for name in ("gate_up_proj", "down_proj")]
+    has_bias = all(bias is not None for bias in biases)
+    return FloatExperts(module, experts, hidden, width, is_transposed, is_interleaved, has_bias)
 
 
 def topk_of(model: nn.Module, name: str) -> int | None:
@@ -85,35 +108,6 @@ def topk_of(model: nn.Module, name: str) -> int | None:
     return next((each for each in found if isinstance(each, int) and 1 <= each <= MAX_TOPK), None)
 
 
-def _swiglu_of(module: Any, is_interleaved: bool) -> SwiGLU | None:
-    """Return the SwiGLU parameters that reproduce a module's gate, or None.
-
-    Modules do not describe their gate, so it is compared on numbers with each candidate.
-    """
-    alpha, limit = (getattr(module, key, None) for key in ("alpha", "limit"))
-    with torch.device("cpu"):
-        numbers = torch.linspace(-20, 20, 37, dtype=torch.float32)
-        gate, up = (each.flatten() for each in torch.meshgrid(numbers, numbers, indexing="ij"))
-        both = torch.stack((gate, up), -1).flatten() if is_interleaved else torch.cat((gate, up))
-        if hasattr(module, "_apply_gate"):
-            got = module._apply_gate(both.unsqueeze(0))[0]
-        elif hasattr(module, "act_fn"):
-            got = module.act_fn(gate) * up
-        else:
-            return None
-    candidates = [SwiGLU()]
-    if isinstance(limit, (int, float)):
-        candidates.append(SwiGLU(limit=limit))
-        if isinstance(alpha, (int, float)):
-            candidates.append(SwiGLU(alpha, 1.0, limit))
-    return next((each for each in candidates if _is_gate(each, gate, up, got)), None)
-
-
-def _is_gate(swiglu: SwiGLU, gate: Tensor, up: Tensor, got: Tensor) -> bool:
-    want = swiglu.of(gate, up)
-    return got.shape == want.shape and torch.allclose(got.float(), want, rtol=1e-4, atol=1e-5)
-
-
 def linear_of(weight: Tensor) -> nn.Linear:
     """Return a linear layer without bias with this weight (N, K)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -121,11 +115,14 @@ def linear_of(weight: Tensor) -> nn.Linear:
     return linear
 
 
-def quantized_experts(given: FloatExperts, scheme: Literal["nvfp4", "mxfp4", "fp8_block"], topk: int | None) -> Any:
+def quantized_experts(
+    given: FloatExperts, swiglu: SwiGLU, scheme: Literal["nvfp4", "mxfp4", "fp8_block"], topk: int | None
+) -> QuantExperts:
     """Quantise experts. In NVFP4, gate and up of an expert share a global scale.
 
     Args:
-        given: experts that ``reason_unsupported`` accepts.
+        given: experts of sizes that ``reason_unsupported`` accepts.
+        swiglu: result of ``given.verified()``.
         scheme: format of the weights.
         topk: argument of :class:`QuantExperts`.
     """
@@ -144,11 +141,10 @@ def quantized_experts(given: FloatExperts, scheme: Literal["nvfp4", "mxfp4", "fp
 
     biases = given.biases()
     parts = [given.width] * (2 * given.experts), [given.hidden] * given.experts
-    assert given.swiglu is not None
     return QuantExperts(
         stack(cls, given.hidden, parts[0], gate_up, device=device, bias=biases[0]),
         stack(cls, given.width, parts[1], down, device=device, bias=biases[1]),
         given.experts,
-        swiglu=given.swiglu,
+        swiglu=swiglu,
         topk=topk,
     )

@@ -1,5 +1,6 @@
 """Quantise the linear layers of a model in place."""
 
+import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,9 +12,14 @@ from torch import Tensor, nn
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn._saving import guard_saving
+from torch_cute_ops.nn._selection import DEFAULT_IGNORE, FilterFn, Selection, select
+from torch_cute_ops.nn._summary import Summary, bytes_of, grouped, record
+from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.nn.float_experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
+
+logger = logging.getLogger(__name__)
 
 Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
 SCHEMES: Final[dict[str, type[QuantLinear]]] = {
@@ -27,7 +33,8 @@ def quantize_(
     scheme: Scheme = "nvfp4",
     *,
     activations: Activations = "auto",
-    ignore: str | Iterable[str] = ("lm_head",),
+    ignore: str | Iterable[str] = DEFAULT_IGNORE,
+    filter_fn: FilterFn | None = None,
     calibrate: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
@@ -35,10 +42,19 @@ def quantize_(
     Experts in two three-dimensional parameters (``gate_up_proj`` and ``down_proj``), as in Hugging Face models, become
     :class:`QuantExperts`. They support NVFP4, MXFP4 and FP8 blocks; their activations are FP8 with every scheme.
 
-    These modules stay unchanged: subclasses of ``nn.Linear``; layers that share their weight with another module, such
-    as an ``lm_head`` with tied embedding; and, with a warning that names them, layers and experts of sizes that the ops
-    do not support. With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an
-    MLP, as serving engines require.
+    Only modules whose computation is known are replaced. Experts first pass a trial: their ``forward`` and the
+    computation of :class:`QuantExperts` must give equal results for random tokens that exceed all clamps. These modules
+    stay:
+
+    - modules with hooks, parametrizations or a replaced ``forward``, and subclasses of ``nn.Linear``;
+    - modules that share a weight with another module, such as an ``lm_head`` with tied embedding;
+    - routers;
+    - layers and experts of sizes that the ops do not support;
+    - modules of all other classes.
+
+    :func:`summary` gives the reason for each module that stayed. A warning names the modules of which this is
+    surprising. With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an MLP,
+    as serving engines require.
 
     Args:
         model: model on any device, with linear layers in bfloat16, float16 or float32.
@@ -47,7 +63,10 @@ def quantize_(
         activations: value for the layers' ``activations``: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights,
             ``"fp8"`` for FP8 weights; ``"auto"`` selects the first that the scheme supports.
         ignore: layers to leave unchanged, a pattern or several: names, last components of names, wildcards
-            (``"model.layers.0.*"``), or regular expressions after ``re:``.
+            (``"model.layers.0.*"``), or regular expressions after ``re:``. Your patterns replace the default. A pattern
+            that matches nothing gives a warning.
+        filter_fn: function that takes a linear layer or experts and the module's name, and returns False for modules to
+            leave unchanged.
         calibrate: function that runs the model, before any change, on typical inputs, to find the largest magnitude of
             each layer's input. Required for NVFP4 activations and static FP8 activations; not called for other
             activations.
@@ -59,13 +78,15 @@ def quantize_(
     Raises:
         ValueError: for an unknown scheme; for activations that the scheme does not support; for a missing
             ``calibrate``; for layers that ``calibrate`` did not call, or whose inputs were not finite; for a model that
-            is itself a linear layer.
+            is itself a linear layer or experts.
     """
     cls = SCHEMES.get(scheme)
     if cls is None:
         raise ValueError(f"quantize_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
     if type(model) is nn.Linear:
         raise ValueError(f"quantize_: the model is itself a linear layer; use {cls.__name__}.from_float(model)")
+    if float_experts(model) is not None:
+        raise ValueError("quantize_: the model is itself a module of experts; pass a module that contains it")
     needs_input = cls is NVFP4Linear and cls._chosen(activations) == "fp4"
     takes_input = needs_input or cls in (FP8TensorLinear, FP8ChannelLinear)
     cls._chosen(activations)
@@ -73,20 +94,8 @@ def quantize_(
         raise ValueError(
             "quantize_: calibrate is None; NVFP4 activations need a function that runs the model on typical inputs"
         )
-    shared, patterns = _names.shared_parameters(model), _names.as_patterns(ignore)
-    chosen, unfit = {}, []
-    for name, linear in _names.linears_of(model).items():
-        if _names.matches(name, patterns) or _names.identity(linear.weight) in shared:
-            continue
-        if cls.reason_unsupported(linear.out_features, linear.in_features, activations) is None:
-            chosen[name] = linear
-        else:
-            unfit.append(f"{name} ({linear.out_features}, {linear.in_features})")
-    if unfit:
-        n, k = cls.multiples_for(activations)
-        warnings.warn(
-            f"not quantised, because N is not a multiple of {n} or K not of {k}: {', '.join(unfit)}", stacklevel=3
-        )
+    selection, bytes_before = select(model, cls, activations, ignore, filter_fn), bytes_of(model)
+    chosen = selection.linears
     amax = _input_amax(model, chosen, calibrate) if takes_input and calibrate is not None else {}
     of_weights = _shared_amax(chosen) if cls is NVFP4Linear else {}
     for name, linear in chosen.items():
@@ -97,21 +106,43 @@ def quantize_(
             own["input_amax"] = amax[name]
         quantised: QuantLinear = cls.from_float(linear, activations=activations, **own)  # type: ignore[attr-defined]
         _names.replace(model, linear, quantised)
-    _quantize_experts(model, scheme, patterns)
-    guard_saving(model)
+    of_experts: Any = scheme
+    for name, (given, swiglu) in selection.experts.items():
+        _names.replace(model, given.module, quantized_experts(given, swiglu, of_experts, topk_of(model, name)))
+    for text in finished("quantize_", model, cls, selection, bytes_before):
+        warnings.warn(text, stacklevel=3)
     return model
 
 
-def _quantize_experts(model: nn.Module, scheme: Any, ignore: tuple[str, ...]) -> None:
-    for name, module in [*model.named_modules()]:
-        given = float_experts(module)
-        if given is None or _names.matches(name, ignore):
-            continue
-        reason = given.reason_unsupported(scheme)
-        if reason is None:
-            _names.replace(model, module, quantized_experts(given, scheme, topk_of(model, name)))
-        else:
-            warnings.warn(f"not quantised: the experts {name}, because {reason}", stacklevel=4)
+def finished(
+    function: str, model: nn.Module, cls: type[QuantLinear], selection: Selection, bytes_before: int
+) -> list[str]:
+    """Guard and record a model whose selected modules have been replaced, and return the texts of warnings.
+
+    Args:
+        function: name of the function, for the summary and the warnings.
+        model: model that was changed.
+        cls: class of the new linear layers.
+        selection: modules that were replaced, and reasons for the others.
+        bytes_before: bytes of the model before the change.
+    """
+    guard_saving(model)
+    replaced = dict.fromkeys(selection.linears, cls.__name__) | dict.fromkeys(selection.experts, QuantExperts.__name__)
+    reasons = {name: left.reason for name, left in selection.left.items()}
+    found = Summary(function, replaced, reasons, bytes_before, bytes_of(model))
+    record(model, found)
+    logger.info("%s", found.line())
+    texts = [f"{function}: {text}" for text in selection.unmatched]
+    surprising = {name: left.reason for name, left in selection.left.items() if not left.is_expected}
+    if surprising:
+        groups = (f"{_names.listed(names)}: {reason}" for reason, names in grouped(surprising).items())
+        texts.append(f"{function}: modules stay unchanged. {'; '.join(groups)}")
+    if not replaced:
+        expected = {name: reason for name, reason in reasons.items() if name not in surprising}
+        groups = (f"{_names.listed(names)}: {reason}" for reason, names in grouped(expected).items())
+        reason = "; ".join(groups) or ("see above" if surprising else "it has no linear layers and no experts")
+        texts.append(f"{function}: nothing was replaced in this {type(model).__name__} ({reason})")
+    return texts
 
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
@@ -140,7 +171,7 @@ def _input_amax(
             given = args[0] if args else kwargs.get("input")
             if not isinstance(given, Tensor):
                 raise TypeError(
-                    f"quantize_: in the calibration {name} was called with {len(args)} arguments and "
+                    f"quantize_: in the calibration the layer {name!r} was called with {len(args)} arguments and "
                     f"{', '.join(kwargs) or 'no keywords'}; expected a tensor, first or as input="
                 )
             if given.numel():
@@ -155,8 +186,9 @@ def _input_amax(
     finally:
         for handle in handles:
             handle.remove()
-    problems = [f"{name} was not called" for name in linears if name not in amax]
-    problems += [f"{name} received an input that is not finite" for name, found in amax.items() if not found.isfinite()]
+    problems = {name: "was not called" for name in linears if name not in amax}
+    problems |= {name: "received an input that is not finite" for name, found in amax.items() if not found.isfinite()}
     if problems:
-        raise ValueError(f"quantize_: in the calibration {', '.join(problems)}")
+        texts = (f"the layer {name!r} {problem}" for name, problem in problems.items())
+        raise ValueError(f"quantize_: in the calibration {_names.listed([*texts])}")
     return amax

@@ -1,5 +1,6 @@
 """Layers with random codes, to build models of any size without a checkpoint."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Final
 
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
-from torch_cute_ops.nn._saving import guard_saving
+from torch_cute_ops.nn._selection import DEFAULT_IGNORE, FilterFn, select
+from torch_cute_ops.nn._summary import bytes_of
 from torch_cute_ops.nn.experts import FORMATS, QuantExperts
-from torch_cute_ops.nn.float_experts import float_experts, topk_of
-from torch_cute_ops.nn.quantize import SCHEMES, Scheme
+from torch_cute_ops.nn.float_experts import topk_of
+from torch_cute_ops.nn.quantize import SCHEMES, Scheme, finished
 
 DEVIATION: Final = 0.02
 """Standard deviation of the weights, as in freshly initialised models."""
@@ -42,13 +44,13 @@ _NUMBERS: Final[dict[tuple[str, str], float]] = {
 """Value of all elements of each float32 tensor."""
 
 
-@torch.no_grad()
 def random_(
     model: nn.Module,
     scheme: Scheme = "nvfp4",
     *,
     activations: Activations = "auto",
-    ignore: str | Iterable[str] = ("lm_head",),
+    ignore: str | Iterable[str] = DEFAULT_IGNORE,
+    filter_fn: FilterFn | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -61,47 +63,59 @@ def random_(
         model: model on any device, such as meta; only sizes and the dtype of biases are used.
         scheme: argument of :func:`quantize_`.
         activations: argument of :func:`quantize_`.
-        ignore: argument of :func:`quantize_`. A layer of an unsupported size stays unchanged.
+        ignore: argument of :func:`quantize_`.
+        filter_fn: argument of :func:`quantize_`.
         device: device of the layers; ``None`` for the weight's device.
         seed: seed of the generator.
 
     Returns:
-        ``model``.
+        ``model``. :func:`summary` and warnings say which modules stayed, as for :func:`quantize_`.
 
     Raises:
         ValueError: for an unknown scheme, or activations that it does not support.
     """
+    for text in replace_randomly(model, scheme, activations, ignore, filter_fn, device, seed):
+        warnings.warn(text, stacklevel=2)
+    return model
+
+
+@torch.no_grad()
+def replace_randomly(
+    model: nn.Module,
+    scheme: str,
+    activations: Activations,
+    ignore: str | Iterable[str],
+    filter_fn: FilterFn | None,
+    device: torch.device | str | None,
+    seed: int,
+) -> list[str]:
+    """Do what :func:`random_` does, and return the texts of its warnings."""
     if scheme not in SCHEMES:
         raise ValueError(f"random_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
-    cls, shared, patterns = SCHEMES[scheme], _names.shared_parameters(model), _names.as_patterns(ignore)
-    for i, (name, linear) in enumerate(_names.linears_of(model).items()):
+    cls = SCHEMES[scheme]
+    cls._chosen(activations)
+    selection, bytes_before = select(model, cls, activations, ignore, filter_fn), bytes_of(model)
+    for i, linear in enumerate(selection.linears.values()):
         n, k = linear.out_features, linear.in_features
-        is_left = _names.matches(name, patterns) or _names.identity(linear.weight) in shared
-        if is_left or cls.reason_unsupported(n, k, activations):
-            continue
         target = linear.weight.device if device is None else torch.device(device)
         generator = torch.Generator(target).manual_seed(seed + i)
         layout = cls(k, n, activations=activations, device="meta").layout()
         tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
         bias = None if linear.bias is None else torch.zeros(n, dtype=linear.bias.dtype, device=target)
         _names.replace(model, linear, cls._build(k, tensors, bias, None, activations))
-    for i, (name, module) in enumerate([*model.named_modules()]):
-        given = float_experts(module)
-        if given is None or _names.matches(name, patterns) or given.reason_unsupported(scheme) or given.swiglu is None:
-            continue
-        target = module.gate_up_proj.device if device is None else torch.device(device)
+    for i, (name, (given, swiglu)) in enumerate(selection.experts.items()):
+        target = given.module.gate_up_proj.device if device is None else torch.device(device)
         generator = torch.Generator(target).manual_seed(seed + 10_000 + i)
         biases = given.biases()
         new = QuantExperts(
             random_stack(scheme, given.hidden, [given.width] * (2 * given.experts), biases[0], generator),
             random_stack(scheme, given.width, [given.hidden] * given.experts, biases[1], generator),
             given.experts,
-            swiglu=given.swiglu,
+            swiglu=swiglu,
             topk=topk_of(model, name),
         )
-        _names.replace(model, module, new)
-    guard_saving(model)
-    return model
+        _names.replace(model, given.module, new)
+    return finished("random_", model, cls, selection, bytes_before)
 
 
 def random_stack(

@@ -1,0 +1,187 @@
+"""Choose the layers and experts of a model that quantised modules can replace, with a reason for every other."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from torch import Tensor, nn
+
+from torch_cute_ops.nn import _names
+from torch_cute_ops.nn._base import Activations, QuantLinear
+from torch_cute_ops.nn.experts import SwiGLU, reason_unsupported
+from torch_cute_ops.nn.float_experts import FloatExperts, experts_or_reason
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+DEFAULT_IGNORE: Final = ("lm_head",)
+_MATRIX: Final = 64
+"""Smallest height and width of a parameter whose module is named in the warning about unchanged modules."""
+_ROUTER_CLASS: Final = re.compile(r"router|top_?k_?gat", re.IGNORECASE)
+_ROUTER_NAME: Final = re.compile(r"router|^shared_experts?_gate$", re.IGNORECASE)
+_GATE_NAME: Final = re.compile(r"^(gate|wg|gating|gate_network|switch)$", re.IGNORECASE)
+_EXPERTS: Final = re.compile(r"experts?", re.IGNORECASE)
+
+
+class Left(NamedTuple):
+    """Reason that a module stays unchanged.
+
+    Attributes:
+        reason: text of the reason.
+        is_expected: True if no warning is needed, as for embeddings and for modules that the caller ignores.
+    """
+
+    reason: str
+    is_expected: bool = False
+
+
+class Selection(NamedTuple):
+    """Modules to replace, by name, and reasons for all others.
+
+    Attributes:
+        linears: linear layers to replace.
+        experts: experts to replace, with the gate that was verified.
+        left: reason for each other module with a parameter of two or more dimensions.
+        unmatched: text about each pattern of ``ignore`` that matches nothing.
+    """
+
+    linears: dict[str, nn.Linear]
+    experts: dict[str, tuple[FloatExperts, SwiGLU]]
+    left: dict[str, Left]
+    unmatched: list[str]
+
+
+def select(
+    model: nn.Module,
+    cls: type[QuantLinear],
+    activations: Activations,
+    ignore: str | Iterable[str],
+    filter_fn: FilterFn | None,
+) -> Selection:
+    """Choose what ``quantize_`` and ``random_`` replace.
+
+    Args:
+        model: model on any device.
+        cls: class of the linear layers.
+        activations, ignore, filter_fn: arguments of ``quantize_``.
+    """
+    patterns, owners = _names.as_patterns(ignore), _names.owners_of_parameters(model)
+    found = Selection({}, {}, {}, [])
+    names = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    candidates: list[str] = []
+    for module, own in names.items():
+        experts, name = experts_or_reason(module), own[0]
+        if not (isinstance(module, nn.Linear) or experts is not None or any(_matrices(module))):
+            continue
+        candidates += own
+        given = None
+        if any(_names.matches(each, patterns) for each in own):
+            left: Left | None = Left("it is in ignore", is_expected=True)
+        elif experts is None and not isinstance(module, nn.Linear):
+            left = _left_of_other(model, name, module)
+        elif is_router(model, name):
+            left = Left("it is a router", is_expected=True)
+        elif filter_fn is not None and not filter_fn(module, name):
+            left = Left("filter_fn returned False", is_expected=True)
+        elif shared := _left_of_shared(module, name, owners):
+            left = shared
+        elif experts is None:
+            left = _left_of_linear(module, cls, activations)
+        else:
+            given, left = _verified(experts, cls.scheme)
+        if left is not None:
+            found.left[name] = left
+        elif given is not None:
+            found.experts[name] = given
+        elif isinstance(module, nn.Linear):
+            found.linears[name] = module
+    found.unmatched.extend(_unmatched(patterns, candidates, model, found.linears))
+    return found
+
+
+def is_router(model: nn.Module, name: str) -> bool:
+    """Return True if a module routes tokens to experts, or is a part of a router.
+
+    A router's class or name says so; a module called ``gate`` or ``wg`` is a router if it is next to experts.
+    """
+    parent, components = model, name.split(".") if name else []
+    for component in components:
+        module = parent.get_submodule(component)
+        if _ROUTER_CLASS.search(type(module).__name__) or _ROUTER_NAME.search(component):
+            return True
+        siblings = (each for each in parent._modules if each != component)
+        if _GATE_NAME.search(component) and any(_EXPERTS.search(each) for each in siblings):
+            return True
+        parent = module
+    return False
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the module's own floating-point parameters of two or more dimensions, with their names."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point():
+            yield name, parameter
+
+
+def _left_of_other(model: nn.Module, name: str, module: nn.Module) -> Left:
+    """Return the reason for a module that is neither a linear layer nor experts."""
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding) or "Embedding" in kind:
+        return Left("it is an embedding", is_expected=True)
+    if is_router(model, name):
+        return Left("it is a router", is_expected=True)
+    wide = [
+        f"{key} {tuple(parameter.shape)}"
+        for key, parameter in _matrices(module)
+        if min(parameter.shape[-2:]) >= _MATRIX and "embed" not in key
+    ]
+    is_expected = not wide or isinstance(module, nn.modules.conv._ConvNd)
+    own = wide or [f"{key} {tuple(parameter.shape)}" for key, parameter in _matrices(module)]
+    return Left(f"{kind} is neither nn.Linear nor experts in a known form; it has {', '.join(own)}", is_expected)
+
+
+def _left_of_shared(module: nn.Module, name: str, owners: dict[object, dict[nn.Module, str]]) -> Left | None:
+    for parameter in module._parameters.values():
+        others = {} if parameter is None else owners[_names.identity(parameter)]
+        if len(others) > 1:
+            other, of_other = next((key, value) for key, value in others.items() if key is not module)
+            return Left(f"it shares a parameter with {of_other}", isinstance(other, nn.Embedding))
+    return None
+
+
+def _left_of_linear(module: nn.Module, cls: type[QuantLinear], activations: Activations) -> Left | None:
+    reason = _names.reason_unlike_linear(module)
+    if reason is None and isinstance(module, nn.Linear):
+        reason = cls.reason_unsupported(module.out_features, module.in_features, activations)
+    return None if reason is None else Left(reason)
+
+
+def _verified(
+    experts: FloatExperts | str | None, scheme: str
+) -> tuple[tuple[FloatExperts, SwiGLU] | None, Left | None]:
+    if not isinstance(experts, FloatExperts):
+        return None, Left(str(experts))
+    reason = reason_unsupported(scheme, experts.experts, experts.hidden, experts.width)
+    if reason is not None:
+        return None, Left(reason)
+    swiglu = experts.verified()
+    return (None, Left(swiglu)) if isinstance(swiglu, str) else ((experts, swiglu), None)
+
+
+def _unmatched(
+    patterns: tuple[str, ...], candidates: list[str], model: nn.Module, linears: dict[str, nn.Linear]
+) -> Iterator[str]:
+    containers = [name for name, _ in model.named_modules()]
+    heads = [name for name in linears if _names.matches(name, DEFAULT_IGNORE)]
+    for pattern in patterns:
+        if pattern in DEFAULT_IGNORE or any(_names.matches(name, (pattern,)) for name in candidates):
+            continue
+        text = f"ignore contains {pattern!r}, which matches no layer"
+        if any(_names.matches(name, (pattern,)) for name in containers) and not pattern.startswith("re:"):
+            prefix = "" if pattern in containers else "*."
+            text += f"; for the layers inside that module, write {f'{prefix}{pattern}.*'!r}"
+        if heads and not any(_names.matches(name, patterns) for name in heads):
+            text += f"; because ignore was given, its default {DEFAULT_IGNORE} does not apply, and {heads[0]} changes"
+        yield text

@@ -1,0 +1,76 @@
+"""Summary of the modules that a function of this package has replaced in a model."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from torch_cute_ops.nn import _names
+
+_SUMMARIES: weakref.WeakKeyDictionary[nn.Module, "Summary"] = weakref.WeakKeyDictionary()
+
+
+class Summary(NamedTuple):
+    """Modules that were replaced in a model, and modules that stayed. ``print`` shows both, grouped.
+
+    Attributes:
+        function: name of the function that replaced modules, such as ``"quantize_"``.
+        replaced: class of the new module, by the old module's name.
+        left: reason, by name, for each module that stays although it has a parameter of two or more dimensions.
+        bytes_before: bytes of the model's parameters and buffers before; tied tensors count once.
+        bytes_after: bytes of the model's parameters and buffers after.
+    """
+
+    function: str
+    replaced: Mapping[str, str]
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        lines = [self.line()]
+        for title, names in (("replaced by", self.replaced), ("left", self.left)):
+            lines += [f"  {title} {group}: {_names.listed(found)}" for group, found in grouped(names).items()]
+        return "\n".join(lines)
+
+    def line(self) -> str:
+        """Return the counts and the bytes in one line."""
+        counts = ", ".join(f"{len(found)} by {kind}" for kind, found in grouped(self.replaced).items())
+        return (
+            f"{self.function}: {len(self.replaced)} modules replaced{f' ({counts})' if counts else ''}, "
+            f"{len(self.left)} left; {self.bytes_before:,} bytes before, {self.bytes_after:,} after"
+        )
+
+
+def summary(model: nn.Module) -> Summary:
+    """Return what the last :func:`quantize_`, :func:`random_` or ``from_config`` changed in this model.
+
+    Raises:
+        ValueError: for a model that none of them has changed.
+    """
+    found = _SUMMARIES.get(model)
+    if found is None:
+        raise ValueError(f"summary: no function of this package has replaced modules of this {type(model).__name__}")
+    return found
+
+
+def record(model: nn.Module, found: Summary) -> None:
+    """Keep the summary for :func:`summary`."""
+    _SUMMARIES[model] = found
+
+
+def grouped(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of each group, by group."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, group in names.items():
+        groups[group].append(name)
+    return dict(groups)
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers; tensors with the same memory count once."""
+    tensors: Iterable[object] = (*model.parameters(), *model.buffers())
+    sizes = {_names.identity(tensor): tensor.nbytes for tensor in tensors}  # type: ignore[attr-defined, arg-type]
+    return sum(sizes.values())
