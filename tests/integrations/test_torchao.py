@@ -159,7 +159,7 @@ def test_experts_that_are_refused():
     with pytest.raises(ValueError, match=r"mlp\.experts: experts are transposed"):
         integration.accelerate_(Block(given))
     block = block_of(nvfp4_experts, act_fn=nn.GELU())
-    with pytest.raises(ValueError, match="its gate is not SwiGLU"):
+    with pytest.raises(ValueError, match="Experts computes something else than experts with SwiGLU"):
         integration.accelerate_(block)
     block = block_of(nvfp4_experts)
     block.mlp.experts.down_proj = nn.Parameter(torch.randn(E, H, I).bfloat16(), requires_grad=False)

@@ -1,5 +1,8 @@
 """Choose the layers and experts of a model that quantised modules can replace, with a reason for every other."""
 
+import dis
+import functools
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +20,10 @@ FilterFn = Callable[[nn.Module, str], bool]
 DEFAULT_IGNORE: Final = ("lm_head",)
 _MATRIX: Final = 64
 """Smallest height and width of a parameter whose module is named in the warning about unchanged modules."""
+_READ_WEIGHTS: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules of torch that pass the weights of their linear layers to a fused function."""
+_LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
+"""Instructions of Python that read an attribute."""
 _ROUTER_CLASS: Final = re.compile(r"router|top_?k_?gat", re.IGNORECASE)
 _ROUTER_NAME: Final = re.compile(r"router|^shared_experts?_gate$", re.IGNORECASE)
 _GATE_NAME: Final = re.compile(r"^(gate|wg|gating|gate_network|switch)$", re.IGNORECASE)
@@ -88,7 +95,7 @@ def select(
         elif shared := _left_of_shared(module, name, owners):
             left = shared
         elif experts is None:
-            left = _left_of_linear(module, cls, activations)
+            left = _left_of_linear(model, name, module, cls, activations)
         else:
             given, left = _verified(experts, cls.scheme)
         if left is not None:
@@ -132,14 +139,10 @@ def _left_of_other(model: nn.Module, name: str, module: nn.Module) -> Left:
         return Left("it is an embedding", is_expected=True)
     if is_router(model, name):
         return Left("it is a router", is_expected=True)
-    wide = [
-        f"{key} {tuple(parameter.shape)}"
-        for key, parameter in _matrices(module)
-        if min(parameter.shape[-2:]) >= _MATRIX and "embed" not in key
-    ]
-    is_expected = not wide or isinstance(module, nn.modules.conv._ConvNd)
-    own = wide or [f"{key} {tuple(parameter.shape)}" for key, parameter in _matrices(module)]
-    return Left(f"{kind} is neither nn.Linear nor experts in a known form; it has {', '.join(own)}", is_expected)
+    is_wide = any(min(parameter.shape[-2:]) >= _MATRIX and "embed" not in key for key, parameter in _matrices(module))
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    reason = f"{kind} is neither nn.Linear nor experts with gate_up_proj and down_proj"
+    return Left(reason, is_expected=not is_wide or is_convolution)
 
 
 def _left_of_shared(module: nn.Module, name: str, owners: dict[object, dict[nn.Module, str]]) -> Left | None:
@@ -151,11 +154,37 @@ def _left_of_shared(module: nn.Module, name: str, owners: dict[object, dict[nn.M
     return None
 
 
-def _left_of_linear(module: nn.Module, cls: type[QuantLinear], activations: Activations) -> Left | None:
+def _left_of_linear(
+    model: nn.Module, name: str, module: nn.Module, cls: type[QuantLinear], activations: Activations
+) -> Left | None:
     reason = _names.reason_unlike_linear(module)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if reason is None and (isinstance(parent, _READ_WEIGHTS) or name.rpartition(".")[2] in _read_by(type(parent))):
+        reason = f"{type(parent).__name__} reads its weight, which will be codes"
     if reason is None and isinstance(module, nn.Linear):
         reason = cls.reason_unsupported(module.out_features, module.in_features, activations)
     return None if reason is None else Left(reason)
+
+
+@functools.cache
+def _read_by(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names of layers whose weight the methods of a class pass on or convert other tensors to.
+
+    T5 converts the input of ``wo`` to the dtype of its weight, and WavLM passes the weights of its projections to
+    ``multi_head_attention_forward``. Other code that names a weight reads its device or shape, or initialises it.
+    """
+    found = set()
+    methods = [value for base in cls.__mro__ if issubclass(base, nn.Module) for value in vars(base).values()]
+    for method in methods:
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if code is None or "weight" not in code.co_names:
+            continue
+        is_passed = "multi_head_attention_forward" in code.co_names
+        loads = [each.argval if each.opname in _LOADS else None for each in dis.get_instructions(code)]
+        for layer, weight, attribute in zip(loads, loads[1:], loads[2:], strict=False):
+            if layer is not None and weight == "weight" and (is_passed or attribute == "dtype"):
+                found.add(layer)
+    return frozenset(found)
 
 
 def _verified(

@@ -30,17 +30,16 @@ class Summary(NamedTuple):
     bytes_after: int
 
     def __str__(self) -> str:
-        lines = [self.line()]
-        for title, names in (("replaced by", self.replaced), ("left", self.left)):
-            lines += [f"  {title} {group}: {_names.listed(found)}" for group, found in grouped(names).items()]
-        return "\n".join(lines)
+        changed = (f"  {kind}: {_names.listed(names)}" for kind, names in grouped(self.replaced).items())
+        stayed = (f"  unchanged: {_names.listed(names)}: {reason}" for reason, names in grouped(self.left).items())
+        return "\n".join((self.line(), *changed, *stayed))
 
     def line(self) -> str:
         """Return the counts and the bytes in one line."""
         counts = ", ".join(f"{len(found)} by {kind}" for kind, found in grouped(self.replaced).items())
         return (
             f"{self.function}: {len(self.replaced)} modules replaced{f' ({counts})' if counts else ''}, "
-            f"{len(self.left)} left; {self.bytes_before:,} bytes before, {self.bytes_after:,} after"
+            f"{len(self.left)} unchanged; {self.bytes_before:,} bytes before, {self.bytes_after:,} after"
         )
 
 

@@ -70,7 +70,7 @@ def _tried(given: "FloatExperts") -> SwiGLU | str:
                 return found
             reasons.append(found)
     # A forward that fails in float64, because it casts to float32, gets its reason from float32.
-    return reasons[0] if "its forward raises" not in reasons[0] else reasons[-1]
+    return reasons[0] if "its forward refuses" not in reasons[0] else reasons[-1]
 
 
 def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
@@ -87,7 +87,7 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
         got = clone(tokens.clone(), chosen.clone(), weights.clone())
     except Exception as error:  # a module's own code may raise anything
         text = str(error).strip().split("\n")[0]
-        return f"its forward raises {type(error).__name__} for tokens, ids and weights of experts: {text[:160]}"
+        return f"its forward refuses tokens, expert ids and weights: {type(error).__name__}: {text[:160]}"
     if not isinstance(got, Tensor) or got.shape != tokens.shape:
         result = f"a tensor {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
         return f"its forward returns {result} for tokens {tuple(tokens.shape)}"
