@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -167,7 +167,7 @@ def _left_of_linear(
 
 
 @functools.cache
-def _read_by(cls: type[nn.Module]) -> frozenset[str]:
+def _read_by(cls: Any) -> frozenset[str]:
     """Return the names of layers whose weight the methods of a class pass on or convert other tensors to.
 
     T5 converts the input of ``wo`` to the dtype of its weight, and WavLM passes the weights of its projections to

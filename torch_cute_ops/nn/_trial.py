@@ -93,10 +93,10 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
         return f"its forward returns {result} for tokens {tuple(tokens.shape)}"
     errors = []
     for want in _results(given._replace(module=clone), gates, tokens, chosen, weights):
-        error = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
-        errors.append(error.nan_to_num(torch.inf, torch.inf).amax().item())
-    for gate, error in zip(gates, errors, strict=True):
-        if error <= TOLERANCE[dtype]:
+        relative = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+        errors.append(relative.nan_to_num(torch.inf, torch.inf).amax().item())
+    for gate, largest in zip(gates, errors, strict=True):
+        if largest <= TOLERANCE[dtype]:
             return gate
     return (
         f"{type(given.module).__name__} computes something else than experts with SwiGLU: on random tokens its results "
@@ -170,7 +170,8 @@ def _results(
 def _key_of(module: nn.Module) -> Hashable | None:
     """Return a value that is equal for modules whose forward computes the same with equal weights, or None if the
     module has attributes that cannot be compared."""
-    items: list[Hashable] = [type(module), type(module).forward]
+    cls: Any = type(module)
+    items: list[Hashable] = [cls, cls.forward]
     for name, value in module.__dict__.items():
         if name in ("_parameters", "_buffers", "_modules", "training") or _is_empty(value):
             continue
