@@ -158,8 +158,9 @@ def _left_of_linear(
     model: nn.Module, name: str, module: nn.Module, cls: type[QuantLinear], activations: Activations
 ) -> Left | None:
     reason = _names.reason_unlike_linear(module)
-    parent = model.get_submodule(name.rpartition(".")[0])
-    if reason is None and (isinstance(parent, _READ_WEIGHTS) or name.rpartition(".")[2] in _read_by(type(parent))):
+    path, _, own = name.rpartition(".")
+    parent: Any = model.get_submodule(path)
+    if reason is None and (isinstance(parent, _READ_WEIGHTS) or own in _read_by(type(parent))):
         reason = f"{type(parent).__name__} reads its weight, which will be codes"
     if reason is None and isinstance(module, nn.Linear):
         reason = cls.reason_unsupported(module.out_features, module.in_features, activations)
