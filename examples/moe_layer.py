@@ -275,7 +275,10 @@ def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) ->
 
 
 class ModelExperts(torch.nn.Module):
-    """The experts' weights as Hugging Face models store them; `quantize_` turns this module into a `QuantExperts`."""
+    """Experts as Hugging Face models store them; `quantize_` turns this module into a `QuantExperts`.
+
+    `quantize_` compares the forward with the computation of `QuantExperts` on random tokens.
+    """
 
     def __init__(self, model: Model, weights: Weights) -> None:
         super().__init__()
@@ -286,8 +289,17 @@ class ModelExperts(torch.nn.Module):
                 self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         self.swiglu, (self.alpha, _, self.limit) = model.swiglu, model.swiglu
 
-    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
-        return gated(both, *self.swiglu)
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for token, slot in torch.cartesian_prod(*map(torch.arange, ids.shape)):
+            expert = ids[token, slot]
+            result = x[token]
+            for name in ("gate_up_proj", "down_proj"):
+                bias = getattr(self, f"{name}_bias", None)
+                result = F.linear(result, getattr(self, name)[expert], None if bias is None else bias[expert])
+                result = gated(result, *self.swiglu) if name == "gate_up_proj" else result
+            y[token] += factors[token, slot] * result
+        return y
 
 
 def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activations: str) -> ExpertLayer:

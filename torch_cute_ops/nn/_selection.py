@@ -28,6 +28,7 @@ _ROUTER_CLASS: Final = re.compile(r"router|top_?k_?gat", re.IGNORECASE)
 _ROUTER_NAME: Final = re.compile(r"router|^shared_experts?_gate$", re.IGNORECASE)
 _GATE_NAME: Final = re.compile(r"^(gate|wg|gating|gate_network|switch)$", re.IGNORECASE)
 _EXPERTS: Final = re.compile(r"experts?", re.IGNORECASE)
+_COUNTS: Final = ("experts", "num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Left(NamedTuple):
@@ -111,18 +112,31 @@ def select(
 def is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module routes tokens to experts, or is a part of a router.
 
-    A router's class or name says so; a module called ``gate`` or ``wg`` is a router if it is next to experts.
+    A router's class or name says so. A module called ``gate`` or ``wg`` is a router if it is next to experts, unless it
+    is a layer with another number of results than experts, such as the gate of a shared expert.
     """
     parent, components = model, name.split(".") if name else []
     for component in components:
         module = parent.get_submodule(component)
         if _ROUTER_CLASS.search(type(module).__name__) or _ROUTER_NAME.search(component):
             return True
-        siblings = (each for each in parent._modules if each != component)
-        if _GATE_NAME.search(component) and any(_EXPERTS.search(each) for each in siblings):
-            return True
+        siblings = [each for key, each in parent._modules.items() if key != component and _EXPERTS.search(key)]
+        if _GATE_NAME.search(component) and siblings:
+            counts = {_experts_in(each) for each in siblings} - {None}
+            if not isinstance(module, nn.Linear) or not counts or module.out_features in counts:
+                return True
         parent = module
     return False
+
+
+def _experts_in(module: Any) -> int | None:
+    """Return the number of experts in a module, or None if it is unknown."""
+    experts = experts_or_reason(module)
+    if isinstance(experts, FloatExperts):
+        return experts.experts
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module)
+    return next((each for key in _COUNTS if isinstance(each := getattr(module, key, None), int)), None)
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.nn.experts import SwiGLU
 
@@ -17,6 +18,8 @@ MAGNITUDES: Final = (0.25, 1.0, 3.0, 12.0, 50.0, 200.0, 1000.0, 20000.0)
 """Standard deviations of gate and up, one for each token. Each clamp below the largest one changes some results."""
 GREATEST_LIMIT: Final = 1e6
 """Clamps at larger values are not tried, because their tokens would leave the range of 16-bit activations."""
+LARGEST: Final = 2**27
+"""Largest number of weights that one op of a trial may read."""
 TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial."""
 _BUILT_IN: Final = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
@@ -84,7 +87,8 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
     weights = torch.rand(chosen.shape, generator=generator, dtype=dtype) + 0.25
     try:
         clone = _clone(given.module, _synthetic(given, dtype, generator), dtype)
-        got = clone(tokens.clone(), chosen.clone(), weights.clone())
+        with _OneExpertAtATime():
+            got = clone(tokens.clone(), chosen.clone(), weights.clone())
     except Exception as error:  # a module's own code may raise anything
         text = str(error).strip().split("\n")[0]
         return f"its forward refuses tokens, expert ids and weights: {type(error).__name__}: {text[:160]}"
@@ -102,6 +106,19 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
         f"{type(given.module).__name__} computes something else than experts with SwiGLU: on random tokens its results "
         f"differ by {min(errors):.1e} (relative) from the nearest of {len(gates)} candidates"
     )
+
+
+class _OneExpertAtATime(TorchDispatchMode):
+    """Refuses ops that read more than ``LARGEST`` elements of the experts' weights, before they allocate a result.
+
+    The synthetic weights of all experts take almost no memory, but a copy of them might not fit.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        if not is_view and any(isinstance(each, Tensor) and each.numel() > LARGEST for each in args):
+            raise MemoryError("the trial is limited to modules that read the weight of one expert at a time")
+        return func(*args, **(kwargs or {}))
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:

@@ -52,9 +52,11 @@ def quantize_(
     - layers and experts of sizes that the ops do not support;
     - modules of all other classes.
 
-    :func:`summary` gives the reason for each module that stayed. A warning names each module, except routers,
-    embeddings and ignored modules. With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an MLP,
-    as serving engines require.
+    :func:`summary` gives the reason for each module that stayed. A warning names each such module, except routers,
+    embeddings and ignored modules.
+
+    With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an MLP, as serving
+    engines require.
 
     Args:
         model: model on any device, with linear layers in bfloat16, float16 or float32.
