@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import spec
 from support.edge_values import every_finite, fp32_edges, neighbours
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.formats import (
     FP8_BLOCK128,
@@ -197,6 +198,36 @@ def test_rearranging(layout, rows, blocks, dtype, seed):
     back = to_linear(arranged, SCALE_LAYOUTS[layout], rows, blocks)
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), scale)
+
+
+@pytest.mark.parametrize("layout", ["128x4", "8x4"])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_rearranging_views(layout, offset):
+    """Scales may be columns of a wider matrix, and start at any byte."""
+    whole = torch.randint(0, 256, (200, 20), dtype=torch.uint8)
+    view = whole[:, offset : offset + 12]
+    arranged = from_linear(view, SCALE_LAYOUTS[layout])
+    want = spec.arrange(view.numpy(), layout)
+    assert np.array_equal(arranged.reshape(want.shape).numpy(), want)
+    at = torch.cat((torch.zeros(offset, dtype=torch.uint8), arranged.flatten()))[offset:]
+    assert torch.equal(to_linear(at, SCALE_LAYOUTS[layout], 200, 12), view)
+
+
+@pytest.mark.parametrize("layout", ["128x4", "8x4"])
+def test_rearranging_takes_no_more_than_copies(layout):
+    """No tensor of indices is made: it took eight times the bytes, and most of the time in which models load."""
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.append(result.untyped_storage().nbytes())
+            return result
+
+    scale = torch.randint(0, 256, (256, 16), dtype=torch.uint8)
+    with Sizes():
+        to_linear(from_linear(scale, SCALE_LAYOUTS[layout]), SCALE_LAYOUTS[layout], 256, 16)
+    assert made and max(made) <= scale.nbytes
 
 
 @given(

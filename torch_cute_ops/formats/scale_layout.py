@@ -92,11 +92,21 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
     if sizes != (rows, blocks):
         padded = padded.new_zeros(sizes)
         padded[:rows, :blocks] = scale.view(torch.uint8)
+    quads = _quads(padded.contiguous())
+    width = TILE_BLOCKS // quads.itemsize
     if layout.tile_rows == 128:
-        tiles = padded.view(row_tiles, 4, 32, block_tiles, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        tiles = quads.view(row_tiles, 4, 32, block_tiles, width).permute(0, 3, 2, 1, 4)
     else:
-        tiles = padded.view(row_tiles, layout.tile_rows, block_tiles, TILE_BLOCKS).transpose(1, 2)
-    return tiles.reshape(sizes).view(scale.dtype)
+        tiles = quads.view(row_tiles, layout.tile_rows, block_tiles, width).transpose(1, 2)
+    return tiles.contiguous().view(torch.uint8).view(sizes).view(scale.dtype)
+
+
+def _quads(codes: torch.Tensor) -> torch.Tensor:
+    """View bytes (..., 4 n) as 32-bit numbers (..., n): no layout separates the scales of four blocks, and moving four
+    bytes at once takes a tenth of the time. Compiled code moves bytes."""
+    if torch.compiler.is_compiling() or not codes.numel() or codes.storage_offset() % TILE_BLOCKS:
+        return codes
+    return codes.view(torch.int32)
 
 
 def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
@@ -105,11 +115,13 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
         return scale.reshape(rows, blocks)
     raw = scale.reshape(-1).view(torch.uint8)
     row_tiles, block_tiles = layout.padded_rows(rows) // layout.tile_rows, layout.padded_blocks(blocks) // TILE_BLOCKS
+    quads = _quads(raw)
+    width = TILE_BLOCKS // quads.itemsize
     if layout.tile_rows == 128:
-        matrix = raw.view(row_tiles, block_tiles, 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        matrix = quads.view(row_tiles, block_tiles, 32, 4, width).permute(0, 3, 2, 1, 4)
     else:
-        matrix = raw.view(row_tiles, block_tiles, layout.tile_rows, TILE_BLOCKS).transpose(1, 2)
-    padded = matrix.reshape(row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS)
+        matrix = quads.view(row_tiles, block_tiles, layout.tile_rows, width).transpose(1, 2)
+    padded = matrix.contiguous().view(torch.uint8).view(row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS)
     return padded[:rows, :blocks].contiguous().view(scale.dtype)
 
 
