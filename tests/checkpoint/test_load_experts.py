@@ -141,7 +141,7 @@ def test_few_tokens_of_gpt_oss(tmp_path):
     )
     biases = [tensors[f"{prefix}{name}_bias"].double().numpy() for name in NAMES]
     up, biases[0] = (np.concatenate((each[:, 0::2], each[:, 1::2]), 1) for each in (up, biases[0]))
-    x, ids = torch.randn(3, hidden).bfloat16(), torch.tensor([[0, 1], [2, 1], [1, 3]])
+    x, ids = torch.randn(3, hidden).bfloat16(), torch.tensor([[0, 1], [2, 1], [1, -1]])
     factors = torch.rand(3, 2)
     got, called = layer(x, ids, factors), support.ops_of(layer, x, ids, factors)
     assert called == {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}

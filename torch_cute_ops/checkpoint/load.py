@@ -4,7 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +26,37 @@ from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLi
 from torch_cute_ops.nn._base import Activations, overwrite_
 from torch_cute_ops.nn._names import listed
 from torch_cute_ops.nn._saving import guard_saving
+from torch_cute_ops.nn._selection import Selection
 from torch_cute_ops.nn.experts import FORMATS, stack
-from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
-from torch_cute_ops.nn.quantize import SCHEMES
+from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, quantized_experts, topk_of
+from torch_cute_ops.nn.quantize import SCHEMES, Scheme, sibling_groups
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 
 
+class Quantisation(NamedTuple):
+    """Modules to quantise while they are loaded from a checkpoint that is not quantised.
+
+    Attributes:
+        scheme: format of the weights.
+        activations: value for the layers' ``activations``.
+        selection: modules to quantise, from the same model on the meta device.
+    """
+
+    scheme: Scheme
+    activations: Activations
+    selection: Selection
+
+
 class LoadOptions(NamedTuple):
-    """Keyword arguments of :func:`load_`, which documents them."""
+    """Keyword arguments of :func:`load_`, which documents them, and ``quantisation``, or None to quantise nothing."""
 
     activations: Activations | Mapping[str, Activations] = "auto"
     device: torch.device | str | None = None
     merged: Mapping[str, Sequence[str]] = _names.MERGED
     ignore: str | Iterable[str] = ()
     progress: Progress | None = None
+    quantisation: Quantisation | None = None
 
 
 def load_(
@@ -153,6 +169,8 @@ class Loader:
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
         self.uncalibrated: list[str] = []
+        self.siblings: dict[str, list[str]] = {}
+        self.amax: dict[str, Tensor] = {}
         self._check_activations()
 
     def _check_activations(self) -> None:
@@ -202,6 +220,8 @@ class Loader:
                 self._load_experts(name, experts)
             else:
                 self._load_own(name, module)
+            if self.options.quantisation is not None:
+                self._quantise(name, module, self.options.quantisation)
         missing = [name for key, name in self.missing if key not in self.filled]
         if missing:
             raise ValueError(f"{self.files.path} contains no {listed(missing)}")
@@ -289,6 +309,43 @@ class Loader:
             self._load_experts(name, experts)
         elif isinstance(module, (nn.Linear, QuantLinear)):
             self._load_linear(name, module)
+
+    # Quantisation of modules that are loaded in 16 bits
+
+    def _quantise(self, name: str, module: nn.Module, chosen: Quantisation) -> None:
+        """Replace a module that was loaded, if it was chosen, so that its 16-bit weight is freed before the next module
+        is loaded."""
+        selection = chosen.selection
+        if name in selection.experts:
+            given, swiglu = selection.experts[name]
+            if not given.module.gate_up_proj.is_meta and not given.module.down_proj.is_meta:
+                scheme: Any = chosen.scheme
+                _names.replace(self.model, module, quantized_experts(given, swiglu, scheme, topk_of(self.model, name)))
+                _free(module)
+            return
+        if name not in selection.linears or selection.linears[name].weight.is_meta:
+            return
+        cls: Any = SCHEMES[chosen.scheme]
+        own = {"amax": self._amax_of(name, chosen)} if chosen.scheme == "nvfp4" else {}
+        _names.replace(self.model, module, cls.from_float(module, activations=chosen.activations, **own))
+        _free(module)
+
+    def _amax_of(self, name: str, chosen: Quantisation) -> Tensor | None:
+        """Return the largest magnitude of the weights of a layer and of its siblings, which are not loaded yet; or None
+        for a layer without siblings."""
+        linears = chosen.selection.linears
+        if not self.siblings:
+            self.siblings = {each: group for group in sibling_groups(linears) for each in group}
+        group = self.siblings.get(name)
+        if group is not None and name not in self.amax:
+            extremes = []
+            for source in (source for each in group for source in self.sources(each)):
+                weight = f"{source}.weight"
+                if weight in self.files:
+                    extremes += [each.abs() for each in torch.aminmax(self.files.read(weight))]
+            amax = torch.stack(extremes).amax().to(linears[name].weight.dtype)
+            self.amax |= dict.fromkeys(group, amax.float())
+        return self.amax.get(name)
 
     # Linear layers
 
@@ -692,6 +749,13 @@ def _same_device(wanted: torch.device, actual: torch.device) -> bool:
     if wanted.type == "cuda" and wanted.index is None:
         return actual.type == "cuda" and actual.index == torch.cuda.current_device()
     return wanted == actual
+
+
+def _free(module: nn.Module) -> None:
+    """Free the weights of a module that was replaced but is still referenced."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
 def _as_float(experts: QuantExperts) -> FloatExperts:

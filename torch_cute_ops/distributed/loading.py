@@ -38,7 +38,7 @@ def load_(
     mesh: DeviceMesh,
     plan: Plan,
     *,
-    activations: Activations = "auto",
+    activations: Activations | Mapping[str, Activations] = "auto",
     device: torch.device | str | None = None,
     merged: Mapping[str, Sequence[str]] = _names.MERGED,
     ignore: str | Iterable[str] = (),

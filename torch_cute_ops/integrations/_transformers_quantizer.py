@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +31,12 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 """transformers' configuration class and quantizer of each replaced method, or None."""
 
 
-def register(methods: str | Iterable[str] = METHODS, *, activations: Activations = "auto", merge: bool = True) -> None:
+def register(
+    methods: str | Iterable[str] = METHODS,
+    *,
+    activations: Activations | Mapping[str, Activations] = "auto",
+    merge: bool = True,
+) -> None:
     """Make ``AutoModelForCausalLM.from_pretrained`` of transformers load quantised checkpoints into our layers.
 
     Replaces transformers' quantizers for these methods. A checkpoint that we do not support is passed on to
@@ -103,7 +108,9 @@ def _config_class(own: Any) -> type[CuteConfig]:
     return Config
 
 
-def _quantizer_factory(own: Any, activations: Activations, merge: bool) -> Callable[..., HfQuantizer]:
+def _quantizer_factory(
+    own: Any, activations: Activations | Mapping[str, Activations], merge: bool
+) -> Callable[..., HfQuantizer]:
     def make(config: Any, **kwargs: Any) -> HfQuantizer:
         if isinstance(config, CuteConfig):
             return CuteQuantizer(config, activations=activations, merge=merge, **kwargs)
@@ -140,7 +147,14 @@ def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
 class CuteQuantizer(HfQuantizer):
     """Removes quantised layers from a model before transformers loads it, and loads them afterwards."""
 
-    def __init__(self, quantization_config: Any, *, activations: Activations, merge: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        quantization_config: Any,
+        *,
+        activations: Activations | Mapping[str, Activations],
+        merge: bool,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(quantization_config, **kwargs)
         self.activations, self.merge = activations, merge
         self.pending: dict[str, _Pending] = {}

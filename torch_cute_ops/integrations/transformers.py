@@ -5,7 +5,7 @@ Needs transformers 5.17 or later: the extra ``transformers``.
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from torch_cute_ops.checkpoint import read_spec
-from torch_cute_ops.checkpoint.load import LoadOptions, fill
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint.load import LoadOptions, Quantisation, fill
 from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_
 from torch_cute_ops.nn._base import Activations
-from torch_cute_ops.nn.quantize import Scheme
+from torch_cute_ops.nn._selection import DEFAULT_IGNORE, FilterFn, select
+from torch_cute_ops.nn._summary import bytes_of
+from torch_cute_ops.nn.quantize import SCHEMES, Scheme, finished
 from torch_cute_ops.nn.random import replace_randomly
 
 try:
@@ -45,15 +48,21 @@ HUB = ("revision", "token", "cache_dir", "local_files_only")
 def from_pretrained(
     path: str | Path,
     *,
-    activations: Activations = "auto",
+    activations: Activations | Mapping[str, Activations] = "auto",
     device: torch.device | str | None = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
     merge: bool = True,
-    ignore: str | Iterable[str] = (),
+    quantize: Scheme | None = None,
+    ignore: str | Iterable[str] | None = None,
+    filter_fn: FilterFn | None = None,
     progress: bool = True,
     **config: Any,
 ) -> Any:
     """Load a causal language model from a quantised checkpoint, with the weights as the checkpoint stores them.
+
+    With ``quantize``, load a checkpoint in 16 or 32 bits instead, and quantise each layer when it has been loaded. The
+    result equals :func:`torch_cute_ops.nn.quantize_` of the whole model. Only one layer, or the experts of one layer,
+    exist in 16 bits at a time.
 
     Supports any decoder that ``AutoModelForCausalLM`` builds from ``nn.Linear`` layers, such as Llama, Mistral, Qwen2
     and Qwen3, and from experts in two parameters, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3. Experts become
@@ -65,12 +74,17 @@ def from_pretrained(
 
     Args:
         path: folder of the checkpoint, or, as a string, the name of a repository on the Hugging Face Hub.
-        activations: argument of :func:`torch_cute_ops.checkpoint.load_`.
+        activations: argument of :func:`torch_cute_ops.checkpoint.load_`, or with ``quantize`` of
+            :func:`torch_cute_ops.nn.quantize_`.
         device: device of all tensors; ``None`` for the current CUDA device, or the CPU without CUDA.
         dtype: dtype of activations and of unquantised tensors; ``None`` or ``"auto"`` for the dtype in the checkpoint's
             configuration.
         merge: True to merge q, k and v, and gate and up: :func:`torch_cute_ops.nn.merge_`.
-        ignore: checkpoint tensors that the model may lack, as for ``load_``.
+        quantize: scheme for ``quantize_``, such as ``"nvfp4"``; ``None`` for a checkpoint that is quantised, or for a
+            model that stays unquantised. NVFP4 activations need a calibration: call ``quantize_`` for them.
+        ignore: checkpoint tensors that the model may lack, as for ``load_``. With ``quantize``, also layers that stay
+            unquantised, as for ``quantize_``; the default is then ``"lm_head"``.
+        filter_fn: argument of ``quantize_``, only with ``quantize``.
         progress: True to show a progress bar.
         config: settings that override the model's configuration, such as ``attn_implementation``; for the Hub
             ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
@@ -80,16 +94,23 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a missing path; for
-            ``dtype=torch.float32`` with 16-bit activations.
+            ``dtype=torch.float32`` with 16-bit activations; for ``quantize`` with a checkpoint that is quantised, with
+            an unknown scheme, or with activations that need a calibration.
         NotADirectoryError: for the path of a file.
         TypeError: for an argument that is neither listed here nor a setting of the configuration.
     """
+    _check_quantize(quantize, activations, filter_fn)
     folder, hub = Path(path), {key: config.pop(key) for key in HUB if key in config}
     if not folder.is_dir():
         _refuse_unless_name(path)
         files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
         folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
     spec = read_spec(folder)  # refuses an unsupported checkpoint before the model is built
+    if quantize is not None and spec.style is not None:
+        raise ValueError(
+            f"from_pretrained: quantize is {quantize!r}, but {folder} is quantised already, by {spec.style}; leave "
+            "quantize out, or pass a checkpoint in 16 bits"
+        )
     settings, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config)
     if unknown:
         hint = "; use device" if "device_map" in unknown else ""
@@ -99,14 +120,25 @@ def from_pretrained(
         del settings.quantization_config
     model = _on_meta(settings, None if dtype == "auto" else dtype)
     _fill_buffers(model)
-    target = _device(device)
+    target, bytes_before = _device(device), bytes_of(model)
+    default = DEFAULT_IGNORE if quantize is not None else ()
+    patterns, chosen = _names.as_patterns(default if ignore is None else ignore), None
+    if quantize is not None:
+        given = activations if isinstance(activations, str) else activations.get(quantize, "auto")
+        of_modules = _of_modules(patterns, model, folder)
+        chosen = Quantisation(quantize, given, select(model, SCHEMES[quantize], given, of_modules, filter_fn))
     options = LoadOptions(
         activations,
         target,
-        ignore=(*_names.as_patterns(ignore), *_unused(model)),
+        ignore=(*patterns, *_unused(model)),
         progress=_bar if progress else None,
+        quantisation=chosen,
     )
     model = fill(model, folder, spec, options, functools.partial(model_names, model))
+    if chosen is not None:
+        cls = SCHEMES[chosen.scheme]
+        for text in finished("from_pretrained", model, cls, chosen.selection, bytes_before):
+            warnings.warn(text, stacklevel=2)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return _ready(model, target, merge)
@@ -166,6 +198,36 @@ def from_config(
     if config.tie_word_embeddings:
         model.tie_weights()
     return _ready(model, target, merge)
+
+
+def _check_quantize(quantize: str | None, activations: Any, filter_fn: FilterFn | None) -> None:
+    """Raise for arguments of ``from_pretrained`` that do not fit together."""
+    if quantize is None:
+        if filter_fn is not None:
+            raise ValueError("from_pretrained: filter_fn is given, but quantize is None; expected a scheme to quantise")
+        return
+    if quantize not in SCHEMES:
+        raise ValueError(
+            f"from_pretrained: quantize is {quantize!r}; expected one of {', '.join(map(repr, SCHEMES))}, or None"
+        )
+    given = activations if isinstance(activations, str) else activations.get(quantize, "auto")
+    if SCHEMES[quantize]._chosen(given) == "fp4" and quantize == "nvfp4":
+        raise ValueError(
+            "from_pretrained: activations='fp4' in NVFP4 need a calibration; load the model without quantize, and call "
+            "quantize_(model, 'nvfp4', activations='fp4', calibrate=...)"
+        )
+
+
+def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
+    """Return the patterns for ``quantize_``: without patterns that fit tensors of the checkpoint only."""
+    modules = [name for name, _ in model.named_modules()]
+    with Files(folder) as files:
+        return [
+            pattern
+            for pattern in patterns
+            if any(_names.matches(name, [pattern]) for name in modules)
+            or not any(_names.fits(name, pattern) for name in files.file_of)
+        ]
 
 
 def _refuse_unless_name(path: str | Path) -> None:

@@ -149,17 +149,23 @@ def finished(
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
     """Return, for each layer that shares its input with sibling layers, the largest magnitude of all their weights."""
-    group_of = {layer: merged for merged, layers in _names.MERGED.items() for layer in layers}
-    groups = defaultdict(list)
-    for name in linears:
-        parent, _, last = name.rpartition(".")
-        if last in group_of:
-            groups[parent, group_of[last]].append(name)
     found = {}
-    for names in groups.values():
+    for names in sibling_groups(linears):
         amax = torch.stack([linears[name].weight.abs().amax().float() for name in names]).amax()
         found.update(dict.fromkeys(names, amax))
     return found
+
+
+def sibling_groups(names: Iterable[str]) -> list[list[str]]:
+    """Return groups of layers that have the same input, such as q, k and v of an attention, and so share a global
+    scale. Other layers are in no group."""
+    group_of = {layer: merged for merged, layers in _names.MERGED.items() for layer in layers}
+    groups = defaultdict(list)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        if last in group_of:
+            groups[parent, group_of[last]].append(name)
+    return [*groups.values()]
 
 
 def _input_amax(
