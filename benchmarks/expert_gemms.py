@@ -119,7 +119,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return self.alpha_of(case).to(device, copy=True)
 
     def arguments(self, tensors: Tensors) -> Tensors:
-        weight = {"w": tensors["b"], "w_scale": tensors["b_scale"]}
+        weight = {"w": tensors["b"].mT, "w_scale": tensors["b_scale"]}
         return weight | {name: tensors[name] for name in ("a", "a_scale", "alpha") if name in tensors}
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:

@@ -101,7 +101,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
 
     def arguments(self, tensors: Tensors) -> Tensors:
         names = ("a", "w", "a_scale", "w_scale", "routing", "alpha")
-        return {name: tensors[name] for name in names if name in tensors}
+        return {name: tensors[name] for name in names if name in tensors} | {"w": tensors["w"].mT}
 
     # --- peers ---
 

@@ -178,7 +178,7 @@ class FP8Experts:
     ) -> torch.Tensor:
         """Each expert's rows of ``a`` times its weight."""
         b, b_scale = self.tensors
-        return torch_cute_ops.grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts)
+        return torch_cute_ops.grouped_mm_fp8(a, b.mT, a_scale, b_scale, offsets, counts)
 
 
 class FP4Experts:
@@ -198,7 +198,7 @@ class FP4Experts:
         """Each expert's rows of ``a`` times its weight."""
         b, b_scale = self.tensors
         return torch_cute_ops.grouped_mm_fp8_fp4(
-            a, b, a_scale, b_scale, offsets, counts, self.alpha, block_size=self.block_size
+            a, b.mT, a_scale, b_scale, offsets, counts, self.alpha, block_size=self.block_size
         )
 
 

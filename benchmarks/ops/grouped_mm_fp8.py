@@ -104,7 +104,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
 
     def arguments(self, tensors: Tensors) -> Tensors:
         names = ("a", "b", "a_scale", "b_scale", "offsets", "counts")
-        return {name: tensors[name] for name in names if name in tensors}
+        return {name: tensors[name] for name in names if name in tensors} | {"b": tensors["b"].mT}
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         counts, k = counts_of(case).tolist(), case["K"]

@@ -1,5 +1,5 @@
 """Tensors that no schema refuses, in every form of every op: ``None`` for a required tensor, outputs that overlap
-another tensor, and weights that are not transposed."""
+another tensor, and strides of weights."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expected import assert_same, raw
+from samples._weights import every_other_expert, one_column, one_expert, unaligned, with_padding
 from support.cases import (
     arguments,
     each_of_op,
@@ -261,37 +262,51 @@ def test_no_output_overlaps_another_tensor(op, written, place):
             place.call(form, op, given, outputs)
 
 
-# Transposition
+# Strides of weights
 
-TRANSPOSED = [
-    pytest.param(op, id=op.name) for op in OPS.values() if "b" in op.signature.names and not op.path.takes_rows
-]
+WEIGHTS = {op: name for op in OPS.values() if op.has_backends for name in ("b", "w") if name in op.signature.names}
+"""Name of the weight of each GEMM."""
+EACH_WEIGHT = [pytest.param(op, name, id=op.name) for op, name in WEIGHTS.items()]
 
 
-@pytest.mark.parametrize("op", TRANSPOSED)
-def test_a_square_weight_has_to_be_transposed(op, place):
-    """Check that strides reveal an untransposed square weight, on the first call and after good calls."""
-    given = arguments(op, get_error(op, "b-untransposed", place.device))
-    stored = given["b"]
-    assert stored.shape[0] == stored.shape[1] and stored.is_contiguous()
+@pytest.mark.parametrize("op, name", EACH_WEIGHT)
+@pytest.mark.parametrize("strides", ["as-stored", "stored-transposed", "apart", "rows-apart"])
+def test_strides_reveal_a_square_weight_that_is_no_transposed_view(op, name, strides, place):
+    """Check that the op refuses other strides, on the first call and after calls with equal shapes."""
+    given = arguments(op, get_error(op, f"{name}-{strides}-square", place.device))
+    stored = given[name]
+    assert stored.shape[-2] == stored.shape[-1] and stored.stride(-2) != 1
+    rows = stored.view(torch.uint8).mT.contiguous()
+    good = callable_on(op, {**given, name: rows.view(stored.dtype).mT}, place.device)
     for form in place.forms:
         for _ in range(2):
             place.launches.calls.clear()
-            with pytest.raises(ValueError, match=rf"^cute::{op.name}: got b with shape .*pass weight\.t\(\)"):
+            with pytest.raises(ValueError, match=rf"^cute::{op.name}: got {name} with shape .*pass {name}\.mT"):
                 place.call(form, op, given)
             assert not place.launches.calls
-            place.call(form, op, callable_on(op, {**given, "b": stored.t()}, place.device))
+            place.call(form, op, good)
 
 
-@pytest.mark.parametrize("op", TRANSPOSED)
-def test_other_weights_may_lie_by_rows_of_k(op, place):
-    """Check that a contiguous (K, N) weight means the same as the transposed view of an (N, K) weight."""
-    # The weight has 512 elements per row, so that it is not square for any op.
+@pytest.mark.parametrize(
+    "op, name, change",
+    [
+        pytest.param(op, name, change, id=f"{op.name}-{change.__name__}")
+        for op, name in WEIGHTS.items()
+        for change in (with_padding, unaligned, one_column, every_other_expert, one_expert)
+        if op.path.over in ("n", "rows") or "expert" not in change.__name__
+    ],
+)
+def test_strides_of_rows_and_experts_change_no_result(op, name, change, place):
+    """Check that padded rows, and experts apart, give the result of a contiguous copy after a call with the copy."""
     given = callable_on(op, make_call(op, 4, 384, device=place.device), place.device)
-    packed = {**given, "b": given["b"].view(torch.uint8).contiguous().view(given["b"].dtype)}
-    assert packed["b"].is_contiguous() and given["b"].shape[0] != given["b"].shape[1]
+    apart = {**given, name: change(given[name])}
+    rows = apart[name].view(torch.uint8).mT.contiguous()
+    given[name] = rows.view(given[name].dtype).mT
+    assert apart[name].stride() != given[name].stride()
     for form in place.forms:
-        (want,), (got,) = (place.call(form, op, each) for each in (given, packed))
-        assert got.shape == want.shape
+        want, got = (place.call(form, op, each) for each in (given, apart))
+        assert [each.shape for each in got] == [each.shape for each in want]
         if place.fakes is None and place.device != "meta":
-            assert_same((got,), (want,))
+            if op.defined is not None:
+                want, got = op.defined(want, **given), op.defined(got, **given)
+            assert_same(got, want)

@@ -39,6 +39,7 @@ from torch_cute_ops.distributed.rules import WITHOUT, Rule, rules_of
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.registry import OPS
 
 local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
@@ -197,7 +198,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
         "input": torch.randn(ROWS, 64),
         "residual": torch.randn(ROWS, 64),
         "weight": torch.rand(64),
-        **{"y": codes, "scale": scale, "b": codes.t(), "b_scale": scale, "w": codes, "w_scale": scale},
+        **{"y": codes, "scale": scale, "b": codes.t(), "b_scale": scale, "w": codes.t(), "w_scale": scale},
         **{"a": codes, "a_scale": scale, "alpha": torch.randint(-1, 3, (ROWS, 2)).float()},
     }
     if op.name == "mm_fp8_fp4":
@@ -376,6 +377,39 @@ def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
         assert redistribute(distributed(scale, Shard(1), mesh), [Replicate()]).placements == (Replicate(),)
     assert_same([joined(whole), joined(rows)], [codes, codes])
     assert_same([*gathered._local_tensors.values()], [codes, codes])
+
+
+def test_weights_stay_transposed_views(mesh):
+    """Check that a replicated weight is sharded in the call, and that other moves need ``redistribute``."""
+    sample = mm_fp4_weight_only.SAMPLES.sample("", 64, 32, 128, NVFP4, "linear", CPU, scales=POWERS["e4m3"])
+    a, weight, scale = sample.args
+    decoded = fp4_dequantize(weight.mT.contiguous(), scale, scale_layout="linear", out_dtype=torch.float32)
+    want = a.double() @ decoded.double().mT
+    call = functools.partial(torch.ops.cute.mm_fp4_weight_only, scale_layout="linear", out_dtype=torch.float32)
+    with ranks():
+        whole, halves, rows, scales = (
+            distributed(each, placement, mesh)
+            for each, placement in (
+                (weight, Replicate()),
+                (weight, Shard(0)),
+                (a, Replicate()),
+                (scale, Replicate()),
+            )
+        )
+        in_parts = call(distributed(a, Shard(1), mesh), whole, distributed(scale, Shard(1), mesh))
+        assert in_parts.placements == (Partial(),)
+        with pytest.raises(RuntimeError, match=r"b is torch.uint8 and .*distributed.redistribute, which keeps strides"):
+            call(distributed(a, Shard(0), mesh), halves, scales)
+        gathered = redistribute(halves, [Replicate()])
+        columns = redistribute(halves, [Shard(1)])
+        assert gathered.stride() == columns.stride() == weight.stride()
+        by_columns = call(rows, columns, distributed(scale, Shard(0), mesh))
+        assert by_columns.placements == (Shard(1),)
+        together = call(rows, gathered, scales)
+    assert all(each.stride() == weight.stride() for each in gathered._local_tensor._local_tensors.values())
+    assert_same([joined(gathered), joined(columns)], [weight, weight])
+    for got in (in_parts, by_columns, together):
+        torch.testing.assert_close(joined(got).double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_ops_without_rules_say_why(mesh):

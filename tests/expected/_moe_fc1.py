@@ -15,15 +15,15 @@ from torch_cute_ops.testing import assert_fp4_close
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
     """Return ``a`` (M, H) and ``w`` (E, 2·I, H)."""
     layout, block = given["scale_layout"], given["block_size"]
-    experts, lines, _ = given["w"].shape
-    w = decoded(given["w"].flatten(0, 1), given["w_scale"], "128x4" if layout == "8x4" else layout, block)
+    experts, _, lines = given["w"].shape
+    w = decoded(given["w"].mT.flatten(0, 1), given["w_scale"], "128x4" if layout == "8x4" else layout, block)
     a = decoded(given["a"], given["a_scale"], layout, block) if "a_scale" in given else sixteen_bit(given["a"], block)
     return a, w.reshape(experts, lines, -1)
 
 
 def factors(given) -> np.ndarray:
     """Return ``alpha`` of each row of the weight, (E, 2·I), in float64."""
-    experts, lines, _ = given["w"].shape
+    experts, _, lines = given["w"].shape
     if given["alpha"] is None:
         return np.ones((experts, lines))
     alpha = given["alpha"].detach().cpu().double().numpy().reshape(experts, -1)
@@ -48,7 +48,7 @@ def by_expert(given):
 
 def values(given) -> np.ndarray:
     """Return the gated columns (M, E, I) in float32, with zeros for pairs that are not routed."""
-    experts, lines, _ = given["w"].shape
+    experts, _, lines = given["w"].shape
     value = np.zeros((len(given["a"]), experts, lines // 2), np.float32)
     with np.errstate(all="ignore"):
         for expert, (rows, both, _) in enumerate(by_expert(given)):
@@ -99,7 +99,7 @@ def assert_results(actual, expected, given) -> None:
 def moved(given) -> np.ndarray:
     """Return the error bounds of the gate's results (M, E, I): its slope is at most 1.1, and its exponential is in
     fp32."""
-    experts, lines, _ = given["w"].shape
+    experts, _, lines = given["w"].shape
     off = np.zeros((len(given["a"]), experts, lines // 2))
     with np.errstate(all="ignore"):
         for expert, (rows, both, lost) in enumerate(by_expert(given)):

@@ -12,7 +12,7 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
     layout, block = given["scale_layout"], given["block_size"]
     alpha = given["alpha"].cpu().numpy()
-    w = decoded(given["w"], given["w_scale"], "128x4" if layout == "8x4" else layout, block)
+    w = decoded(given["w"].mT, given["w_scale"], "128x4" if layout == "8x4" else layout, block)
     a = decoded(given["a"], given["a_scale"], layout, block) if "a_scale" in given else sixteen_bit(given["a"], block)
     experts = alpha.shape[1]
     width = w.shape[1] // experts
@@ -34,7 +34,7 @@ def by_expert(given):
 def results(given) -> Tensors:
     """Return the results with a rounding to float32 after each step: an expert's sum, the sum plus bias, the product
     with the factor, the total."""
-    total = np.zeros((len(given["a"]), len(given["w"])), np.float32)
+    total = np.zeros((len(given["a"]), given["w"].shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for rows, factor, a, w, bias in by_expert(given):
             total[rows] += factor * ((a @ w.T).astype(np.float32) + bias)
@@ -45,13 +45,13 @@ def lost(given) -> np.ndarray:
     """Return the error bound of the sums (M, N) for fp32 arithmetic in any order: one rounding for each term of an
     expert's sum (its bias included), one for the product with the factor, and one for each added expert, each relative
     to the sum of all magnitudes."""
-    shape = len(given["a"]), len(given["w"])
+    shape = len(given["a"]), given["w"].shape[1]
     sizes, roundings = np.zeros(shape), np.zeros((len(given["a"]), 1))
     with np.errstate(all="ignore"):
         for rows, factor, a, w, bias in by_expert(given):
             sizes[rows] += np.abs(factor.astype(np.float64)) * (np.abs(a) @ np.abs(w).T + np.abs(bias))
             roundings[rows] += 1
-    return sizes * (roundings + given["w"].shape[1] * 2 // given["alpha"].shape[1] + 2) * EPS
+    return sizes * (roundings + given["w"].shape[0] * 2 // given["alpha"].shape[1] + 2) * EPS
 
 
 def assert_results(actual, expected, given) -> None:

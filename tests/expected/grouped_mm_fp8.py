@@ -29,14 +29,14 @@ def ranges(given):
 
 def results(given):
     def weight_of(expert):
-        return fp8_weight(given["b"][expert], given["b_scale"][expert])
+        return fp8_weight(given["b"][expert].mT, given["b_scale"][expert])
 
     return (grouped(given, weight_of),)
 
 
 def grouped(given, weight_of):
     """Return the sums of all rows and their bounds; ``weight_of`` returns the weight of an expert."""
-    n, k = given["b"].shape[1], given["a"].shape[-1]
+    n, k = given["b"].shape[2], given["a"].shape[-1]
     a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-(-k // 128), -1)
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type

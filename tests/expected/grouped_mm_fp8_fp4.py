@@ -16,8 +16,8 @@ __all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
 
 
 def results(given):
-    n = given["b"].shape[1]
-    every = fp4_weight(given["b"].flatten(0, 1), given["b_scale"], given["scale_layout"], given["block_size"])
+    n = given["b"].shape[2]
+    every = fp4_weight(given["b"].mT.flatten(0, 1), given["b_scale"], given["scale_layout"], given["block_size"])
 
     def weight_of(expert):
         rows = slice(expert * n, (expert + 1) * n)

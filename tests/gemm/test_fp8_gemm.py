@@ -54,7 +54,7 @@ def test_experts_have_their_rows(counts, layout, device):
     ends = begins[1:] if layout == "uncounted" else [begin + n for begin, n in zip(begins, counts, strict=False)]
     for expert, (begin, end) in enumerate(zip(begins, ends, strict=False)):
         of_expert = slice(begin, end)
-        want[of_expert] = exact(rows[of_expert], b[expert], scales[:, of_expert], b_scale[expert])
+        want[of_expert] = exact(rows[of_expert], b[expert].mT, scales[:, of_expert], b_scale[expert])
     torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs, out_dtype=torch.float32, out=out)
     if device == "cpu":
         # The reference leaves zeros.
@@ -67,7 +67,7 @@ def test_one_expert_is_the_plain_gemm(device):
     a, b, a_scale, b_scale = one.args
     counts = torch.tensor([70], dtype=torch.int32, device=device)
     want = torch_cute_ops.mm_fp8_block(*one.args)
-    got = torch_cute_ops.grouped_mm_fp8(a[None], b.t()[None], a_scale[:, None], b_scale[None], counts=counts)
+    got = torch_cute_ops.grouped_mm_fp8(a[None], b[None], a_scale[:, None], b_scale[None], counts=counts)
     assert torch.equal(got[0], want)
 
 
@@ -161,7 +161,7 @@ def test_a_replay_follows_the_counts():
         out.fill_(777.0)
         graph.replay()
         for expert, count in enumerate(given):
-            want = exact(a[expert], b[expert], a_scale[:, expert], b_scale[expert]).bfloat16()
+            want = exact(a[expert], b[expert].mT, a_scale[:, expert], b_scale[expert]).bfloat16()
             want[count:] = 777.0
             assert torch.equal(out[expert], want)
 

@@ -65,7 +65,7 @@ def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
         given["a"].copy_(torch.randint(-8, 9, (m, k)))
     first, second = slice(0, width), slice(width, None)
     own, other = (first, second) if half == "gate" else (second, first)
-    given["w"][:, other] = 0
+    given["w"][..., other] = 0
     bias[:, other] = 1 if half == "gate" else 32
     if half == "gate":
         bias[:, own] += 32768
@@ -92,7 +92,7 @@ def cancelling_call(op, device, m, experts, width, k, fmt, layout, route, power=
     }
     sizes = (m, experts * width, k, fmt, layout, device)
     given = arguments(op, SAMPLES[op.name].sample("", *sizes, experts=experts, **finish))
-    given["w"].copy_(w.view(given["w"].shape))
+    given["w"].mT.copy_(w.view(given["w"].mT.shape))
     given["w_scale"].view(torch.uint8).copy_(from_linear(w_scale, weight_layout(ways)).view(given["w_scale"].shape))
     if "a_scale" in given:
         given["a"].copy_(a)
@@ -363,26 +363,27 @@ def test_both_gemms_are_a_layer(activations, swiglu, device):
     routing = torch_cute_ops.moe_route_dense(*on(logits), topk, expert_factor=factor.to(device))
     second_bias = (biases[1] / factor[:, None]).to(device)
     up_codes, up_scale, down_codes, down_scale, first_bias = on(up_codes, up_scale, down_codes, down_scale, biases[0])
+    up, down = up_codes.mT, down_codes.mT
     backend = "auto" if device == "cuda" and torch.cuda.get_device_capability() == (9, 0) else "reference"
     given = {**swiglu, "bias": first_bias, "backend": backend}
     if activations == "fp4":
         x_factor = torch_cute_ops.nvfp4_global_scale(x.abs().amax().float())
         a, a_scale = torch_cute_ops.fp4_quantize(*on(x, x_factor))
         given["alpha"] = (1 / (x_factor * up_factor)).expand(experts).contiguous().to(device)
-        outputs = poisoned(torch_cute_ops.moe_fc1_fp4(a, up_codes, a_scale, up_scale, routing, **given))
+        outputs = poisoned(torch_cute_ops.moe_fc1_fp4(a, up, a_scale, up_scale, routing, **given))
         h, h_scale = torch_cute_ops.moe_fc1_fp4(
-            *(a, up_codes, a_scale, up_scale, routing), global_scale=h_factor.to(device), out=outputs, **given
+            *(a, up, a_scale, up_scale, routing), global_scale=h_factor.to(device), out=outputs, **given
         )
         got = torch_cute_ops.moe_fc2_fp4(
-            h, down_codes, h_scale, down_scale, routing, second_bias, torch.float32, backend=backend
+            h, down, h_scale, down_scale, routing, second_bias, torch.float32, backend=backend
         )
     else:
         given["alpha"] = (1 / up_factor).expand(experts).contiguous().to(device)
         (x,) = on(x)
-        (h,) = poisoned([torch_cute_ops.moe_fc1_fp4_weight_only(x, up_codes, up_scale, routing, **given)])
-        torch_cute_ops.moe_fc1_fp4_weight_only(x, up_codes, up_scale, routing, out=h, **given)
+        (h,) = poisoned([torch_cute_ops.moe_fc1_fp4_weight_only(x, up, up_scale, routing, **given)])
+        torch_cute_ops.moe_fc1_fp4_weight_only(x, up, up_scale, routing, out=h, **given)
         got = torch_cute_ops.moe_fc2_fp4_weight_only(
-            h, down_codes, down_scale, routing, second_bias, torch.float32, backend=backend
+            h, down, down_scale, routing, second_bias, torch.float32, backend=backend
         )
     cosine = torch.nn.functional.cosine_similarity(got.double().cpu().flatten(), want.flatten(), 0)
     assert cosine >= (0.98 if activations == "fp4" else 0.9999)

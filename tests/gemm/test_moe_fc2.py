@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from samples import Sample, moe_fc2_fp4, moe_fc2_fp4_weight_only
 from samples._fp4_gemm import POWERS
 from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
+from samples._weights import with_padding
 from support.cases import arguments, is_for_experts, named, op_cases, run
 from support.gemm_problems import HOPPER, fp4_problem
 from support.routings import SKEWED, every_alpha, hot_alpha, powers, zipf_alpha
@@ -142,7 +143,11 @@ def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
     else:
         given["a"].copy_(ones)
     weight = torch_cute_ops.fp4_dequantize(
-        given["w"], given["w_scale"], block_size=fmt.block_size, scale_layout="linear", out_dtype=torch.float32
+        given["w"].mT.contiguous(),
+        given["w_scale"],
+        block_size=fmt.block_size,
+        scale_layout="linear",
+        out_dtype=torch.float32,
     )
     column = expert * width + torch.arange(m) % width
     for name, got in by_backend(op, given, device).items():
@@ -333,10 +338,10 @@ def cancelling_call(op, device):
     (a, a_scale), (w, w_scale) = matrix(m, 0), matrix(n, 0x88)
     choices = {"block_size": 32, "scale_layout": "linear", "out_dtype": torch.float32}
     if SAMPLES[op.name].has_a_scale:
-        args = a, w, a_scale, w_scale
+        args = a, w.mT, a_scale, w_scale
     else:
         a = torch_cute_ops.fp4_dequantize(a, a_scale, block_size=32, scale_layout="linear")
-        args = a, w, w_scale
+        args = a, w.mT, w_scale
     return arguments(op, Sample("", (*args, torch.rand(m, experts, device=device) + 0.1), choices))
 
 
@@ -433,7 +438,7 @@ def test_calls_of_the_same_kind_are_not_checked_again(op, strict, monkeypatch):
             )
         assert len(checked) == 1, i
     strided = torch.rand(2, 6).t()
-    other = given | {"w": given["w"].t().contiguous().t(), "alpha": strided}  # a weight that is copied
+    other = given | {"w": with_padding(given["w"]), "alpha": strided}  # a weight that is copied
     assert_results((op.cuda(**other),), results(other), other)
     assert len(checked) == 2 and strict.given[-1][1].data_ptr() == strided.data_ptr()
     one_expert = given | {"alpha": torch.rand(6, 1)}

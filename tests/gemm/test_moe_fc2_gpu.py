@@ -53,7 +53,7 @@ def operands_of(op, given):
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
     a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
-    return problem, Operands(given["a"], given["w"].t(), a_scale, given["w_scale"].view(dtype), given["alpha"])
+    return problem, Operands(given["a"], given["w"], a_scale, given["w_scale"].view(dtype), given["alpha"])
 
 
 def gpu_target(op, name):
@@ -118,7 +118,7 @@ def test_a_captured_call_serves_other_routings(op, name):
     """Check that a replayed graph reads the current ``alpha`` and operands."""
     (a, w, a_scale, w_scale, alpha, *_), *_ = prepared(op, name, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
     kwargs = {"out_dtype": torch.float32, "backend": name}
-    args = (a, w.t(), *(() if a_scale is None else (a_scale,)), w_scale, alpha)
+    args = (a, w, *(() if a_scale is None else (a_scale,)), w_scale, alpha)
     op.function(*args, **kwargs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -210,8 +210,13 @@ def test_an_op_without_backends():
     [
         ("moe_fc2_fp4", {"n": 64, "k": 128}, TypeError, "needs the property experts"),
         ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 2, "alpha": "one"}, TypeError, "has no property 'alpha'"),
-        ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 3}, ValueError, "for 3 experts, and a row of w has 128"),
-        ("moe_fc2_fp4_weight_only", {"n": 64, "k": 128, "experts": 4}, ValueError, "for 4 experts, and a row of w has"),
+        ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 3}, ValueError, "for 3 experts, and a column of w has 128"),
+        (
+            "moe_fc2_fp4_weight_only",
+            {"n": 64, "k": 128, "experts": 4},
+            ValueError,
+            "for 4 experts, and a column of w has",
+        ),
         ("moe_fc1_fp4", {"n": 64, "k": 128}, TypeError, "needs the property experts"),
         ("moe_fc1_fp4", {"n": 129, "k": 128, "experts": 2}, ValueError, "as many columns for each of 2 experts"),
         ("moe_fc1_fp4", {"n": 96, "k": 128, "experts": 1}, ValueError, "I a positive multiple of 64"),

@@ -393,11 +393,11 @@ def by_hand(problem, operands, rows, expert, part):
         a_scale = a_scale.reshape(len(a_scale), rows).t().double()
         a = torch.from_numpy(numbers(a.reshape(rows, -1))) * a_scale.repeat_interleave(128, 1)[:, : problem.k]
         if problem.b.is_fp4:
-            codes = b.flatten(0, 1) if grouped else b.t()
+            codes = b.mT.flatten(0, 1) if grouped else b.mT
             weight = fp4_weight(codes, b_scale, problem.b.scale_layout.name, problem.b.format.block_size)
             own = slice(expert * problem.n, (expert + 1) * problem.n)
         else:
-            weight = fp8_weight(*((b[expert], b_scale[expert]) if grouped else (b.t(), b_scale)))
+            weight = fp8_weight(*((b[expert].mT, b_scale[expert]) if grouped else (b.mT, b_scale)))
             own = slice(None)
         factors = torch.from_numpy(weight.factors[own]).repeat_interleave(128, 1)[:, : problem.k]
         b = torch.from_numpy(weight.numbers[own]) * factors

@@ -126,7 +126,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
     arguments = fp4_gated_experts.Arguments(
         a=given.a,
         a_scale=None if given.a_scale is None else given.a_scale.view(case.format.scale_dtype),
-        b=given.b.view(one.experts, 2 * one.columns, -1),
+        b=given.b.view(one.experts, 2 * one.columns, -1).mT,
         b_scale=b_scale.view(one.experts, 2 * one.columns, -1) if case.layout == "linear" else b_scale,
         routing=given.routing.t().contiguous().t(),
         alpha=given.alpha,

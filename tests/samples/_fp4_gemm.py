@@ -18,6 +18,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
+from samples._weights import stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 
@@ -145,7 +146,7 @@ class FP4Samples:
         for dtype in (torch.int8, torch.float32, torch.float64):
             yield bad(f"a-{short(dtype)}", TypeError, f"got a with dtype {short(dtype)}; expected", a=a.to(dtype))
         for dtype in (torch.int8, torch.bfloat16):
-            text = rf"got {self.weight}(\.t\(\))? with dtype {short(dtype)}; expected uint8"
+            text = rf"got {self.weight}(\.mT)? with dtype {short(dtype)}; expected uint8"
             yield bad(f"{self.weight}-{short(dtype)}", TypeError, text, **{self.weight: weight.to(dtype)})
         for name in self.names[2:]:
             scale = tensors[name]
@@ -186,11 +187,7 @@ class GemmSamples(FP4Samples):
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scale = random_matrix(n, k, fmt, layout.name, device, scales)
-        return self.rows(codes), scale
-
-    def rows(self, b: torch.Tensor) -> torch.Tensor:
-        """Return ``b`` as a row-major (N, K/2) weight, or such a weight as ``b``."""
-        return b.t()
+        return codes.mT, scale
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Yield the samples of the op."""
@@ -291,18 +288,17 @@ class GemmSamples(FP4Samples):
 
         b_name = self.names[1]
         b_scale_name = self.names[-1]
-        sample, a, given_b, scale = plain(f"{b_name}-float4")
-        b = self.rows(given_b)
-        yield self.changed(sample, **{b_name: given_b.view(fp4)})
+        sample, a, b, scale = plain(f"{b_name}-float4")
+        yield self.changed(sample, **{b_name: b.view(fp4)})
         if self.has_a_scale:
             yield self.changed(sample, "a-float4", a=a.view(fp4))
-        for name, rows, scales in (
-            ("columns-first", b.t().contiguous().t(), scale),
-            ("every-other-row", b[::2], scale[::2]),
-            ("offset", torch.cat((b, b, b), 1)[:, 1 : 1 + b.shape[1]], scale),
+        for name, weight, scales in (
+            ("every-other-column", b[:, ::2], scale[::2]),
+            ("pitched", with_padding(b), scale),
+            ("unaligned", unaligned(b), scale),
             ("scale-columns-first", b, scale.t().contiguous().t()),
         ):
-            given = {b_name: self.rows(rows), b_scale_name: scales}
+            given = {b_name: weight, b_scale_name: scales}
             yield self.changed(sample, f"{b_name}-{name}", **given)
         yield self.changed(sample, "a-columns-first", a=a.t().contiguous().t())
         wide_a = torch.cat((a, a, a), 1)
@@ -334,24 +330,19 @@ class GemmSamples(FP4Samples):
         text = rf"got a with shape \(4, {a.shape[1] // 2}\); expected"
         yield bad("a-narrow", ValueError, text, a=a[:, : a.shape[1] // 2])
         for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
-            narrow: dict[str, Any] = {b_name: self.rows(self.rows(b)[:, : held // 2])}
-            yield bad(name, ValueError, f"holds {held} elements a row{text}", **narrow)
+            yield bad(name, ValueError, f"holds {held} elements a row{text}", **{b_name: b[: held // 2]})
         for error in self._epilogue_errors(m, n, device):
             yield replace(error, args=good.args, kwargs=kwargs | error.kwargs)
         for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn):
             yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
         out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
         yield from out_errors(good.args, kwargs, out, device)
-        yield from self._untransposed_errors(device)
+        yield from stride_errors(good, b_name)
+        square = self.sample("square", m, k // 2, k, NVFP4, "128x4", device)
+        yield from stride_errors(square, b_name)
         if self.prefetches:
             yield from prefetch_errors(bad, device)
 
     def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
         """Yield bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, without other arguments."""
         return epilogue_errors(n, device)
-
-    def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """Yield calls with a row-major (N, K/2) weight, with N = K/2."""
-        square = self.sample("b-untransposed", 4, 64, 128, NVFP4, "128x4", device)
-        by_rows = self.changed(square, b=square.args[1].t())
-        yield ErrorInput("b-untransposed", by_rows.args, by_rows.kwargs, ValueError, "pass weight.t()")

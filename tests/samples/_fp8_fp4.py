@@ -41,8 +41,8 @@ def with_fp4_weight(
     """
     a, fp8, a_scale, fp8_scale, *rest = sample.args
     is_grouped = fp8.dim() == 3
-    lead, k = (fp8.shape[:-1], fp8.shape[-1]) if is_grouped else ((fp8.shape[1],), fp8.shape[0])
-    rows, device = torch.Size(lead).numel(), a.device
+    (*lead, k), device = fp8.mT.shape, a.device
+    rows = torch.Size(lead).numel()
     codes, scale = random_matrix(rows, k, fmt, "linear", device, POWERS[fmt] if exact else scales)
     bytes_ = scale.view(torch.uint8)
     if exact:
@@ -59,7 +59,7 @@ def with_fp4_weight(
         is_real = from_linear(torch.ones_like(bytes_), SCALE_LAYOUTS[layout]) == 1
         tiled = from_linear(bytes_, SCALE_LAYOUTS[layout])
         placed = torch.where(is_real, tiled, SCALE_NAN[fmt]).to(torch.uint8).view(fmt.scale_dtype)
-    b = codes.view(*lead, k // 2) if is_grouped else codes.t()
+    b = codes.view(*lead, k // 2).mT
     return replace(sample, args=(a, b, a_scale, placed, *rest), kwargs={**sample.kwargs, **named(fmt, layout)})
 
 

@@ -13,6 +13,7 @@ from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha, with_nan_
 from samples._row_errors import error_maker, out_errors
 from samples._rows import short
 from samples._silu_mul import GPT_OSS, swiglu_errors
+from samples._weights import every_other_expert, stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
@@ -33,7 +34,7 @@ class GatedSamples(FP4Samples):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = 2 * (n // experts)
         codes, scale = random_matrix(experts * rows, k, fmt, layout.name, device, scales)
-        return codes.view(experts, rows, -1), scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
+        return codes.view(experts, rows, -1).mT, scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """Return ``routing`` to two experts per token, and an ``alpha`` for each expert."""
@@ -152,9 +153,12 @@ class GatedSamples(FP4Samples):
         yield self.changed(sample, "w-float4", w=w.view(fp4))
         if self.has_a_scale:
             yield self.changed(sample, "a-float4", a=a.view(fp4))
-        yield self.changed(sample, "w-columns-first", w=w.transpose(1, 2).contiguous().transpose(1, 2))
-        yield self.changed(sample, "w-offset", w=torch.cat((w, w, w), 2)[..., 1 : 1 + w.shape[2]])
-        yield self.changed(sample, "w-experts-expanded", w=w[:1].expand(experts, -1, -1))
+        for name, weight in (
+            ("pitched", with_padding(w)),
+            ("unaligned", unaligned(w)),
+            ("every-other-expert", every_other_expert(w)),
+        ):
+            yield self.changed(sample, f"w-{name}", w=weight)
         by_columns = w_scale.transpose(1, 2).contiguous().transpose(1, 2)
         yield self.changed(sample, "w-scale-columns-first", w_scale=by_columns)
         wide = torch.cat((a, a, a), 1)
@@ -206,17 +210,19 @@ class GatedSamples(FP4Samples):
         for what, value in (("1d", a[0]), ("3d", a[None]), ("narrow", a[:, : a.shape[1] // 2])):
             yield bad(f"a-{what}", ValueError, r"got a with shape \(.*\); expected", a=value)
         for what, value in (("2d", w[0]), ("4d", w[None])):
-            yield bad(f"w-{what}", ValueError, r"got w with shape .*; expected \(E, 2·I, H/2\)", w=value)
+            yield bad(f"w-{what}", ValueError, r"got w with shape .*; expected \(E, H/2, 2·I\)", w=value)
         yield bad("a-device", ValueError, " on meta", a=a.to("meta"))
         yield bad("w-device", ValueError, "w is on meta, a on", w=w.to("meta"))
-        yield bad("h-no-blocks", ValueError, "holds 40 elements a row; expected a positive multiple", w=w[..., :20])
-        yield bad("h-zero", ValueError, "holds 0 elements a row", w=w[..., :0])
+        yield bad("h-no-blocks", ValueError, "holds 40 elements a row; expected a positive multiple", w=w[:, :20])
+        yield bad("h-zero", ValueError, "holds 0 elements a row", w=w[:, :0])
         for rows in (0, 64, 126, 192):
-            text = f"w has {rows} rows of an expert; expected 2·I, I a positive multiple of 64"
-            yield bad(f"rows-{rows}", ValueError, text, w=w.new_zeros(experts, rows, k // 2))
+            text = f"w has {rows} columns of an expert; expected 2·I, I a positive multiple of 64"
+            yield bad(f"columns-{rows}", ValueError, text, w=w.new_zeros(experts, rows, k // 2).mT)
         for count in (0, 513):
             text = f"w is of {count} experts; expected 1 to 512"
-            yield bad(f"experts-{count}", ValueError, text, w=w.new_zeros(1, 1, 1).expand(count, 128, k // 2))
+            yield bad(f"experts-{count}", ValueError, text, w=w.new_zeros(1, 128, k // 2).expand(count, -1, -1).mT)
+        yield from stride_errors(good, "w")
+        yield from stride_errors(self.sample("square", m, experts * 64, 256, NVFP4, "128x4", device), "w")
         yield from self._epilogue_errors(good, m, experts, device)
         for error in swiglu_errors(good.args):
             yield replace(error, kwargs=kwargs | error.kwargs)
@@ -247,7 +253,7 @@ class GatedSamples(FP4Samples):
             ),
             "bias": (
                 (experts, 128),
-                r"got bias with shape .*; expected \(2, 128\), one element a row of w",
+                r"got bias with shape .*; expected \(2, 128\), one element a column of w",
                 [(), (128,), (experts, 64), (experts, 127), (1, experts, 128)],
             ),
         }

@@ -48,9 +48,6 @@ class ExpertGemmSamples(GemmSamples):
         """Return ``alpha`` for experts of 64 elements, two per token."""
         return {"alpha": top_alpha(m, k // 64, device)}
 
-    def rows(self, b: torch.Tensor) -> torch.Tensor:
-        return b
-
     def _grid(self, device: torch.device) -> Iterator[Sample]:
         for fmt in FORMATS:
             for layout in self.layouts:
@@ -108,9 +105,6 @@ class ExpertGemmSamples(GemmSamples):
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
         alpha = sample.kwargs["alpha"]
         return alpha, torch.randn(alpha.shape[1], self.sizes[1], device=device)
-
-    def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        return iter(())
 
     def _alpha_values(self, device: torch.device) -> Iterator[Sample]:
         m, _, k = self.sizes
@@ -193,7 +187,7 @@ class ExpertGemmSamples(GemmSamples):
             text = rf"got alpha with shape \({rows}, {experts}\); expected \({m}, {experts}\), a row for each of a"
             yield bad(f"rows-{rows}", ValueError, text, torch.ones(rows, experts, device=device))
         for count in (0, 3, 2 * experts, self.smallest_k, 2 * self.smallest_k):
-            text = f"for {count} experts, and a row of w has {self.smallest_k} elements; expected the same .* of 64"
+            text = f"for {count} experts, and a column of w has {self.smallest_k} elements; expected the same .* of 64"
             yield bad(f"experts-{count}", ValueError, text, torch.ones(m, count, device=device))
         yield bad("device", ValueError, "alpha is on meta", good.to("meta"))
         if device.type == "cuda":

@@ -12,6 +12,7 @@ from samples._fp8_gemm import FP8, NAN, matrix, option_errors, tensor_errors, we
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
+from samples._weights import every_other_expert, stride_errors, with_padding
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
 """Dimension of the rows in ``call``'s tensors, by argument."""
@@ -55,7 +56,7 @@ def contiguous(
     b, b_scale = weight(n, k, device=device, exact=exact, experts=len(counts))
     _poison_unused(b_scale, lengths)
     given = torch.tensor(counts, dtype=torch.int32, device=device) if counted else None
-    return Sample(name, (a, b, a_scale, b_scale, offsets, given), kwargs)
+    return Sample(name, (a, b.mT, a_scale, b_scale, offsets, given), kwargs)
 
 
 def masked(
@@ -77,7 +78,7 @@ def masked(
     _poison(a, a_scale, exists)
     b, b_scale = weight(n, k, device=device, exact=exact, experts=experts)
     _poison_unused(b_scale, counts)
-    args = (a.view(experts, rows, k), b, a_scale.view(len(a_scale), experts, rows), b_scale)
+    args = (a.view(experts, rows, k), b.mT, a_scale.view(len(a_scale), experts, rows), b_scale)
     return Sample(name, args, {"counts": given, **kwargs})
 
 
@@ -167,8 +168,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
     for name, args in (
         ("a-columns-first", (bytes_.t().contiguous().view(FP8).t(), b, a_scale, b_scale, offsets, counts)),
         ("a-row-strided", (wide[:, :256], b, a_scale, b_scale, offsets, counts)),
-        ("b-transposed", (a, b.view(torch.uint8).mT.contiguous().view(FP8).mT, a_scale, b_scale, offsets, counts)),
-        ("b-expanded", (a, b[:1].expand(2, -1, -1), a_scale, b_scale[1:].expand(2, -1, -1), offsets, counts)),
+        ("b-pitched", (a, with_padding(b), a_scale, b_scale, offsets, counts)),
+        ("b-every-other-expert", (a, every_other_expert(b), a_scale, b_scale, offsets, counts)),
         ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2, 1)[:, : len(a)], b_scale, offsets, counts)),
         ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale, offsets, counts)),
         ("offsets-strided", (a, b, a_scale, b_scale, twice[:, 0], counts)),
@@ -202,13 +203,15 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     a, b = tensors["a"], tensors["b"]
     yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
     yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
-    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[..., :160])
-    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[..., :0])
-    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:, :160])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:, :0])
+    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[..., :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
     yield bad("b-one-expert", ValueError, "got b_scale with shape", b=b[:1])
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    yield from stride_errors(good, "b")
+    yield from stride_errors(contiguous("square", [4, 3], k, k, device), "b")
     text = r"got offsets with shape \(2,\); expected \(3,\)"
     yield bad("offsets-few", ValueError, text, offsets=tensors["offsets"][1:])
     yield bad("counts-few", ValueError, r"got counts with shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])

@@ -14,6 +14,7 @@ from samples._fp8_gemm import option_errors, tensor_errors
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
+from samples._weights import every_other_expert, stride_errors, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 
 ROW_DIMENSIONS = grouped_mm_fp8.ROW_DIMENSIONS
@@ -105,8 +106,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
     a, b, a_scale, b_scale, offsets, counts = one.args
     for name, args in (
         ("b-float4", (a, b.view(torch.float4_e2m1fn_x2), a_scale, b_scale, offsets, counts)),
-        ("b-transposed", (a, b.mT.contiguous().mT, a_scale, b_scale, offsets, counts)),
-        ("b-expanded", (a, b[:1].expand(2, -1, -1), a_scale, b_scale[1:].expand(2, -1, -1), offsets, counts)),
+        ("b-pitched", (a, with_padding(b), a_scale, b_scale, offsets, counts)),
+        ("b-every-other-expert", (a, every_other_expert(b), a_scale, b_scale, offsets, counts)),
         ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2, 1)[:, : len(a)], b_scale, offsets, counts)),
     ):
         yield replace(one, name=name, args=args)
@@ -128,12 +129,14 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     a, b = tensors["a"], tensors["b"]
     yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
     yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
-    yield bad("b-2d", ValueError, r"got b with shape \(136, 128\); expected \(E, N, K/2\)", b=b[0])
-    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[..., :80])
-    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
+    yield bad("b-2d", ValueError, r"got b with shape \(128, 136\); expected \(E, K/2, N\)", b=b[0])
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:, :80])
+    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[..., :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    yield from stride_errors(good, "b")
+    yield from stride_errors(contiguous("square", NVFP4, "128x4", [4, 3], k // 2, k, device), "b")
     yield from option_errors(bad, n, device, "wgmma_ss", experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

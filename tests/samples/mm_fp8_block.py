@@ -12,6 +12,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
+from samples._weights import stride_errors, with_padding
 
 SIZES = {
     "one-row": (1, 8, 128),
@@ -132,7 +133,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("a-row-strided", (wide[:, :k], b, a_scale, b_scale)),
         ("a-offset", (wide[:, 1 : 1 + k], b, a_scale, b_scale)),
         ("a-rows-expanded", (a[:1].expand(m, -1), b, a_scale, b_scale)),
-        ("b-contiguous", (a, b.view(torch.uint8).contiguous().view(FP8), a_scale, b_scale)),
+        ("b-pitched", (a, with_padding(b), a_scale, b_scale)),
         ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale)),
         ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
         ("a-scale-pitched", (a, b, pitched[:, 1 : 1 + m], b_scale)),
@@ -166,7 +167,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device)
     yield from prefetch_errors(bad, device)
-    square = sample("", m, k, k, device).args
-    yield ErrorInput("b-untransposed", (square[0], square[1].t(), *square[2:]), {}, ValueError, "pass weight.t()")
+    yield from stride_errors(good, "b")
+    yield from stride_errors(sample("square", m, k, k, device), "b")
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)

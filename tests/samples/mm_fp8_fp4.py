@@ -15,6 +15,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
+from samples._weights import stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 
 ROW_DIMENSIONS = mm_fp8_block.ROW_DIMENSIONS
@@ -95,9 +96,9 @@ def _views(device: torch.device) -> Iterator[Sample]:
     for name, args in (
         ("a-offset", (wide[:, 1 : 1 + k], b, a_scale, b_scale)),
         ("b-float4", (a, b.view(torch.float4_e2m1fn_x2), a_scale, b_scale)),
-        ("b-contiguous", (a, b.contiguous(), a_scale, b_scale)),
         ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale[::3])),
-        ("b-offset", (a, torch.cat((b, b, b))[1 : 1 + k // 2], a_scale, b_scale)),
+        ("b-pitched", (a, with_padding(b), a_scale, b_scale)),
+        ("b-offset", (a, unaligned(b), a_scale, b_scale)),
         ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
         ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
     ):
@@ -127,8 +128,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device, "wgmma_ss")
     yield from prefetch_errors(bad, device)
-    square = sample("", m, k // 2, k, NVFP4, "128x4", device)
-    untransposed = (square.args[0], square.args[1].t(), *square.args[2:])
-    yield ErrorInput("b-untransposed", untransposed, square.kwargs, ValueError, "pass weight.t()")
+    yield from stride_errors(good, "b")
+    yield from stride_errors(sample("square", m, k // 2, k, NVFP4, "128x4", device), "b")
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

@@ -252,7 +252,9 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
     )
     gate = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
     fmt, *layouts = config.operands.fmt, config.operands.a_layout, config.operands.layout
-    given = call.a, call.a_scale, call.b, call.b_scale, call.routing, call.alpha, call.bias
+    # The kernel assumes that the experts' rows are adjacent in memory.
+    weight = as_if_contiguous(call.b.mT), as_if_contiguous(call.b_scale)
+    given = call.a, call.a_scale, *weight, call.routing, call.alpha, call.bias
     value = gated_experts(*given, gate if config.epilogue.swiglu else (1.0, 0.0, None), fmt, *layouts)
     routed = call.routing != 0
     if call.scale is None:
@@ -271,7 +273,7 @@ def compute_fp8(config: Any, *args: Any) -> None:
     assert call.max_ctas > 0
     # The kernel assumes that the experts' rows are adjacent in memory.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
-    weight = call.b.t() if config.rows.is_plain else call.b
+    weight = call.b.mT
     if isinstance(config, fp8_fp4_recode.Config):
         factors = exponents_of(call.b_scale, weight.shape).float().exp2()
     elif hasattr(config, "fmt"):
@@ -291,7 +293,7 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
     if config.overlaps_gemm:
         assert call.max_ctas > 0
         return  # the launch before the GEMM has written the whole weight
-    weight, factors = fp8_weight(call.b.t() if config.is_plain else call.b, call.b_scale, config.fmt, config.layout)
+    weight, factors = fp8_weight(call.b.mT, call.b_scale, config.fmt, config.layout)
     write(call.weight, weight.view(call.weight.shape))
     held = held_exponents(call.notes, *call.weight.shape)
     exponents = torch.zeros(held.shape[0], held.shape[1] * held.shape[3], held.shape[2])

@@ -57,10 +57,10 @@ class ExpertWeights(NamedTuple):
         """Multiply each expert's rows of ``a`` (R, K) by its weight; return (R, N)."""
         if not self.is_fp4:
             return grouped_mm_fp8(
-                a, self.codes, a_scale, self.scale, offsets, None, self.alpha, self.bias, out_dtype=out_dtype
+                a, self.codes.mT, a_scale, self.scale, offsets, None, self.alpha, self.bias, out_dtype=out_dtype
             )
         return grouped_mm_fp8_fp4(
-            *(a, self.codes, a_scale, self.scale, offsets, None, self.alpha, self.bias),
+            *(a, self.codes.mT, a_scale, self.scale, offsets, None, self.alpha, self.bias),
             out_dtype=out_dtype,
             block_size=self.block_size,
             scale_layout=self.scale_layout,

@@ -240,7 +240,7 @@ def _sum_refusal(call: Call, b_layout: ScaleLayout | None) -> str | None:
 
 
 def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
-    experts, n, held = call["b"].shape
+    experts, held, n = call["b"].shape
     _, b_layout, block = _layouts(path, call)
     k = held * (2 if path.b == "fp4" else 1)
     is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
@@ -263,7 +263,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
             "rows of an expert are known on the device alone; shard experts in the masked layout, or by ExpertParallel"
         )
         yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
-    columns = _given(call, b=Shard(1), b_scale=Shard(1), bias=Shard(1))
+    columns = _given(call, b=Shard(2), b_scale=Shard(1), bias=Shard(1))
     if by_expert and alpha.ndim == 2:
         columns["alpha"] = Shard(1)
     refusal = None
@@ -271,21 +271,21 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
     multiples = [Multiple("N", n, BLOCK if b_layout is None else 8)]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
-    sums = _given(call, a=Shard(last), a_scale=Shard(0), b=Shard(2), b_scale=Shard(2))
+    sums = _given(call, a=Shard(last), a_scale=Shard(0), b=Shard(1), b_scale=Shard(2))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
 
 
 def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
     """Yield the rules of ``moe_fc2_*``, whose experts lie one after the other along K."""
-    (m, _), (n, held), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
+    (m, _), (held, n), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
     a_layout, w_layout, _ = _layouts(path, call)
     assert w_layout is not None
     rows = _given(call, a=Shard(0), a_scale=Shard(0), alpha=Shard(0))
     yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
-    columns = _given(call, w=Shard(0), w_scale=Shard(0), bias=Shard(1))
+    columns = _given(call, w=Shard(1), w_scale=Shard(0), bias=Shard(1))
     yield Rule("columns", columns, {"out": Shard(1)}, _tiles("N", n, w_layout))
     refusal = None if w_layout.is_linear else _tiled_k(w_layout)
-    own = _given(call, a=Shard(1), a_scale=Shard(1), w=Shard(1), w_scale=Shard(1), alpha=Shard(1), bias=Shard(0))
+    own = _given(call, a=Shard(1), a_scale=Shard(1), w=Shard(0), w_scale=Shard(1), alpha=Shard(1), bias=Shard(0))
     multiples = [Multiple("E", experts, 1), Multiple("E · I", 2 * held, EXPERT_MULTIPLE)]
     yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
 

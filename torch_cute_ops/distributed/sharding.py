@@ -36,9 +36,10 @@ def reason_unsharded(op: str) -> str | None:
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors travel as uint8.
+    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors travel as uint8, and strides are kept.
 
-    gloo refuses FP8, and so does NCCL on some GPUs.
+    gloo refuses FP8, and so does NCCL on some GPUs. Collectives return contiguous tensors, so a transposed view, such
+    as the weight of a GEMM, travels in the order of its memory.
 
     Args:
         tensor: tensor of any dtype; an FP8 tensor cannot be ``Partial``.
@@ -47,21 +48,37 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     Raises:
         ValueError: for FP8 with ``Partial``, because summing bytes does not sum numbers.
     """
-    if not is_byte_float(tensor.dtype):
+    is_bytes = is_byte_float(tensor.dtype)
+    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    if not is_bytes and order == [*range(tensor.ndim)]:
         return tensor.redistribute(placements=placements)
-    if any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
+    if is_bytes and any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
         raise ValueError(
             f"redistribute: placements {tensor.placements} to {tuple(placements)} of {tensor.dtype}; "
             "expected no Partial, because FP8 cannot be summed"
         )
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    given = DTensor.from_local(
-        tensor.to_local().view(torch.uint8), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-    )
-    moved = given.redistribute(placements=placements)
+    inverse = [order.index(dim) for dim in range(tensor.ndim)]
+    sent = torch.uint8 if is_bytes else tensor.dtype
+    moved = _permuted(tensor, order, sent).redistribute(placements=[_moved(each, inverse) for each in placements])
+    return _permuted(moved, inverse, tensor.dtype)
+
+
+def _permuted(tensor: DTensor, order: Sequence[int], dtype: torch.dtype) -> DTensor:
+    """Return the view of a tensor with permuted dimensions, as ``dtype``."""
+    inverse = [order.index(dim) for dim in range(tensor.ndim)]
     return DTensor.from_local(
-        moved.to_local().view(tensor.dtype), mesh, moved.placements, run_check=False, shape=shape, stride=stride
+        tensor.to_local().view(dtype).permute(*order),
+        tensor.device_mesh,
+        [_moved(each, inverse) for each in tensor.placements],
+        run_check=False,
+        shape=torch.Size(tensor.shape[dim] for dim in order),
+        stride=tuple(tensor.stride(dim) for dim in order),
     )
+
+
+def _moved(placement: Placement, to: Sequence[int]) -> Placement:
+    """Return the placement of a permuted tensor; dimension ``i`` became dimension ``to[i]``."""
+    return Shard(to[placement.dim]) if isinstance(placement, Shard) else placement
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
@@ -112,10 +129,11 @@ class _Choice:
             )
         for name in self.moved:
             dtype = _dtype(given[name])
-            if is_byte_float(dtype):
+            kept = "moves FP8 as bytes" if is_byte_float(dtype) else "keeps strides"
+            if is_byte_float(dtype) or name == getattr(spec.path, "b_name", None):
                 return (
                     f"{name} is {dtype} and {_shown(given[name].placements)}; expected {_shown(self.inputs[name])}, or "
-                    "call torch_cute_ops.distributed.redistribute, which moves FP8 as bytes"
+                    f"call torch_cute_ops.distributed.redistribute, which {kept}"
                 )
         return None
 

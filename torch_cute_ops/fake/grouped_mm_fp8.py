@@ -10,4 +10,4 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 def grouped_mm_fp8(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
     """Describe the product: (R, N), or (E, rows of an expert, N)."""
-    return [((*a.shape[:-1], b.shape[1]), result_dtype(a, out_dtype))]
+    return [((*a.shape[:-1], b.shape[2]), result_dtype(a, out_dtype))]

@@ -16,5 +16,5 @@ def moe_fc1_fp4(
 
 
 def gated_columns(w: torch.Tensor) -> int:
-    """Return E·I for a weight (E, 2·I, H/2)."""
-    return w.shape[0] * (w.shape[1] // 2)
+    """Return E·I for a weight (E, H/2, 2·I)."""
+    return w.shape[0] * (w.shape[2] // 2)

@@ -48,7 +48,7 @@ def expected(problem: GemmProblem, operands: Operands, rows: int) -> tuple[Tenso
     roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
     if problem.a.is_fp8:
         roundings = 0
-    weight = operands.b if over == "rows" else operands.b.t()[None]
+    weight = operands.b.mT if over == "rows" else operands.b.mT[None]
     for expert, of_expert in enumerate(_rows_of_experts(problem, rows)):
         for part in _slices(of_expert, k):
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
@@ -83,7 +83,7 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
     The error covers a rounding for each term of a sum and the exponential, both through the gate, whose slope is at
     most 1.1.
     """
-    a, b, alpha, bias, routing = operands.a, operands.b, operands.alpha, operands.bias, operands.routing
+    a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
     fmt, experts, lines, k = problem.b.format, problem.experts, b.shape[1], problem.k
     assert isinstance(fmt, FP4Format) and problem.b.scale_layout is not None

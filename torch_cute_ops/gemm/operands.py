@@ -11,8 +11,8 @@ class Operands(NamedTuple):
     Attributes:
         a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits, (M, 2K) before a gate.
             In the masked layout (E, rows of an expert, K).
-        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows the
-            weight itself, (E, N, K/2) or (E, N, K).
+        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows
+            (E, K/2, N) or (E, K, N).
         a_scale, b_scale: block scales in the dtypes and layouts of the formats. ``a_scale`` is None for 16-bit
             activations; if the prologue quantises them, it is the global scale, (1,) float32, or None.
         alpha, bias: epilogue factors and addends, as ``Epilogue`` describes them. With experts over K, ``alpha`` is
@@ -42,7 +42,8 @@ class GatedOperands(NamedTuple):
 
     Attributes:
         a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.
-        b: (E, 2·I, H/2) uint8 FP4 codes: in each expert, rows of the gate precede rows of up.
+        b: (E, H/2, 2·I) uint8 FP4 codes, the transposed view of a contiguous weight: in each expert, columns of the
+            gate precede columns of up.
         a_scale, b_scale: block scales of ``a`` over (M, H), None for 16 bits; and of ``b`` over (E·2·I, H). Linear
             scales of ``b`` have the shape (E, 2·I, H/block).
         alpha: (E,) or (E, 2) float32 factors, or None.

@@ -159,8 +159,7 @@ class Bench:
             room = torch.full((experts,), self.m, device=device) if layout.is_masked else ends.diff()
             counts = room.to(torch.int32) if layout.has_counts else None
         out = torch.empty(*lead, problem.n, dtype=problem.out_dtype, device=device)
-        b = b if over == "rows" else b.t()
-        operands = Operands(a, b, a_scale, b_scale, *self._epilogue(generator, exact), offsets, counts)
+        operands = Operands(a, b.mT, a_scale, b_scale, *self._epilogue(generator, exact), offsets, counts)
         return operands, (out,)
 
     def _routed(self, generator: torch.Generator) -> Tensor:
@@ -240,7 +239,7 @@ class GatedBench(Bench):
             global_scale = filled(8.0, 1 if problem.global_scale == "one" else experts)
         gate = (1.702, 1.0, 7.0) if problem.gate == "swiglu" else (None, None, None)
         routing = self._routed(generator)
-        operands = GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate)
+        operands = GatedOperands(a, b.mT, a_scale, b_scale, alpha, bias, routing, global_scale, *gate)
         if quantised is None:
             return operands, (torch.empty(self.m, problem.n, dtype=epilogue.out_dtype, device=device), None)
         assert isinstance(quantised.format, FP4Format) and quantised.scale_layout is not None

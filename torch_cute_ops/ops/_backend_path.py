@@ -45,13 +45,13 @@ class BackendPath(CallPath[Call]):
 
     Attributes:
         over: dimension that experts divide, as in ``gemm.problem.Grouping``.
-        takes_rows: True if calls pass the weight by rows, (N, K) or (E, N, K), instead of its transposed view.
+        b_name: the op's name of the weight.
     """
 
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
     has_backends = True
     over: ClassVar[Literal["none", "k", "n", "rows"]] = "none"
-    takes_rows: ClassVar[bool] = False
+    b_name: ClassVar[str] = "b"
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class BackendPath(CallPath[Call]):
     def flops(self, a_shape: Any, b_shape: Any) -> int:
         """Return the multiplications and additions of all pairs of a row and a column, as if nothing was routed."""
         *lead, _ = a_shape
-        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
+        k, n = b_shape[-2:]
         rows = b_shape[0] if self.over == "n" else 1
         for extent in lead:
             rows *= extent
@@ -103,7 +103,7 @@ class BackendPath(CallPath[Call]):
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         """Check that ``a`` has rows of ``k`` elements in 16 bits, or in FP4 with block scales."""
         op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.prologue_gate else "K")
-        line = "a row of w" if self.takes_rows else "a column of b"
+        line = f"a column of {self.b_name}"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
         m = a.shape[0]
         if self.a == "16-bit":
@@ -124,10 +124,10 @@ class BackendPath(CallPath[Call]):
         return 2 * k if self.prologue_gate else k
 
     def hint(self, call: Any) -> str:
-        """Return the advice to transpose ``b`` if ``a`` would fit then, or an empty string."""
+        """Return the advice to transpose the weight if ``a`` would fit then, or an empty string."""
         packed = self.b == "fp4" and self.a != "fp4"
-        fits = not self.takes_rows and self.a_width(call.b.shape[1] * (2 if packed else 1)) == call.a.shape[-1]
-        return "; pass b as weight.t()" if fits else ""
+        fits = self.a_width(call.b.shape[-1] * (2 if packed else 1)) == call.a.shape[-1]
+        return f"; pass {self.b_name} as weight.mT" if fits else ""
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
         """Return the entry of ``choices`` for a property's value.

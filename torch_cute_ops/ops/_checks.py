@@ -280,6 +280,22 @@ def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> Non
         raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}")
 
 
+def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> None:
+    """Check that ``weight``, (..., K, N), is the transposed view of a row-major weight: ``stride(-2)`` is 1.
+
+    Args:
+        op, name: op and argument.
+        weight: tensor with at least two dimensions.
+        stored: dimensions of the row-major weight, such as ``"(N, K)"``.
+    """
+    if weight.stride(-2) != 1 and weight.shape[-2] != 1:
+        raise ValueError(
+            f"cute::{op}: got {name} with shape {tuple(weight.shape)} and strides {weight.stride()}; expected the "
+            f"transposed view of a row-major weight, with stride(-2) == 1: pass {name}.mT if {name} is stored as "
+            f"{stored}, or {name}.mT.contiguous().mT, a view of a copy, if it is stored transposed"
+        )
+
+
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
     """Check that ``tensor`` is packed codes (..., K/2), K a multiple of the block size."""
     check_dtype(op, name, tensor, PACKED_DTYPES)

@@ -73,7 +73,7 @@ class GatedGemm(BackendPath[GatedCall]):
 
     call_type = GatedCall
     over = "n"
-    takes_rows = True
+    b_name = "w"
 
     def __init__(self, a: Literal["fp4", "16-bit"]) -> None:
         super().__init__(a, "fp4")
@@ -109,18 +109,20 @@ class GatedGemm(BackendPath[GatedCall]):
     def check(self, call: GatedCall) -> None:
         op, a, b, device = self.op, call.a, call.b, call.a.device
         fmt, layout, b_layout = self.fp4_format(call)
-        _checks.check_packed(op, "w", b, fmt)
         if b.dim() != 3:
-            raise ValueError(f"cute::{op}: got w with shape {tuple(b.shape)}; expected (E, 2·I, H/2)")
-        experts, rows, k = b.shape[0], b.shape[1], 2 * b.shape[2]
+            raise ValueError(f"cute::{op}: got w with shape {tuple(b.shape)}; expected (E, H/2, 2·I)")
+        _checks.check_transposed(op, "w", b, "(E, 2·I, H/2)")
+        _checks.check_packed(op, "w.mT", b.mT, fmt)
+        experts, k, columns = b.shape[0], 2 * b.shape[1], b.shape[2]
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"cute::{op}: w is of {experts} experts; expected 1 to {MAX_EXPERTS}")
-        if rows == 0 or rows % (2 * EXPERT_MULTIPLE):
+        if columns == 0 or columns % (2 * EXPERT_MULTIPLE):
             raise ValueError(
-                f"cute::{op}: w has {rows} rows of an expert; expected 2·I, I a positive multiple of {EXPERT_MULTIPLE}"
+                f"cute::{op}: w has {columns} columns of an expert; expected 2·I, I a positive multiple of "
+                f"{EXPERT_MULTIPLE}"
             )
         self.check_activations(call, k, fmt, layout)
-        self.check_fp4_scale("w_scale", call.b_scale, (experts, rows, k), fmt, b_layout)
+        self.check_fp4_scale("w_scale", call.b_scale, (experts, columns, k), fmt, b_layout)
         _checks.check_dtype(op, "routing", call.routing, (torch.float32,))
         matrix = a.shape[0], experts
         _checks.check_shape(op, "routing", call.routing, matrix, "a row for each of a, an element an expert of w")
@@ -139,7 +141,7 @@ class GatedGemm(BackendPath[GatedCall]):
         ):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
-        check_bias(op, call.bias, call.bias_dtype, (experts, rows), device, "a row of w")
+        check_bias(op, call.bias, call.bias_dtype, (experts, columns), device, "a column of w")
         _checks.check_swiglu(op, *call.gate)
         self.check_backend(call)
 
@@ -160,14 +162,14 @@ class GatedGemm(BackendPath[GatedCall]):
     def problem(self, call: GatedCall) -> "GemmProblem":
         p = gemm_package().problem
         fmt, layout, b_layout = self.fp4_format(call)
-        experts, rows, held = call.b.shape
+        experts, held, columns = call.b.shape
         is_fp4 = self.a == "fp4"
         a = p.Operand(fmt, layout) if is_fp4 else p.Operand(call.a.dtype)
         bias_dtype = None if call.bias is None else call.bias.dtype
         problem: GemmProblem = p.GemmProblem(
             a,
             p.Operand(fmt, b_layout),
-            experts * (rows // 2),
+            experts * (columns // 2),
             2 * held,
             p.Epilogue(call.bias_dtype, _alpha_kind(call), bias_dtype),
             p.Grouping("n", experts),
@@ -217,7 +219,7 @@ class GatedGemm(BackendPath[GatedCall]):
         w, w_scale = fp4_zeros((experts, rows, k), fmt, b_layout, device)
         alpha = self.chosen("alpha", given.alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
         made = vars(given) | {
-            "w": w,
+            "w": w.mT,
             "w_scale": w_scale,
             "routing": ones(m, experts),
             "alpha": None if alpha is None else ones(*alpha),
@@ -249,6 +251,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         self.fmt = problem.b.format
         self.layout = None if problem.quantised is None else problem.quantised.scale_layout
         self.scale_columns = 0
+        self.bytes_of_expert = 2 * problem.expert_n * (problem.k // 2)
         if self.layout is not None:
             self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)
 
@@ -258,6 +261,9 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
         m, layout = a.shape[0], self.layout
         if not m:
+            return None
+        # The compiled function takes any distance between experts, and reads experts that follow each other.
+        if (b.shape[0] > 1 and b.stride(0) != self.bytes_of_expert) or not b_scale.is_contiguous():
             return None
         # The compiled function takes any number of scale rows.
         if layout is not None and (a_scale is None or a_scale.shape != (layout.padded_rows(m), self.scale_columns)):
@@ -285,7 +291,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
             a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
         else:
             a = aligned(a)
-        b, b_scale = aligned(seen_as(b, torch.uint8)), aligned(seen_as(b_scale, self.fmt.scale_dtype))
+        b, b_scale = aligned(seen_as(b, torch.uint8).mT).mT, aligned(seen_as(b_scale, self.fmt.scale_dtype))
         alpha, bias = (None if tensor is None else aligned(tensor) for tensor in (alpha, bias))
         if global_scale is not None:
             global_scale = aligned(global_scale.reshape(-1))

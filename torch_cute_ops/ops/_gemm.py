@@ -42,7 +42,7 @@ FP8_N_MULTIPLE: Final = 8
 
 
 class GemmCall(NamedTuple):
-    """Arguments of any GEMM op; ``b`` is its weight, transposed or not, by whatever name."""
+    """Arguments of any GEMM op; ``b`` is its weight, a transposed view, by whatever name."""
 
     a: Tensor
     b: Tensor
@@ -72,7 +72,6 @@ class Gemm(BackendPath[GemmCall]):
     call_type = GemmCall
     hints = frozenset(("prefetch",))
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
-    b_name: ClassVar[str] = "b"
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
         # Unpacking every field takes half as long as a starred name.
@@ -170,15 +169,6 @@ class Gemm(BackendPath[GemmCall]):
             )
         _checks.check_device(op, "prefetch", prefetch, "a", device)
 
-    def refuse_untransposed(self, b: Tensor) -> None:
-        """Refuse a square ``b`` with the strides of a weight by rows, (N, K)."""
-        if b.shape[0] == b.shape[1] > 1 and b.stride(0) != 1:
-            raise ValueError(
-                f"cute::{self.op}: got b with shape {tuple(b.shape)} and strides {b.stride()}, as a weight by "
-                f"rows has; "
-                "expected its transposed view: pass weight.t()"
-            )
-
     # What is computed
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
@@ -200,8 +190,8 @@ class Gemm(BackendPath[GemmCall]):
 
     def problem(self, call: GemmCall) -> "GemmProblem":
         p = gemm_package().problem
-        weight = call.b if self.takes_rows else call.b.t()
-        n, k = weight.shape[-2], weight.shape[-1] * (2 if self.b == "fp4" else 1)
+        k, n = call.b.shape[-2:]
+        k *= 2 if self.b == "fp4" else 1
         bias_dtype = None if call.bias is None else call.bias.dtype
         quant = None if not self.prologue_quant else "plain" if call.a_scale is None else "scaled"
         problem: GemmProblem = p.GemmProblem(
@@ -263,7 +253,7 @@ class Gemm(BackendPath[GemmCall]):
 
 
 class FP4Gemm(Gemm):
-    """A GEMM with an FP4 weight, which calls pass transposed, and activations in FP4 or 16 bits."""
+    """A GEMM with an FP4 weight and activations in FP4 or 16 bits."""
 
     def __init__(
         self, a: Literal["fp4", "16-bit"], *, prologue_gate: bool = False, prologue_quant: bool = False
@@ -272,18 +262,18 @@ class FP4Gemm(Gemm):
 
     def check_operands(self, call: GemmCall) -> tuple[int, int]:
         fmt, layout, b_layout = self.fp4_format(call)
-        weight = self.check_weight(call.b, fmt)
-        n, k = weight.shape[0], weight.shape[1] * 2
+        self.check_weight(call.b, fmt)
+        n, k = call.b.shape[1], call.b.shape[0] * 2
         self.check_activations(call, k, fmt, layout)
         self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
         return n, k
 
-    def check_weight(self, b: Tensor, fmt: FP4Format) -> Tensor:
-        """Check the weight, and return it by rows, (N, K/2)."""
-        _checks.check_matrix(self.op, "b", b, "(K/2, N)")
-        self.refuse_untransposed(b)
-        _checks.check_packed(self.op, "b.t()", b.t(), fmt)
-        return b.t()
+    def check_weight(self, b: Tensor, fmt: FP4Format) -> None:
+        """Check the codes of the weight."""
+        columns = "E·I/2" if self.over == "k" else "K/2"
+        _checks.check_matrix(self.op, self.b_name, b, f"({columns}, N)")
+        _checks.check_transposed(self.op, self.b_name, b, f"(N, {columns})")
+        _checks.check_packed(self.op, f"{self.b_name}.mT", b.mT, fmt)
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         p = gemm_package().problem
@@ -301,7 +291,7 @@ class FP4Gemm(Gemm):
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
         fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
         weight, weight_scale = fp4_zeros((given.n, given.k), fmt, weight_layout(layout), device)
-        made = {"w": weight, "w_scale": weight_scale} if self.takes_rows else {"b": weight.t(), "b_scale": weight_scale}
+        made = {self.b_name: weight.mT, f"{self.b_name}_scale": weight_scale}
         if self.a == "fp4":
             made["a"], made["a_scale"] = fp4_zeros((given.m, given.k), fmt, layout, device)
             return made
@@ -312,16 +302,10 @@ class FP4Gemm(Gemm):
 
 
 class ExpertFP4Gemm(FP4Gemm):
-    """A GEMM with an FP4 weight by rows, (N, E·I/2), whose K experts divide into equal ranges."""
+    """A GEMM with an FP4 weight, (E·I/2, N), whose K experts divide into equal ranges."""
 
     over = "k"
-    takes_rows = True
     b_name = "w"
-
-    def check_weight(self, b: Tensor, fmt: FP4Format) -> Tensor:
-        _checks.check_matrix(self.op, "w", b, "(N, E·I/2)")
-        _checks.check_packed(self.op, "w", b, fmt)
-        return b
 
     def check_epilogue(self, call: GemmCall, n: int, k: int) -> None:
         op, alpha = self.op, call.alpha
@@ -332,7 +316,7 @@ class ExpertFP4Gemm(FP4Gemm):
         _checks.check_shape(op, "alpha", alpha, (call.a.shape[0], experts), "a row for each of a")
         if experts == 0 or k % (experts * EXPERT_MULTIPLE):
             raise ValueError(
-                f"cute::{op}: got alpha with shape {(m, experts)}, for {experts} experts, and a row of w has {k} "
+                f"cute::{op}: got alpha with shape {(m, experts)}, for {experts} experts, and a column of w has {k} "
                 f"elements; expected the same number for each expert, a multiple of {EXPERT_MULTIPLE}"
             )
         _checks.check_device(op, "alpha", alpha, "a", call.a.device)
@@ -360,7 +344,7 @@ class ExpertFP4Gemm(FP4Gemm):
 
 
 class FP8Gemm(Gemm):
-    """A GEMM of FP8 activations with block scales, and a transposed weight in FP8 or FP4."""
+    """A GEMM of FP8 activations with block scales, and a weight in FP8 or FP4."""
 
     def __init__(self, b: Literal["fp8", "fp4"]) -> None:
         super().__init__("fp8", b)
@@ -403,10 +387,13 @@ class FP8Gemm(Gemm):
         _checks.check_dtype(self.op, "b", call.b, _checks.PACKED_DTYPES)
         return fmt, layout
 
-    def check_weight_shape(self, b: Tensor, columns: str) -> tuple[int, int, int]:
-        """Check the weight's shape, and return the numbers of experts, of its rows, and of stored elements of a row."""
-        _checks.check_matrix(self.op, "b", b, f"({columns}, N)")
-        self.refuse_untransposed(b)
+    def check_weight_shape(self, b: Tensor, k: str) -> tuple[int, int, int]:
+        """Check the weight's shape and strides, and return E, N and the stored elements of a column.
+
+        ``k`` names these elements in messages.
+        """
+        _checks.check_matrix(self.op, "b", b, f"({k}, N)")
+        _checks.check_transposed(self.op, "b", b, f"(N, {k})")
         return 1, b.shape[1], b.shape[0]
 
     def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
@@ -443,16 +430,14 @@ class FP8Gemm(Gemm):
         else:
             fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
             made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)
-        if not self.takes_rows:
-            made["b"] = made["b"].t()
+        made["b"] = made["b"].mT
         return made
 
 
 class GroupedFP8Gemm(FP8Gemm):
-    """A GEMM of FP8 activations whose rows belong to experts, each with a weight (N, K) in FP8 or FP4."""
+    """A GEMM of FP8 activations whose rows belong to experts, each with a weight (K, N) in FP8 or FP4."""
 
     over = "rows"
-    takes_rows = True
 
     def check_layout(self, call: GemmCall) -> None:
         if call.offsets is None and call.counts is None:
@@ -461,10 +446,11 @@ class GroupedFP8Gemm(FP8Gemm):
                 "counts (E,) of the masked one"
             )
 
-    def check_weight_shape(self, b: Tensor, columns: str) -> tuple[int, int, int]:
+    def check_weight_shape(self, b: Tensor, k: str) -> tuple[int, int, int]:
         if b.dim() != 3:
-            raise ValueError(f"cute::{self.op}: got b with shape {tuple(b.shape)}; expected (E, N, {columns})")
-        experts, n, held = b.shape
+            raise ValueError(f"cute::{self.op}: got b with shape {tuple(b.shape)}; expected (E, {k}, N)")
+        _checks.check_transposed(self.op, "b", b, f"(E, N, {k})")
+        experts, held, n = b.shape
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"cute::{self.op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
         return experts, n, held
@@ -473,14 +459,14 @@ class GroupedFP8Gemm(FP8Gemm):
         op, a = self.op, call.a
         if call.offsets is not None:
             _checks.check_matrix(op, "a", a, "(R, K)")
-            _checks.check_shape(op, "a", a, (a.shape[0], k), "the K of b")
+            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
         elif a.dim() != 3:
             raise ValueError(
                 f"cute::{op}: got a with shape {tuple(a.shape)}; expected (E, rows of an expert, K), since "
                 f"offsets is None"
             )
         else:
-            _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
+            _checks.check_shape(op, "a", a, (experts, a.shape[1], k), f"the E and K of b{self.hint(call)}")
 
     def check_expert_rows(self, call: GemmCall, experts: int) -> None:
         for name, given, shape, meaning in (
@@ -528,7 +514,6 @@ class GemmLauncher(BackendLauncher[GemmCall]):
     def __init__(self, path: Gemm, problem: "GemmProblem", *how: Any, **named: Any) -> None:
         super().__init__(problem, *how, **named)
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
-        self.transposes = path.takes_rows and not self.is_grouped
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.is_fp8
@@ -556,7 +541,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 return None
         if self.scale_blocks and (a_scale is None or a_scale.shape[0] != self.scale_blocks):
             return None
-        # The compiled function takes any number of offsets, and does not check strides within an expert.
+        # The compiled function takes any number of offsets, and in the masked layout any distance between experts.
         if self.is_grouped and not (
             a.is_contiguous()
             and are_int32(offsets, counts)
@@ -565,7 +550,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         ):
             return None
         # A call has all fields of Operands, so a call without a changed field is passed itself.
-        is_changed = self.transposes
+        is_changed = False
         if alpha is not None and alpha.dim() == 0:
             alpha, is_changed = alpha.reshape(1), True
         if prefetch is not None:
@@ -581,9 +566,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 out = allocator(self.device)((m, n), (n, 1), self.dtype)
         given: Any = call
         if is_changed:
-            weight = b.t() if self.transposes else b
             # The class's own ``__new__`` takes twice as long.
-            fields = a, weight, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
+            fields = a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
             given = tuple.__new__(Operands, fields)
         self.compute(given, out)
         return out
@@ -607,7 +591,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             b, b_scale = seen_as(b, torch.uint8), aligned(seen_as(b_scale, self.fmt.scale_dtype))
         else:
             b_scale = b_scale.contiguous()
-        b = aligned(b) if self.is_grouped else aligned(b if self.transposes else b.t()).t()
+        b = aligned(b.mT).mT
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))

@@ -27,7 +27,7 @@ def grouped_mm_fp8(
 
     For each row ``r`` of expert ``e``, with k in the j-th block of 128::
 
-        sum[r, n] = Σ_j a_scale[j, r] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, n, k])
+        sum[r, n] = Σ_j a_scale[j, r] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
     Experts' rows are found on the device: nothing is copied to the host, and a captured call uses the offsets and
@@ -36,13 +36,14 @@ def grouped_mm_fp8(
     of ``a[e]``. All other rows are padding: they are neither used, whatever they hold, nor written. Experts without
     rows cost nothing.
 
-    Sums are accumulated as in :func:`mm_fp8_block`. Weights are stacked as checkpoints hold them, (E, N, K), without a
-    transposed view.
+    Sums are accumulated as in :func:`mm_fp8_block`.
 
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
             max_rows, K).
-        b: (E, N, K) float8_e4m3fn, contiguous; N is a multiple of 8, E at most 512.
+        b: (E, K, N) float8_e4m3fn: the transposed view ``weight.mT`` of weights stacked row-major, (E, N, K), as
+            checkpoints store them. N is a multiple of 8, E at most 512. Strides reveal a stack passed as it is stored;
+            nothing reveals the transposed view of square weights that are stored transposed.
         a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
@@ -76,7 +77,7 @@ def grouped_mm_fp8(
         >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
         >>> weights = torch.stack([torch.eye(8, 128), 2 * torch.eye(8, 128)]).to(torch.float8_e4m3fn)
         >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
-        >>> grouped_mm_fp8(a, weights, a_scale, torch.ones(2, 1, 1), offsets).tolist()[:2]
+        >>> grouped_mm_fp8(a, weights.mT, a_scale, torch.ones(2, 1, 1), offsets).tolist()[:2]
         [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]]
 
     References:

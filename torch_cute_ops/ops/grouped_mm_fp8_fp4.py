@@ -31,8 +31,8 @@ def grouped_mm_fp8_fp4(
 
     For each row ``r`` of expert ``e``, with k in the j-th block of 128::
 
-        w8[e, n, k] = e4m3(e2m1 · block scale · 2^-t[e, n, j])
-        sum[r, n] = Σ_j a_scale[j, r] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, n, k])
+        w8[e, k, n] = e4m3(e2m1 · block scale · 2^-t[e, n, j])
+        sum[r, n] = Σ_j a_scale[j, r] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
     In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
@@ -43,10 +43,12 @@ def grouped_mm_fp8_fp4(
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
             max_rows, K).
-        b: (E, N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble, contiguous; N is
-            a multiple of 8, E at most 512.
+        b: (E, K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
+            view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
+            8, E at most 512. Strides reveal a stack passed as it is stored; nothing reveals the transposed view of
+            square weights that are stored transposed.
         a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
-        b_scale: block scales of the stacked weights, as :func:`fp4_quantize` of ``b`` in 3-D writes them: linear (E, N,
+        b_scale: block scales of the stacked weights, as :func:`fp4_quantize` of a 3-D weight writes them: linear (E, N,
             K/block_size), or tiled over the E·N rows, so that a tile may span two experts. float8_e4m3fn (NVFP4), or
             uint8 or float8_e8m0fnu (MXFP4).
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
@@ -85,7 +87,7 @@ def grouped_mm_fp8_fp4(
         >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
         >>> b, b_scale = fp4_quantize(torch.stack([6 * torch.eye(8, 128), 3 * torch.eye(8, 128)]))
         >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
-        >>> grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets).tolist()[:2]
+        >>> grouped_mm_fp8_fp4(a, b.mT, a_scale, b_scale, offsets).tolist()[:2]
         [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 42.0], [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0]]
 
     References:

@@ -36,7 +36,9 @@ def mm_fp8_block(
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
-        b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8.
+        b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. Strides
+            reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
+            stored transposed.
         a_scale: (⌈K/128⌉, M) float32, block scales of ``a`` by column.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column.
@@ -56,7 +58,7 @@ def mm_fp8_block(
         (M, N) in ``out_dtype``.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` has other strides than a transposed view;
             if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
             grad while gradients are enabled.
         TypeError: If a dtype is wrong.

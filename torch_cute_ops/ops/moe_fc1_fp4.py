@@ -32,8 +32,8 @@ def moe_fc1_fp4(
 
     For each routed pair of a token m and an expert e, in fp32 and without rounding to 16 bits::
 
-        gate = alpha[e] · Σ_k a[m, k] · w[e, i, k] + bias[e, i]
-        up = alpha[e] · Σ_k a[m, k] · w[e, I + i, k] + bias[e, I + i]
+        gate = alpha[e] · Σ_k a[m, k] · w[e, k, i] + bias[e, i]
+        up = alpha[e] · Σ_k a[m, k] · w[e, k, I + i] + bias[e, I + i]
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
@@ -44,8 +44,10 @@ def moe_fc1_fp4(
 
     Args:
         a: (M, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
-        w: (E, 2·I, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: for each of 1
-            to 512 experts, the rows of gate before the rows of up. I is a multiple of 64.
+        w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
+            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 512 experts, the rows of
+            gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
+            reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
         a_scale: block scales of ``a`` as an (M, H) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
         w_scale: block scales of ``w``, as :func:`fp4_quantize` of the 3-D weight writes them, in ``scale_layout`` (in
@@ -91,7 +93,7 @@ def moe_fc1_fp4(
         >>> w, w_scale = fp4_quantize(weight)
         >>> routing = torch.tensor([[1.0, 0.0]])  # expert 0 only
         >>> alpha = torch.tensor([[1.0, 1 / 36]] * 2)  # factors of gate and up
-        >>> y, scale = moe_fc1_fp4(a, w, a_scale, w_scale, routing, alpha)
+        >>> y, scale = moe_fc1_fp4(a, w.mT, a_scale, w_scale, routing, alpha)
         >>> fp4_dequantize(y, scale)[0, :4].tolist()  # silu(36) · 1, in columns of expert 0
         [36.0, 36.0, 36.0, 36.0]
 

@@ -30,8 +30,8 @@ def moe_fc1_fp4_weight_only(
 
     For each routed pair of a token m and an expert e, in fp32, rounded once to the dtype of ``a``::
 
-        gate = alpha[e] · Σ_k a[m, k] · w[e, i, k] + bias[e, i]
-        up = alpha[e] · Σ_k a[m, k] · w[e, I + i, k] + bias[e, I + i]
+        gate = alpha[e] · Σ_k a[m, k] · w[e, k, i] + bias[e, i]
+        up = alpha[e] · Σ_k a[m, k] · w[e, k, I + i] + bias[e, I + i]
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
@@ -43,8 +43,10 @@ def moe_fc1_fp4_weight_only(
 
     Args:
         a: (M, H) bfloat16 or float16.
-        w: (E, 2·I, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: for each of 1
-            to 512 experts, the rows of gate before the rows of up. I is a multiple of 64.
+        w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
+            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 512 experts, the rows of
+            gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
+            reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
         w_scale: block scales of ``w``, as :func:`fp4_quantize` of the 3-D weight writes them, in ``scale_layout``:
             linear (E, 2·I, H/block_size), or tiled over the E·2·I rows. float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
@@ -84,7 +86,7 @@ def moe_fc1_fp4_weight_only(
         >>> w, w_scale = fp4_quantize(weight)
         >>> routing = torch.tensor([[1.0, 0.0]])  # expert 0 only
         >>> alpha = torch.tensor([[1.0, 1 / 36]] * 2)  # factors of gate and up
-        >>> out = moe_fc1_fp4_weight_only(x, w, w_scale, routing, alpha)
+        >>> out = moe_fc1_fp4_weight_only(x, w.mT, w_scale, routing, alpha)
         >>> out[0, :4].tolist()  # silu(36) · 1, in columns of expert 0
         [36.0, 36.0, 36.0, 36.0]
 

@@ -29,21 +29,23 @@ def moe_fc2_fp4(
 
     With k over the columns of expert e::
 
-        out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[n, k] + bias[e, n])
+        out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[k, n] + bias[e, n])
 
-    A row of ``a`` contains a token's activations for every expert, one expert after another, and a row of ``w`` the
-    experts' weights in the same order: E·I elements for E experts of width I, both of which follow from the shapes.
+    A row of ``a`` contains a token's activations for every expert, one expert after another, and a column of ``w``
+    the experts' weights in the same order: E·I elements for E experts of width I, both of which follow from the shapes.
     Each expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
     accumulator, which is rounded once. Operands are decoded without their global scales.
 
     Args:
         a: (M, E·I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble. I is a multiple
             of 64.
-        w: (N, E·I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble, row-major; not a
-            transposed view.
+        w: (E·I/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
+            view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. Strides
+            reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
+            stored transposed.
         a_scale: block scales of ``a`` as an (M, E·I) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
-        w_scale: block scales of ``w`` as an (N, E·I) matrix, in ``scale_layout`` (in 128x4 if ``scale_layout`` is
+        w_scale: block scales of ``w.mT`` as an (N, E·I) matrix, in ``scale_layout`` (in 128x4 if ``scale_layout`` is
             ``"8x4"``): float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / (g_a · g_w)``, as
             :func:`moe_route_dense` writes it. Pairs with 0 or -0 are skipped, whatever ``a``, ``w`` and the scales hold
@@ -77,7 +79,7 @@ def moe_fc2_fp4(
         >>> a, a_scale = fp4_quantize(torch.full((2, 128), 6.0))
         >>> w, w_scale = fp4_quantize(6 * torch.eye(8, 64).repeat(1, 2))  # 2 experts, 64 columns each
         >>> alpha = torch.tensor([[0.5, 0.25], [1.0, 0.0]])  # token 1 is routed to expert 0 only
-        >>> moe_fc2_fp4(a, w, a_scale, w_scale, alpha)[:, :2].tolist()
+        >>> moe_fc2_fp4(a, w.mT, a_scale, w_scale, alpha)[:, :2].tolist()
         [[27.0, 27.0], [36.0, 36.0]]
 
     References:

@@ -40,7 +40,8 @@ def silu_mul_mm_fp4_weight_only(
     Args:
         a: (M, 2K) bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second half.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
-            ``weight.t()`` of a row-major (N, K/2).
+            ``weight.t()`` of a row-major (N, K/2). Strides reveal a weight passed as it is stored; nothing reveals the
+            transposed view of a square weight that is stored transposed.
         b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
@@ -65,7 +66,7 @@ def silu_mul_mm_fp4_weight_only(
         (M, N) in ``out_dtype``. A NaN scale makes its column NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not transposed and this can be detected;
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` has other strides than a transposed view;
             if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
             grad while gradients are enabled.
         TypeError: If a dtype is wrong.

@@ -10,7 +10,7 @@ from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_
 
 def grouped_mm_fp8(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
     """Apply ``mm_fp8_block`` to each expert's rows with the expert's weight, alpha and bias; see the op's docstring."""
-    return grouped_gemm(weights=b, factors=factors_of_columns(b_scale, b.shape[1]), **named)
+    return grouped_gemm(weights=b.mT, factors=factors_of_columns(b_scale, b.shape[2]), **named)
 
 
 def grouped_gemm(

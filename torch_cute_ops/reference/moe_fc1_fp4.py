@@ -36,7 +36,7 @@ def gated_columns(
 ) -> Tensor:
     """Call ``gated_experts`` with an op's arguments. 16-bit activations need no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
-    return gated_experts(a, a_scale, w, w_scale, routing, alpha, bias, gate, *formats_of(**formats))
+    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *formats_of(**formats))
 
 
 def gated_experts(

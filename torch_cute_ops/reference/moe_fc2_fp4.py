@@ -25,7 +25,7 @@ def moe_fc2_fp4(
     See the op's docstring. 16-bit activations need no scales.
     """
     dtype = out_dtype or default_dtype(a, a_scale)
-    return expert_gemm(a, a_scale, w, w_scale, alpha, bias, dtype, *formats_of(**formats))
+    return expert_gemm(a, a_scale, w.mT, w_scale, alpha, bias, dtype, *formats_of(**formats))
 
 
 def expert_gemm(

@@ -118,7 +118,7 @@ class FP8FP4Recode(FP8FP4Backend):
             first = first_tiles(problem, out.shape[0], target) if recode_sms else tiles
             for recode in recoding:
                 recode(given.b, given.b_scale, weight, notes, first, recode_sms)
-            recoded = weight[0].t() if is_plain else weight
+            recoded = (weight[0] if is_plain else weight).mT
             multiply(
                 *(given.a, recoded, given.a_scale, notes, given.offsets, given.counts),
                 *(given.alpha, given.bias, out, None, max_ctas),

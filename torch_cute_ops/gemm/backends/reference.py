@@ -59,7 +59,7 @@ class Reference(Backend):
 
 def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     fmt, over = problem.b.format, problem.grouping.over
-    weight = given.b if over == "rows" else given.b.t()
+    weight = given.b.mT
     assert given.a_scale is not None
     if isinstance(fmt, FP4Format):
         assert problem.b.scale_layout is not None
@@ -106,7 +106,7 @@ def _gated_experts(problem: GemmProblem, given: GatedOperands, out: tuple[Tensor
     gate: tuple[float, float, float | None] = (1.0, 0.0, None)
     if given.swiglu_alpha is not None and given.swiglu_beta is not None:
         gate = given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit
-    operands = given.a, given.a_scale, given.b, given.b_scale, given.routing, given.alpha, given.bias
+    operands = given.a, given.a_scale, given.b.mT, given.b_scale, given.routing, given.alpha, given.bias
     value = gated_experts(*operands, gate, fmt, problem.a.scale_layout, layout)
     if problem.quantised is None or scale is None:
         routed = (given.routing != 0).repeat_interleave(problem.expert_n, 1)

@@ -44,7 +44,8 @@ class Arguments(
 
     Attributes:
         a, a_scale: activations, as ``FP4Operands`` describes them.
-        b: (E, 2 · I, H / 2) codes, contiguous: for each expert the rows of the gate, then the rows of up.
+        b: (E, H / 2, 2 · I) codes, the transposed view of a contiguous weight: for each expert the columns of the gate,
+            then the columns of up.
         b_scale: scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
         routing: (M, E) float32, any strides; pairs with zero are not computed.
         alpha: float32 factors: (E,), or (E, 2) for gate and up; or None.

@@ -135,7 +135,7 @@ class FP4GatedExpertsKernel:
         m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=128)
         a, a_scale = self.activations.arguments()
         half, blocks = Dim("k_bytes", divisibility=16), Dim("blocks", divisibility=16)
-        b = TensorArg("Uint8", (experts, rows, half), (Dim("b_stride", 16, bits=64), half, 1), align=16)
+        b = TensorArg("Uint8", (experts, half, rows), (Dim("b_stride", 16, bits=64), 1, half), align=16)
         _, b_scale = self.weight.arguments(rows)
         if self.config.operands.layout.is_linear:
             strides = Dim("b_scale_stride", 16, bits=64), blocks, 1
@@ -213,7 +213,7 @@ class FP4GatedExpertsKernel:
 
     def _weight_maps(self, b, b_scale) -> tuple:
         """Return the tensor maps of the weight. The experts' rows follow each other."""
-        experts, rows, half = b.shape
+        experts, half, rows = b.shape
         b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
         if self.config.operands.layout.is_linear:
             blocks = b_scale.shape[2]

@@ -137,7 +137,7 @@ class WeightArguments(namedtuple("WeightArguments", "b b_scale weight notes firs
     of a scale. A weight tile is ``NOTE_ROWS`` rows of an expert, or the rest of its rows.
 
     Attributes:
-        b: (K / 2, N) codes, the transposed view of a row-major (N, K / 2); with experts (E, N, K / 2).
+        b: (K / 2, N) codes, the transposed view of a row-major (N, K / 2); with experts (E, K / 2, N).
         b_scale: scales, linear (N, K / B) or (E, N, K / B), or tiled scales of all rows together.
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
         notes: (``note_words``,) int32, written where rows exist: ``Notes`` of each weight tile.

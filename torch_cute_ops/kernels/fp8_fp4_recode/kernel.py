@@ -77,7 +77,7 @@ class RecodedWeight:
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
         """Return the weight (N, K, E), and the notes unchanged."""
-        return by_expert(b, self.config.rows.is_plain, is_transposed=True), b_scale
+        return by_expert(b, is_transposed=True), b_scale
 
     def layout(self, stages: int):
         return k_tiles_layout(self.config.tile_n, stages)

@@ -77,8 +77,8 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
 
     Attributes:
         a: (R, K) e4m3, contiguous; masked (E, R / E, K).
-        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, N, K). Kernels with an
-            FP4 weight take its codes: (K / 2, N) or (E, N, K / 2) uint8.
+        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, K, N). Kernels with an
+            FP4 weight take its codes: (K / 2, N) or (E, K / 2, N) uint8.
         a_scale: (blocks, R) float32, any pitch between blocks; masked (blocks, E, R / E).
         b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
             one of its scale layouts.

@@ -218,19 +218,16 @@ class ExpertTiles:
         return expert, begin + skipped, count - skipped, column_tile * self.tile_n
 
 
-def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) -> cute.Tensor:
+def by_expert(matrix: cute.Tensor, is_transposed: bool = False) -> cute.Tensor:
     """View a matrix as (rows, columns, E) with contiguous columns.
 
     Args:
-        matrix: (E, rows, columns); if ``is_plain`` (rows, columns), or transposed (columns, rows).
-        is_plain: whether ``matrix`` lacks a dimension of experts.
-        is_transposed: whether a plain matrix is transposed.
+        matrix: (rows, columns) or (E, rows, columns); transposed (columns, rows) or (E, columns, rows).
+        is_transposed: whether the matrix is transposed.
     """
-    if not is_plain:
-        experts, rows, columns = matrix.shape
-        shape, stride = (rows, columns, experts), (matrix.stride[1], 1, matrix.stride[0])
-    elif is_transposed:
-        shape, stride = (matrix.shape[1], matrix.shape[0], 1), (matrix.stride[1], 1, 0)
-    else:
-        shape, stride = (*matrix.shape, 1), (matrix.stride[0], 1, 0)
+    *experts, rows, columns = matrix.shape
+    *of_expert, of_row, _ = matrix.stride
+    if is_transposed:
+        rows, columns, of_row = columns, rows, matrix.stride[-1]
+    shape, stride = (rows, columns, *(experts or [1])), (of_row, 1, *(of_expert or [0]))
     return cute.make_tensor(matrix.iterator, cute.make_layout(shape, stride=stride))

@@ -30,10 +30,10 @@ SLOT_PIECES = K_TILE // 2 // VECTOR_BYTES
 
 
 def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
-    """Return the argument of an FP8 weight: (K, N) transposed, or (E, N, K)."""
+    """Return the argument of an FP8 weight, a transposed view: (K, N) or (E, K, N)."""
     if experts is None:
         return TensorArg("Float8E4M3FN", (k, n), (1, k), align=16)
-    return TensorArg("Float8E4M3FN", (experts, n, k), (Dim("b_of_expert", bits=64, divisibility=16), k, 1), align=16)
+    return TensorArg("Float8E4M3FN", (experts, k, n), (Dim("b_of_expert", bits=64, divisibility=16), 1, k), align=16)
 
 
 class FP8Weight:
@@ -58,7 +58,7 @@ class FP8Weight:
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
         """Return the weight (N, K, E) and its scales (⌈N / 128⌉, blocks, E)."""
-        return by_expert(b, self.is_plain, is_transposed=True), by_expert(b_scale, self.is_plain)
+        return by_expert(b, is_transposed=True), by_expert(b_scale)
 
     def layout(self, stages: int):
         return k_tiles_layout(self.tile_n, stages)
@@ -73,7 +73,7 @@ class FP8Weight:
 class FP4Weight:
     """An FP4 weight, whose codes are copied to the stages as they are.
 
-    The codes are (K/2, N) or (E, N, K/2). Linear scales are (N, K/B) or (E, N, K/B); tiled scales are the scales of one
+    The codes are (K/2, N) or (E, K/2, N). Linear scales are (N, K/B) or (E, N, K/B); tiled scales are the scales of one
     matrix with the rows of all experts.
 
     Args:
@@ -96,7 +96,7 @@ class FP4Weight:
             b = TensorArg("Uint8", (half, n), (1, half), align=16)
         else:
             of_expert = Dim("b_of_expert", bits=64, divisibility=16)
-            b = TensorArg("Uint8", (experts, n, half), (of_expert, half, 1), align=16)
+            b = TensorArg("Uint8", (experts, half, n), (of_expert, 1, half), align=16)
         if not self.scale_layout.is_linear:
             rows = Dim("b_scale_rows", divisibility=self.scale_layout.tile_rows)
             return b, scale_argument(self.fmt, rows, Dim("b_blocks", divisibility=TILE_BLOCKS))
@@ -110,8 +110,8 @@ class FP4Weight:
         """Return the codes (N, K/2, E), and the scales as bytes: linear (N, K/B, E), tiled unchanged."""
         scale = cute.make_tensor(cute.recast_ptr(b_scale.iterator, dtype=Uint8), b_scale.layout)
         if self.scale_layout.is_linear:
-            scale = by_expert(scale, self.is_plain)
-        return by_expert(b, self.is_plain, is_transposed=True), scale
+            scale = by_expert(scale)
+        return by_expert(b, is_transposed=True), scale
 
     # Codes in the stages
 

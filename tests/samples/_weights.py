@@ -1,0 +1,59 @@
+"""Weights with unusual strides, good and bad."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._inputs import ErrorInput, Sample
+
+
+def with_padding(weight: torch.Tensor) -> torch.Tensor:
+    """Return the transposed view of a row-major copy of ``weight`` (..., K, N), with padding after each row."""
+    rows = weight.view(torch.uint8).mT
+    return torch.cat((rows, ~rows), -1)[..., : rows.shape[-1]].mT.view(weight.dtype)
+
+
+def unaligned(weight: torch.Tensor) -> torch.Tensor:
+    """Return a padded copy of ``weight`` whose rows begin after the first byte."""
+    rows = weight.view(torch.uint8).mT
+    return torch.cat((~rows, rows, ~rows), -1)[..., rows.shape[-1] : 2 * rows.shape[-1]].mT.view(weight.dtype)
+
+
+def one_column(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` (..., K, N) with its first column in place of each column, and a stride of 0."""
+    return weight[..., :1].expand_as(weight)
+
+
+def one_expert(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` (E, K, N) with its first expert in place of each expert, and a stride of 0."""
+    return weight[:1].expand_as(weight)
+
+
+def every_other_expert(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` (E, K, N) as every other expert of a larger stack."""
+    rows = weight.view(torch.uint8).mT
+    return torch.stack((rows, ~rows), 1).flatten(0, 1)[::2].mT.view(weight.dtype)
+
+
+def stride_errors(good: Sample, name: str) -> Iterator[ErrorInput]:
+    """Yield calls whose weight is no transposed view of a row-major weight.
+
+    Args:
+        good: good call, whose weight is the second argument.
+        name: the op's name of the weight.
+    """
+    text = (
+        rf"got {name} with shape .* and strides .*; expected .*, with stride\(-2\) == 1: pass {name}\.mT if {name} is "
+        rf"stored as .*, or {name}\.mT\.contiguous\(\)\.mT"
+    )
+    a, weight, *rest = good.args
+    codes = weight.view(torch.uint8)
+    for what, wrong in (
+        ("as-stored", codes.mT.contiguous()),
+        ("stored-transposed", codes.contiguous()),
+        ("apart", torch.stack((codes, codes), -1)[..., 0]),
+        ("rows-apart", torch.stack((codes.mT, codes.mT), -1)[..., 0].mT),
+    ):
+        yield ErrorInput(
+            f"{name}-{what}-{good.name}", (a, wrong.view(weight.dtype), *rest), good.kwargs, ValueError, text
+        )
