@@ -158,6 +158,7 @@ def test_exports():
         "convert_scales",
         "dequantize",
         "linear",
+        "moe_fc2_weight",
         "nvfp4_global_scale",
         "precompile",
         "properties_of",

@@ -5,6 +5,7 @@ Importing the package registers the ops as ``torch.ops.cute.*``. It neither init
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.formats import convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.ops.add_rmsnorm import add_rmsnorm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
@@ -72,6 +73,7 @@ __all__ = [
     "moe_fc1_fp4_weight_only",
     "moe_fc2_fp4",
     "moe_fc2_fp4_weight_only",
+    "moe_fc2_weight",
     "moe_finalize",
     "moe_permute_fp8quant",
     "moe_route",

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torch_cute_ops.formats import SCALE_LAYOUTS
+from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear
@@ -353,16 +352,17 @@ class QuantExperts(nn.Module):
     def _few(self, few: "_SideBySide", hidden_states: Tensor, routing: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Compute the sums for a routing (M, E) that is multiplied by the experts' factors."""
         gate_up: Any = self.gate_up_proj
-        weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)), gate_up.weight_scale
+        weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)).mT, gate_up.weight_scale
+        down, down_scale = few.weight.mT, few.weight_scale
         options: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
         swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
         first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **swiglu, **options}
         if few.activations == "16bit":
             h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
-            return moe_fc2_fp4_weight_only(h, few.weight, few.weight_scale, routing, few.bias, out_dtype, **options)
+            return moe_fc2_fp4_weight_only(h, down, down_scale, routing, few.bias, out_dtype, **options)
         a, a_scale = fp4_quantize(hidden_states, few.input_global_scale, gate_up.format.block_size)
         h, h_scale = moe_fc1_fp4(a, weight, a_scale, w_scale, routing, global_scale=few.hidden_global_scale, **first)
-        return moe_fc2_fp4(h, few.weight, h_scale, few.weight_scale, routing, few.bias, out_dtype, **options)
+        return moe_fc2_fp4(h, down, h_scale, down_scale, routing, few.bias, out_dtype, **options)
 
     def _many(
         self,
@@ -382,7 +382,7 @@ class QuantExperts(nn.Module):
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
-        weight = layer.weight.unflatten(0, (self.experts, -1))
+        weight = layer.weight.unflatten(0, (self.experts, -1)).mT
         if self.scheme == "fp8_block":
             scale = layer.weight_scale_inv.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
@@ -478,10 +478,11 @@ class _SideBySide(nn.Module):
             alpha = torch.where(is_zero, 1.0, alpha)
             codes = codes.masked_fill(is_zero[:, None, None], 0)
             bias = None if bias is None else bias / alpha.unsqueeze(1)
-        scale = _side_by_side(tensors["weight_scale"].view(torch.uint8).unflatten(0, (count, -1)))
+        scale = tensors["weight_scale"].view(down.format.scale_dtype).unflatten(0, (count, -1))
+        weight, scale = moe_fc2_weight(codes, scale)
         return {
-            "weight": _side_by_side(codes),
-            "weight_scale": from_linear(scale.view(down.format.scale_dtype), SCALE_LAYOUTS["128x4"]),
+            "weight": weight.mT,
+            "weight_scale": scale,
             "alpha": alpha,
             "gate_up_alpha": gate_up_alpha,
             "gate_up_bias": gate_up_bias,
@@ -491,11 +492,6 @@ class _SideBySide(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(lambda tensor: moved(fn, tensor), recurse)
         return self
-
-
-def _side_by_side(rows: Tensor) -> Tensor:
-    """Rearrange matrices (E, N, K) to lie side by side: (N, E · K)."""
-    return rows.transpose(0, 1).flatten(1)
 
 
 def _renew(experts: Any, incompatible_keys: Any) -> None:
