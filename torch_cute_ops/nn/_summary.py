@@ -38,7 +38,7 @@ class Summary(NamedTuple):
         """Return the counts and the bytes in one line."""
         counts = ", ".join(f"{len(found)} by {kind}" for kind, found in grouped(self.replaced).items())
         return (
-            f"{self.function}: {len(self.replaced)} modules replaced{f' ({counts})' if counts else ''}, "
+            f"{self.function}: {len(self.replaced)} replaced{f' ({counts})' if counts else ''}, "
             f"{len(self.left)} unchanged; {self.bytes_before:,} bytes before, {self.bytes_after:,} after"
         )
 

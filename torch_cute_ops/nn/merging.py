@@ -18,7 +18,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
     A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
     unchanged: a call to one of the three returns its columns of the merged result. Modules therefore need no support
     for merging, also under ``torch.compile``; Hugging Face decoders are an example. Layers that cannot be merged stay
-    separate, such as the layers of an attention if only some are quantised.
+    separate, such as the layers of an attention if only some are quantised, or layers with hooks.
 
     Args:
         model: model with layers of this package, such as after :func:`quantize_`.
@@ -34,7 +34,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
         groups = {}
         for name, originals in merged.items():
             found = [layer for each in originals if isinstance(layer := module._modules.get(each), QuantLinear)]
-            if len(found) < len(originals) or name in module._modules:
+            if len(found) < len(originals) or name in module._modules or any(map(_names.reason_bound, found)):
                 continue
             try:
                 layer = merge(found)

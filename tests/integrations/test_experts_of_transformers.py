@@ -1,0 +1,246 @@
+"""All classes of experts in transformers: replaced with the original module's results, or left with a reason."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+import transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from torch_cute_ops.nn import QuantExperts, SwiGLU, quantize_, summary
+from torch_cute_ops.nn.float_experts import float_experts
+
+VERSION = "5.24"
+"""Version of transformers whose classes the table lists."""
+E, H, I, TOPK = 4, 64, 64, 2  # noqa: E741
+SIZES = dict.fromkeys(("hidden_size", "moe_hidden_size"), H)
+SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"), I)
+SIZES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
+SIZES |= {"moe_latent_size": None, "n_shared_experts": 2}
+
+MORE = {"Ernie4_5_VLMoeMoeExperts": {"intermediate_size": I}}
+"""Further arguments of constructors."""
+
+SILU = SwiGLU()
+GPT_OSS = SwiGLU(1.702, 1.0, 7.0)
+OTHER = "computes something else than experts with SwiGLU"
+UNKNOWN = "is neither nn.Linear nor experts with gate_up_proj and down_proj"
+EXPERTS = {
+    "afmoe.AfmoeExperts": SILU,
+    "aria.AriaExperts": SILU,
+    "axk1.AXK1Experts": SILU,
+    "axk2.AXK2Experts": SILU,
+    "bailing_hybrid.BailingHybridExperts": SILU,
+    "beam.BeamExperts": SILU,
+    "cohere2_moe.Cohere2MoeExperts": SILU,
+    "deepseek_ocr2.DeepseekOcr2TextExperts": SILU,
+    "deepseek_v2.DeepseekV2Experts": SILU,
+    "deepseek_v3.DeepseekV3Experts": SILU,
+    "deepseek_v32.DeepseekV32Experts": SILU,
+    "deepseek_v4.DeepseekV4Experts": SwiGLU(limit=10.0),
+    "diffusion_gemma.DiffusionGemmaTextExperts": OTHER,  # GELU
+    "dots1.Dots1Experts": SILU,
+    "dots3_note.Dots3NoteExperts": SILU,
+    "ernie4_5_moe.Ernie4_5_MoeExperts": SILU,
+    "ernie4_5_vl_moe.Ernie4_5_VLMoeMoeExperts": SILU,
+    "exaone_moe.ExaoneMoeExperts": SILU,
+    "flex_olmo.FlexOlmoExperts": SILU,
+    "flint.FlintExperts": SILU,
+    "gemma4.Gemma4TextExperts": OTHER,  # GELU
+    "glm4_moe.Glm4MoeExperts": SILU,
+    "glm4_moe_lite.Glm4MoeLiteExperts": SILU,
+    "glm4v_moe.Glm4vMoeTextExperts": SILU,
+    "glm5_next.Glm5NextTextExperts": SwiGLU(limit=10.0),
+    "glm_moe_dsa.GlmMoeDsaExperts": SILU,
+    "gpt_oss.GptOssExperts": GPT_OSS,
+    "granitemoe.GraniteMoeExperts": SILU,
+    "granitemoe_swa.GraniteMoeSWAExperts": SILU,
+    "granitemoehybrid.GraniteMoeHybridExperts": SILU,
+    "granitemoeshared.GraniteMoeSharedExperts": SILU,
+    "hunyuan_v1_moe.HunYuanMoEV1Experts": SILU,
+    "hy_v3.HYV3Experts": SILU,
+    "hy_v4.HYV4Experts": SwiGLU(limit=10.0),
+    "hy_v4_vl.HYV4VLExperts": SwiGLU(limit=10.0),
+    "inkling.InklingExperts": SILU,
+    "inkling.InklingSharedExperts": UNKNOWN,
+    "inkling2.Inkling2Experts": OTHER,  # soft caps
+    "inkling2_loop.Inkling2LoopExperts": OTHER,
+    "jamba.JambaExperts": SILU,
+    "jetmoe.JetMoeParallelExperts": UNKNOWN,
+    "kimi_linear.KimiLinearExperts": SILU,
+    "kolibri1.Kolibri1Experts": SILU,
+    "laguna.LagunaExperts": SILU,
+    "lara_mini.LaraMiniExperts": SILU,
+    "lfm2_moe.Lfm2MoeExperts": SILU,
+    "llama4.Llama4TextExperts": r"its forward refuses tokens, expert ids and weights: TypeError: .*takes 2 positional",
+    "longcat_flash.LongcatFlashExperts": "have different numbers of experts",  # some experts have no weights
+    "mellum.MellumExperts": SILU,
+    "mimo_v2_flash.MiMoV2FlashExperts": SILU,
+    "minimax.MiniMaxExperts": SILU,
+    "minimax_m2.MiniMaxM2Experts": SILU,
+    "minimax_m3_vl.MiniMaxM3VLExperts": GPT_OSS,
+    "mistral4.Mistral4Experts": SILU,
+    "mistral_large4.MistralLarge4TextExperts": SILU,
+    "mixtral.MixtralExperts": SILU,
+    "muse_spark.MuseSparkExperts": r"QuantExperts has no place for its post_expert_norm\.weight",
+    "nemotron_h.NemotronHExperts": UNKNOWN,  # no gate
+    "olmoe.OlmoeExperts": SILU,
+    "openai_privacy_filter.OpenAIPrivacyFilterExperts": GPT_OSS,
+    "phimoe.PhimoeExperts": SILU,
+    "qwen2_moe.Qwen2MoeExperts": SILU,
+    "qwen3_5_moe.Qwen3_5MoeExperts": SILU,
+    "qwen3_moe.Qwen3MoeExperts": SILU,
+    "qwen3_next.Qwen3NextExperts": SILU,
+    "qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": SILU,
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextExperts": SILU,
+    "qwen3_vl_moe.Qwen3VLMoeTextExperts": SILU,
+    "qwen4_exp.Qwen4ExpTextExperts": SILU,
+    "solar_open.SolarOpenExperts": SILU,
+    "step3p7.Step3p7Experts": SILU,  # without a limit
+    "unlimited_ocr.UnlimitedOcrTextExperts": SILU,
+    "zaya.ZayaExperts": SILU,
+}
+"""Gate of each class, with the sizes and the limits of its default configuration, or the reason that it stays."""
+
+
+def classes_of_experts() -> list[str]:
+    """Return the classes that transformers calls experts, and that own parameters."""
+    found = []
+    for path in sorted((Path(transformers.__path__[0]) / "models").glob("*/modeling_*.py")):
+        for each in re.finditer(
+            r"^class (\w*Experts\w*)\(.*?(?=^\S)", path.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            if "nn.Parameter(" in each[0]:
+                found.append(f"{path.parent.name}.{each[1]}")
+    return found
+
+
+def test_the_table_is_complete():
+    if not transformers.__version__.startswith(VERSION):
+        pytest.skip(f"transformers is {transformers.__version__}, the table lists {VERSION}")
+    assert sorted(EXPERTS) == sorted(classes_of_experts()) and len(EXPERTS) == 73
+
+
+def built(name: str, **settings: object) -> nn.Module:
+    """Return a module of experts in float64, with small sizes and weights that MXFP4 represents exactly."""
+    folder, _, kind = name.partition(".")
+    try:
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    except ModuleNotFoundError:
+        pytest.skip(f"transformers {transformers.__version__} has no {folder}")
+    cls = functools.partial(getattr(module, kind), **MORE.get(kind, {}))
+    experts = cls(E, H, I) if kind == "JetMoeParallelExperts" else cls(configuration(module, kind, **settings))
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) / 16
+    for parameter in experts.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        parameter.data = signs * magnitudes[torch.randint(0, 8, parameter.shape, generator=generator)]
+    return experts.double().eval()
+
+
+def configuration(module: object, kind: str, **settings: object):
+    """Return the default configuration of a class of experts, with small sizes."""
+    configs = [each for name, each in vars(module).items() if name.endswith("Config") and isinstance(each, type)]
+
+    def like(config: type) -> int:
+        prefix = config.__name__.removesuffix("Config")
+        return len(prefix) if kind.startswith(prefix) else 0
+
+    for each in sorted(configs, key=like, reverse=True):
+        config = each()
+        for name, value in {**SIZES, **settings}.items():
+            if hasattr(config, name):
+                setattr(config, name, [value] * 2 if isinstance(getattr(config, name), list) else value)
+        try:
+            getattr(module, kind)(config, **MORE.get(kind, {}))
+        except AttributeError:  # a configuration of several models
+            continue
+        return config
+    raise AssertionError(f"no configuration for {kind} in {[each.__name__ for each in configs]}")
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens whose gates and ups exceed all limits, in part, with ids and weights."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, H, generator=generator) * torch.tensor([0.3, 1, 3, 6, 12, 25, 50, 100, 200])[:, None]
+    ids = torch.stack([torch.randperm(E, generator=generator)[:TOPK] for _ in range(len(x))])
+    return x.bfloat16(), ids, torch.rand(len(x), TOPK, generator=generator)
+
+
+def quantised(experts: nn.Module, scheme: str = "mxfp4") -> nn.ModuleDict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantize_(nn.ModuleDict({"experts": experts}), scheme)
+
+
+@torch.no_grad()
+def assert_equal_results(experts: nn.Module, swiglu: SwiGLU) -> None:
+    """Check that quantised experts with exact weights and 16-bit activations compute each token as the module does."""
+    x, ids, weights = routed()
+    want = experts(x.double(), ids, weights.double())
+    new = quantised(experts.bfloat16()).experts
+    assert isinstance(new, QuantExperts) and new.swiglu == swiglu
+    got = new.route_few_()(x, ids, weights).double()
+    errors = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert errors.amax() < 0.008, errors
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name):
+    experts, expected = built(name), EXPERTS[name]
+    if isinstance(expected, SwiGLU):
+        assert_equal_results(experts, expected)
+        return
+    model = quantised(experts.bfloat16())
+    assert model.experts is experts and re.search(expected, summary(model).left["experts"])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "swiglu"),
+    [
+        ("deepseek_v4.DeepseekV4Experts", {"swiglu_limit": 25.0}, SwiGLU(limit=25.0)),
+        ("hy_v4.HYV4Experts", {"swiglu_limit": 3.0}, SwiGLU(limit=3.0)),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", {"swiglu_limit": 20.0, "swiglu_alpha": 1.5}, SwiGLU(1.5, 1.0, 20.0)),
+        ("gpt_oss.GptOssExperts", {"swiglu_limit": 50.0, "swiglu_alpha": 1.0}, SwiGLU(1.0, 1.0, 50.0)),
+        ("longcat_flash.LongcatFlashExperts", {"zero_expert_num": 0}, SILU),
+    ],
+)
+def test_other_settings(name, settings, swiglu):
+    assert_equal_results(built(name, **settings), swiglu)
+
+
+def test_a_clamp_after_the_activation_is_no_swiglu():
+    """Step-3.7 clamps silu(gate); SwiGLU clamps the gate, which differs by 0.1 % at a limit of 7."""
+    experts = built("step3p7.Step3p7Experts")
+    experts.limit = 7.0
+    assert OTHER in float_experts(experts).verified()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4.DeepseekV4Experts", "gpt_oss.GptOssExperts", "gemma4.Gemma4TextExperts"])
+def test_experts_on_meta(name):
+    """The trial gives the same answer for modules without values."""
+    experts = built(name).to("meta")
+    found = float_experts(experts).verified()
+    assert found == EXPERTS[name] if isinstance(EXPERTS[name], SwiGLU) else EXPERTS[name] in found
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_implementations(implementation):
+    """transformers' own implementations are one computation; a registered one may be another."""
+    experts = built("mixtral.MixtralExperts")
+    experts.config._experts_implementation = implementation
+    assert float_experts(experts).verified() == SILU
+    ALL_EXPERTS_FUNCTIONS.register(
+        "doubled", lambda self, x, ids, weights: 2 * type(self).forward.__wrapped__(self, x, ids, weights)
+    )
+    experts.config._experts_implementation_internal = "doubled"
+    assert OTHER in float_experts(experts).verified()

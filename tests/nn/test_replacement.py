@@ -1,0 +1,477 @@
+"""Modules that ``quantize_`` and the loaders replace, modules that stay, and the summary of both."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.experts import Block, E, Experts, GptOssExperts, H, I
+from torch import nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+
+from torch_cute_ops import checkpoint
+from torch_cute_ops.nn import (
+    NVFP4Linear,
+    QuantExperts,
+    QuantLinear,
+    SwiGLU,
+    _trial,
+    merge_,
+    quantize_,
+    random_,
+    summary,
+)
+from torch_cute_ops.nn.float_experts import float_experts
+
+K = 128
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def left_by(model: nn.Module, **given) -> dict[str, str]:
+    """Quantise a model without its warnings, and return the reasons for modules that stay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(summary(quantize_(model, **given)).left)
+
+
+# Linear layers
+
+
+def nothing(*args: object) -> None:
+    return None
+
+
+HOOKS: dict[str, Callable[[nn.Linear], object]] = {
+    "forward hook": lambda linear: linear.register_forward_hook(lambda module, args, out: out * 2),
+    "forward pre-hook": lambda linear: linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "backward hook": lambda linear: linear.register_full_backward_hook(nothing),
+    "backward pre-hook": lambda linear: linear.register_full_backward_pre_hook(nothing),
+    "state-dict hook": lambda linear: linear._register_state_dict_hook(nothing),
+    "state-dict pre-hook": lambda linear: linear.register_state_dict_pre_hook(nothing),
+    "load_state_dict pre-hook": lambda linear: linear.register_load_state_dict_pre_hook(nothing),
+    "load_state_dict post-hook": lambda linear: linear.register_load_state_dict_post_hook(nothing),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@torch.no_grad()
+def test_hooks(kind):
+    """A layer with a hook keeps it and its results, and loaders refuse it."""
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K)).bfloat16()
+    HOOKS[kind](model[0])
+    x, old = torch.randn(3, K).bfloat16(), model[0]
+    want = old(x)
+    assert left_by(model) == {"0": f"it has a {kind}"}
+    assert model[0] is old and isinstance(model[1], NVFP4Linear)
+    assert torch.equal(model[0](x), want)
+
+
+@torch.no_grad()
+def test_a_replaced_forward():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K)).bfloat16()
+    model[0].forward = lambda x: x * 3
+    assert left_by(model) == {"0": "its forward was replaced"}
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(model[0](x), x * 3)
+
+
+def prune_(linear: nn.Linear) -> nn.Linear:
+    return prune.l1_unstructured(linear, "weight", 0.5)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (parametrizations.weight_norm, "it has a parametrization"),
+        (parametrizations.orthogonal, "it has a parametrization"),
+        (weight_norm, "it has a forward pre-hook"),
+        (prune_, "it has a forward pre-hook"),
+        (lambda linear: Doubled(K, K), "Doubled is a subclass of nn.Linear"),
+        (lambda linear: linear.double(), r"its weight is torch.float64"),
+    ],
+)
+@torch.no_grad()
+def test_layers_that_compute_something_else(change, reason):
+    model = nn.Sequential(change(nn.Linear(K, K)), nn.Linear(K, K))
+    x = torch.randn(3, K, dtype=next(model[0].parameters()).dtype)
+    old, want = model[0], model[0](x)
+    assert left_by(model)["0"] == reason
+    assert model[0] is old and torch.equal(model[0](x), want)
+    assert isinstance(model[1], NVFP4Linear)
+
+
+class Converting(nn.Module):
+    """As T5: the input of ``wo`` is converted to the dtype of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.wi(x))
+        if x.dtype != self.wo.weight.dtype:
+            x = x.to(self.wo.weight.dtype)
+        return self.wo(x)
+
+
+@pytest.mark.parametrize("make", [Converting, lambda: nn.TransformerEncoderLayer(K, 4, K, batch_first=True)])
+@torch.no_grad()
+def test_layers_whose_weight_is_read(make):
+    model = make().bfloat16().eval()
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, K).bfloat16()
+    names = {"wo"} if isinstance(model, Converting) else {"linear1", "linear2"}
+    found = left_by(model)
+    assert {name for name, reason in found.items() if "reads its weight" in reason} == names
+    got, want = model(x).float(), twin(x).float()
+    assert (got - want).norm() < 0.12 * want.norm()
+
+
+def test_shared_weights():
+    """Layers with one weight stay tied; a layer that occurs twice is replaced twice."""
+    model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K), "c": nn.Linear(K, K)})
+    model["b"].weight, model["again"] = model["a"].weight, model["c"]
+    with pytest.warns(UserWarning, match=r"a: it shares a parameter with b; b: it shares a parameter with a"):
+        quantize_(model)
+    assert model["a"].weight is model["b"].weight and model["again"] is model["c"]
+    assert isinstance(model["c"], NVFP4Linear)
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K))
+
+
+def test_other_modules_are_named():
+    """Modules with a weight matrix are named; embeddings, convolutions and small parameters give no warning."""
+    quiet = {"embedding": nn.Embedding(K, K), "convolution": nn.Conv2d(64, 64, 64)}
+    model = nn.ModuleDict({**quiet, "c_attn": Conv1D(), "linear": nn.Linear(K, K)})
+    with pytest.warns(UserWarning) as warned:
+        quantize_(model)
+    assert [str(each.message) for each in warned] == [
+        "quantize_: modules stay unchanged. c_attn: Conv1D is neither nn.Linear nor experts with gate_up_proj and "
+        "down_proj"
+    ]
+    assert summary(model).left.keys() == {*quiet, "c_attn"} and summary(model).replaced == {"linear": "NVFP4Linear"}
+
+
+def test_nothing_to_quantise():
+    with pytest.warns(UserWarning, match=r"nothing was replaced in this Sequential \(it has no linear layers and no"):
+        quantize_(nn.Sequential(nn.ReLU(), nn.LayerNorm(K)))
+    with pytest.warns(UserWarning, match=r"nothing was replaced in this Sequential \(0: it is in ignore\)"):
+        quantize_(nn.Sequential(nn.Linear(K, K)), ignore="*")
+    with pytest.warns(UserWarning, match=r"random_: .* in_features is 100"):
+        random_(nn.Sequential(nn.Linear(100, K)))
+
+
+def test_filter_fn():
+    model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, 2 * K), "norm": nn.LayerNorm(K)})
+    seen = []
+
+    def is_wide(module: nn.Module, name: str) -> bool:
+        seen.append((module, name))
+        return module.out_features > K
+
+    want = [(model["a"], "a"), (model["b"], "b")]
+    quantize_(model, filter_fn=is_wide)
+    assert seen == want and type(model["a"]) is nn.Linear and isinstance(model["b"], NVFP4Linear)
+    assert summary(model).left == {"a": "filter_fn returned False"}
+
+
+@pytest.mark.parametrize("replace", [quantize_, random_])
+def test_ignore_that_matches_nothing(replace):
+    layers = nn.ModuleDict({"q": nn.Linear(K, K), "k": nn.Linear(K, K)})
+    model = nn.ModuleDict({"attn": layers, "lm_head": nn.Linear(K, K)})
+    with pytest.warns(
+        UserWarning,
+        match=r"ignore contains 'atn.*', which matches no layer; because ignore was given, its default \('lm_head',\) "
+        "does not apply, and lm_head changes",
+    ):
+        replace(copy.deepcopy(model), ignore="atn.*")
+    with pytest.warns(UserWarning, match=r"'attn', which matches no .* inside that module, write 'attn\.\*'$"):
+        replace(copy.deepcopy(model), ignore=("attn", "lm_head"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace(copy.deepcopy(model), ignore=("attn.q", "re:.*head"))
+        replace(layers)  # lacks an lm_head
+
+
+def test_summary(caplog):
+    """Names, reasons and bytes of what was replaced, for the model and as one line of the log."""
+    model = nn.ModuleDict({"a": nn.Linear(K, K, bias=False), "lm_head": nn.Linear(K, K, bias=False)}).bfloat16()
+    with pytest.raises(
+        ValueError, match="summary: no function of this package has replaced modules of this ModuleDict"
+    ):
+        summary(model)
+    with caplog.at_level(logging.INFO, logger="torch_cute_ops"):
+        quantize_(model)
+    found = summary(model)
+    assert found.replaced == {"a": "NVFP4Linear"} and found.left == {"lm_head": "it is in ignore"}
+    # 4-bit codes, a scale byte for each 16, and one global scale in float32.
+    assert (found.bytes_before, found.bytes_after) == (4 * K * K, 2 * K * K + K * K // 2 + K * K // 16 + 4)
+    line = "quantize_: 1 replaced (1 by NVFP4Linear), 1 unchanged; 65,536 bytes before, 41,988 after"
+    assert caplog.messages == [line]
+    assert str(found) == f"{line}\n  NVFP4Linear: a\n  unchanged: lm_head: it is in ignore"
+
+
+# Routers
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(K, 16)
+
+
+def test_routers():
+    """Routers stay, by class, by name, and next to experts; other gates are replaced."""
+    experts = nn.ModuleList(nn.Linear(K, K) for _ in range(16))
+    moe = {"experts": experts, "gate": nn.Linear(K, 16), "shared_expert_gate": nn.Linear(K, 8), "route": TopKRouter()}
+    hunyuan = {"shared_experts": nn.Linear(K, K), "gate": nn.ModuleDict({"wg": nn.Linear(K, 16)})}
+    model = nn.ModuleDict(
+        {
+            "moe": nn.ModuleDict(moe),
+            "hunyuan": nn.ModuleDict(hunyuan),
+            "modality_router": nn.Linear(K, 16),
+            "shared": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(K, K)]), "gate": nn.Linear(K, 64)}),
+            "gated": nn.ModuleDict({"gate": nn.Linear(K, 16), "output_gate": nn.Linear(K, K)}),
+        }
+    )
+    assert left_by(model, scheme="fp8_channel") == dict.fromkeys(
+        ("moe.gate", "moe.shared_expert_gate", "moe.route.classifier", "hunyuan.gate.wg", "modality_router"),
+        "it is a router",
+    )
+
+
+# Experts
+
+
+class UpBeforeGate(Experts):
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        up, gate = (self.gate_up_proj[expert] @ x).chunk(2)
+        return self.down_proj[expert] @ (self.act_fn(gate) * up)
+
+
+class ClampedGate(Experts):
+    """The clamp is not in an attribute."""
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        gate, up = (self.gate_up_proj[expert] @ x).chunk(2)
+        return self.down_proj[expert] @ (self.act_fn(gate.clamp(max=5000.0)) * up)
+
+
+class Tripled(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x, ids, weights)
+
+
+class Normalised(Experts):
+    """The weights of a token's experts are normalised once more."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, weights / weights.sum(-1, keepdim=True))
+
+
+class WithNorm(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(H, elementwise_affine=False)
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.norm(super().expert(x, expert))
+
+
+class Swapped(Experts):
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, weights)
+
+
+class OneMore(Experts):
+    """Expert i computes what expert i + 1 should."""
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return super().expert(x, (expert + 1) % E)
+
+
+class Interleaved(Experts):
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        both = self.gate_up_proj[expert] @ x
+        return self.down_proj[expert] @ (self.act_fn(both[::2]) * both[1::2])
+
+
+class Scaled(Experts):
+    """The factor is a parameter, which starts at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(x, ids, weights)
+
+
+class Buffered(Experts):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor), persistent=False)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(x, ids, weights)
+
+
+OTHER = "computes something else than experts with SwiGLU"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (UpBeforeGate, OTHER),
+        (ClampedGate, OTHER),
+        (Tripled, OTHER),
+        (Normalised, OTHER),
+        (WithNorm, OTHER),
+        (OneMore, OTHER),
+        (Interleaved, OTHER),
+        (lambda: Buffered(2.0), OTHER),
+        (lambda: Experts(act_fn=nn.GELU()), OTHER),
+        (Swapped, "its forward refuses tokens, expert ids and weights: "),
+        (Scaled, "QuantExperts has no place for its factor"),
+    ],
+)
+@torch.no_grad()
+def test_experts_that_compute_something_else(make, reason):
+    block = Block(make()).bfloat16()
+    old = block.mlp.experts
+    given = torch.randn(2, H).bfloat16(), torch.tensor([[0, 1], [3, 2]]), torch.rand(2, 2)
+    want = None if isinstance(old, Swapped) else old(*given)
+    for scheme in ("nvfp4", "fp8_block"):
+        with pytest.warns(UserWarning, match=rf"quantize_: modules stay unchanged\. mlp\.experts: .*{reason}"):
+            quantize_(block, scheme)
+        assert block.mlp.experts is old
+    assert want is None or torch.equal(old(*given), want)
+
+
+@pytest.mark.parametrize("make", [Experts, GptOssExperts, lambda: Buffered(1.0), lambda: Experts(experts=1)])
+def test_experts_that_are_replaced(make):
+    for experts in (make(), make().to("meta")):
+        if isinstance(experts, Buffered) and experts.factor.is_meta:
+            continue  # an unknown factor
+        want = SwiGLU(1.702, 1.0, 7.0) if isinstance(experts, GptOssExperts) else SwiGLU()
+        assert float_experts(experts).verified() == want
+
+
+def test_experts_with_hooks_or_shared_weights():
+    hooked, replaced, first, second = (Experts() for _ in range(4))
+    hooked.register_forward_hook(lambda module, args, out: out * 2)
+    replaced.forward = lambda *given: given[0]
+    second.down_proj = first.down_proj
+    left = left_by(nn.ModuleList([hooked, replaced, first, second, Experts()]))
+    assert left == {
+        "0": "it has a forward hook",
+        "1": "its forward was replaced",
+        "2": "it shares a parameter with 3",
+        "3": "it shares a parameter with 2",
+    }
+
+
+def test_shapes_that_fit_no_experts():
+    more, narrow = Experts(), Experts()
+    more.gate_up_proj = nn.Parameter(torch.zeros(E + 1, 2 * I, H))
+    narrow.down_proj = nn.Parameter(torch.zeros(E, H, I // 2))
+    left = left_by(nn.ModuleList([more, narrow, Experts()]))
+    assert left == {
+        "0": f"gate_up_proj {(E + 1, 2 * I, H)} and down_proj {(E, H, I)} have different numbers of experts",
+        "1": f"gate_up_proj {(E, 2 * I, H)} and down_proj {(E, H, I // 2)} fit no H and I",
+    }
+
+
+def test_each_trial_depends_on_the_whole_module():
+    """Equal modules share a trial; another attribute, activation or buffer needs another trial."""
+    experts = GptOssExperts()
+    assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 7.0)
+    experts.limit, other = 9.0, Experts()
+    assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 9.0)
+    assert float_experts(other).verified() == SwiGLU()
+    other.act_fn = nn.GELU()
+    assert OTHER in float_experts(other).verified()
+    assert float_experts(Buffered(1.0)).verified() == SwiGLU() and OTHER in float_experts(Buffered(2.0)).verified()
+
+
+class Dense(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("mh,enh->men", x, self.gate_up_proj).chunk(2, -1)
+        y = torch.einsum("mei,ehi->meh", self.act_fn(gate) * up, self.down_proj)
+        return (y.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
+
+
+def test_modules_that_read_all_experts(monkeypatch):
+    """Small modules may multiply all experts at once. Large modules may read one expert at a time, so that a trial
+    never copies the weights of all experts."""
+    assert float_experts(Dense()).verified() == SwiGLU()
+    monkeypatch.setattr(_trial, "LARGEST", E * 2 * I * H - 1)
+    monkeypatch.setattr(_trial, "_FOUND", {})
+    assert "MemoryError: the trial is limited to modules that read" in float_experts(Dense()).verified()
+    assert float_experts(Experts()).verified() == SwiGLU()
+
+
+def test_a_trial_changes_nothing():
+    """A trial neither draws from the global generator nor runs the module itself."""
+    experts = GptOssExperts()
+    before, state = {key: each.clone() for key, each in experts.state_dict().items()}, torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert isinstance(float_experts(experts).verified(), SwiGLU)
+    assert torch.equal(torch.get_rng_state(), state) and experts.training
+    assert all(torch.equal(experts.state_dict()[key], each) for key, each in before.items())
+
+
+# Loading
+
+
+def test_load_refuses_what_it_would_drop(tmp_path):
+    """A quantised checkpoint is not loaded into a module that would lose something."""
+
+    def blank() -> nn.Module:
+        with torch.device("meta"):
+            return Block(Experts()).bfloat16()
+
+    checkpoint.save(quantize_(Block(Experts()).bfloat16()), tmp_path / "x", "modelopt")
+    changes: list[tuple[str, str, Callable[[nn.Module], object]]] = [
+        ("o_proj", "it has a forward hook", lambda block: block.o_proj.register_forward_hook(nothing)),
+        ("o_proj", "its forward was replaced", lambda block: setattr(block.o_proj, "forward", nothing)),
+        ("mlp.experts", "it has a forward hook", lambda block: block.mlp.experts.register_forward_hook(nothing)),
+        ("mlp.experts", OTHER, lambda block: setattr(block.mlp.experts, "act_fn", nn.GELU())),
+    ]
+    for name, reason, change in changes:
+        block = blank()
+        change(block)
+        with pytest.raises(ValueError, match=rf"{name} is quantised in .*, but cannot become .*: .*{reason}"):
+            checkpoint.load_(block, tmp_path / "x")
+    assert isinstance(checkpoint.load_(blank(), tmp_path / "x").mlp.experts, QuantExperts)
+
+
+def test_merge_keeps_hooks():
+    """Quantised layers with hooks are not merged."""
+    model = nn.ModuleDict({"attn": nn.ModuleDict({f"{name}_proj": nn.Linear(K, K) for name in "qkv"})}).bfloat16()
+    quantize_(model)
+    model.attn.k_proj.register_forward_hook(nothing)
+    merge_(model)
+    assert {*model.attn} == {"q_proj", "k_proj", "v_proj"}
+    model.attn.k_proj._forward_hooks.clear()
+    merge_(model)
+    assert {*model.attn} == {"qkv_proj"} and isinstance(model.attn.qkv_proj, QuantLinear)
