@@ -27,7 +27,11 @@ SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "expert_ff
 SIZES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
 SIZES |= {"moe_latent_size": None, "n_shared_experts": 2}
 
-MORE = {"Ernie4_5_VLMoeMoeExperts": {"intermediate_size": I}}
+MORE = {
+    "Ernie4_5_VLMoeMoeExperts": {"intermediate_size": I},
+    "NllbMoeSparseMLP": {"ffn_dim": I},
+    "ZayaSparseMoeBlock": {"layer_idx": 1},
+}
 """Further arguments of constructors."""
 
 SILU = SwiGLU()
@@ -158,8 +162,8 @@ def configuration(module: object, kind: str, **settings: object):
     for each in sorted(configs, key=like, reverse=True):
         config = each()
         for name, value in {**SIZES, **settings}.items():
-            if hasattr(config, name):
-                setattr(config, name, [value] * 2 if isinstance(getattr(config, name), list) else value)
+            if hasattr(config, name) or name in settings:
+                setattr(config, name, [value] * 2 if isinstance(getattr(config, name, None), list) else value)
         try:
             getattr(module, kind)(config, **MORE.get(kind, {}))
         except AttributeError:  # a configuration of several models
@@ -176,10 +180,14 @@ def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.bfloat16(), ids, torch.rand(len(x), TOPK, generator=generator)
 
 
-def quantised(experts: nn.Module, scheme: str = "mxfp4") -> nn.ModuleDict:
+def quantised(experts: nn.Module) -> nn.ModuleDict:
+    return quantise_without_warnings(nn.ModuleDict({"experts": experts}), "mxfp4")
+
+
+def quantise_without_warnings(model: nn.ModuleDict, scheme: str) -> nn.ModuleDict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return quantize_(nn.ModuleDict({"experts": experts}), scheme)
+        return quantize_(model, scheme)
 
 
 @torch.no_grad()
@@ -244,3 +252,62 @@ def test_implementations(implementation):
     )
     experts.config._experts_implementation_internal = "doubled"
     assert OTHER in float_experts(experts).verified()
+
+
+# Routers
+
+ROUTERS = {
+    "afmoe.AfmoeSparseMoeBlock": {"router.gate"},
+    "dbrx.DbrxFFN": {"router.layer"},
+    "diffusion_gemma.DiffusionGemmaTextRouter": {"proj"},
+    "doge.DogeCDMoE": {"router_gate"},
+    "gemma3n.Gemma3nTextAltUp": {"modality_router"},
+    "gemma4.Gemma4TextRouter": {"proj"},
+    "hunyuan_v1_moe.HunYuanMoEV1Moe": {"gate.wg"},
+    "jetmoe.JetMoeMoE": {"router.layer"},
+    "longcat_flash.LongcatFlashMoE": {"router.classifier"},
+    "nllb_moe.NllbMoeSparseMLP": {"router.classifier"},
+    "qwen2_moe.Qwen2MoeSparseMoeBlock": {"shared_expert_gate"},
+    "qwen3_5_moe.Qwen3_5MoeSparseMoeBlock": {"shared_expert_gate"},
+    "qwen3_next.Qwen3NextSparseMoeBlock": {"shared_expert_gate"},
+    "qwen3_omni_moe.Qwen3OmniMoeTalkerTextSparseMoeBlock": {"shared_expert_gate"},
+    "qwen4_exp.Qwen4ExpTextSparseMoeBlock": {"shared_expert_gate"},
+    "switch_transformers.SwitchTransformersSparseMLP": {"router.classifier"},
+    "zaya.ZayaSparseMoeBlock": {f"gate.{each}" for each in ("down_proj", "router_mlp.fc1", "router_mlp.fc2")}
+    | {"gate.router_mlp.out_proj"},
+}
+"""Linear layers that take part in the choice of experts, by the module that contains them."""
+
+
+def test_the_table_of_routers_is_complete():
+    """Each class with a linear layer whose results are experts, or a gate of a shared expert, is in the table."""
+    if not transformers.__version__.startswith(VERSION):
+        pytest.skip(f"transformers is {transformers.__version__}, the table lists {VERSION}")
+    linear = re.compile(
+        r"nn\.Linear\([^)]*(num_experts|n_routed_experts|num_local_experts)"
+        r"|(router|shared_expert)\w*_?gate\w* = \S*nn.Linear|\w*router = nn.Linear"
+    )
+    folders = {
+        path.parent.name
+        for path in (Path(transformers.__path__[0]) / "models").glob("*/modeling_*.py")
+        if linear.search(path.read_text("utf-8"))
+    }
+    assert folders == {name.partition(".")[0] for name in ROUTERS}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers(name):
+    folder, _, kind = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    with torch.device("meta"):
+        config = configuration(module, kind, shared_expert_intermediate_size=I)
+        model = nn.ModuleDict({"mlp": getattr(module, kind)(config, **MORE.get(kind, {}))})
+    linears = {key: type(each) for key, each in model.named_modules() if isinstance(each, nn.Linear)}
+    routers = {f"mlp.{each}" for each in ROUTERS[name]}
+    assert routers <= linears.keys()
+    model = quantise_without_warnings(model, "fp8_channel")
+    stayed = {key for key, each in model.named_modules() if isinstance(each, nn.Linear)}
+    left = summary(model).left
+    # The input of T5's and NLLB's second layers is converted to the dtype of their weight.
+    assert routers == {key for key in stayed if "reads its weight" not in left[key]}
+    assert all(left[key] == "it is a router" for key in routers)
