@@ -335,12 +335,6 @@ def test_errors_of_tensors():
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"].view(torch.uint8)})
 
 
-def test_inputs_that_require_grad_are_refused():
-    layer = quantised(NVFP4Linear, "16bit")
-    with pytest.raises(ValueError, match="grad"):
-        layer(torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True))
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["no input scale", "input scale"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()

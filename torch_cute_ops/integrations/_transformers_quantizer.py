@@ -240,8 +240,8 @@ class CuteQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: the modules are for inference only."""
-        return False
+        """True: adapters can be trained, since the modules have a gradient for their input."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torch_cute_ops.nn import _straight_through
+from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
 from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -285,6 +287,13 @@ class QuantLinear(nn.Module):
         """Return the weight (N, K), computed in fp32 from codes and scales and rounded once to ``dtype``."""
         raise NotImplementedError
 
+    def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
+        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time.
+
+        The function takes the first row, a multiple of 128, and the end.
+        """
+        raise NotImplementedError
+
     def forward(self, input: Tensor | QuantizedRows) -> Tensor:
         """Compute ``input · Wᵀ + bias``.
 
@@ -292,13 +301,26 @@ class QuantLinear(nn.Module):
             input: (..., K), bfloat16 or float16, and float32 unless ``activations`` is ``"16bit"``; or the result of
                 :meth:`quantize` of this layer, or of another layer with the same input quantisation.
 
+        A tensor that requires grad gets the gradient ``dy · W`` with the decoded weight W: the rounding of activations
+        counts as the identity. Under ``torch.autocast``, a tensor is cast as for ``nn.Linear``.
+
         Returns:
             (..., N) in the dtype of ``input``.
 
         Raises:
-            ValueError, TypeError: as the op, for a wrong shape, dtype or device, or an input that requires grad while
-                gradients are enabled.
+            ValueError, TypeError: as the op, for a wrong shape, dtype or device; and if a weight, a scale or
+                :class:`QuantizedRows` require grad while gradients are enabled.
         """
+        if isinstance(input, Tensor):
+            kind = input.device.type
+            if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+                input = input.to(torch.get_autocast_dtype(kind))
+            if torch.is_grad_enabled() and needs_gradient(input, self.bias, *self._buffers.values()):
+                return _straight_through.linear(self, input)
+        return self.compute(input)
+
+    def compute(self, input: Tensor | QuantizedRows) -> Tensor:
+        """Compute :meth:`forward` without gradients."""
         rows = input if isinstance(input, QuantizedRows) else self._prepared(input)
         multiply = self._gated_product if rows.is_gate_and_up else self._product
         return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)

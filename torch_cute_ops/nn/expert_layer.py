@@ -3,17 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, moved
+from torch_cute_ops.nn._straight_through import needs_gradient
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.ops._signature import Scoring
 from torch_cute_ops.ops.moe_route import moe_route
 from torch_cute_ops.ops.moe_route_dense import moe_route_dense
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
+from torch_cute_ops.reference.moe_route import choose_experts
 
 
 class GatedMLP(nn.Module):
@@ -50,15 +53,21 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``down_proj(swiglu(gate_up_proj(x)))``, (..., H) from (..., H). Raises as :class:`QuantLinear`."""
         both = self.gate_up_proj(x)
+        if needs_gradient(both):  # fused ops have no gradient
+            return self.down_proj(self._gated(both))
         lead, quantization, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
         if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
             return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
         if quantization is None:
-            return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once
+            return self.down_proj(self._gated(both))
         quantise = silu_mul_fp4quant if quantization.to == "fp4" else silu_mul_fp8quant
         swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
         operands = quantise(rows, **quantization.arguments, **swiglu)
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
+
+    def _gated(self, both: Tensor) -> Tensor:
+        """Return the gated halves of the rows, computed in fp32 and rounded once."""
+        return self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype)
 
     def extra_repr(self) -> str:
         """Return the text that ``print`` shows."""
@@ -146,17 +155,27 @@ class ExpertLayer(nn.Module):
         Args:
             x: (M, H) or (..., H), bfloat16, float16 or float32, if the experts and the shared expert support the dtype.
 
+        If ``x``, the router or the shared expert's parameters require grad, they get the gradients that layers with the
+        decoded weights would have; see :meth:`QuantExperts.forward`.
+
         Returns:
             The result in the shape and dtype of ``x``.
 
         Raises:
-            ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
-                gradients are enabled.
+            ValueError, TypeError: as the ops, for a wrong shape, dtype or device.
         """
         tokens = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and needs_gradient(x, *self.parameters()):
+            return self._forward_with_gradient(tokens).view(x.shape)
         is_few = self.experts.are_routed(len(tokens), self.topk, x.dtype)
         compute = self.forward_few if is_few else self.forward_many
         return compute(tokens, self.logits(tokens)).view(x.shape)
+
+    def _forward_with_gradient(self, x: Tensor) -> Tensor:
+        """Compute :meth:`forward` for tokens (M, H), with a choice of experts in plain torch, which has a gradient."""
+        weights, ids = choose_experts(self.logits(x), self.topk, bias=self.bias, **self.scoring)
+        y = self.experts(x, ids, weights)
+        return y if self.shared is None else y + self.shared(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the router's logits, (M, E) float32, for ``x`` (M, H)."""

@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear
@@ -246,14 +247,21 @@ class QuantExperts(nn.Module):
                 CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
             top_k_weights: (M, topk), any floating-point dtype.
 
+        Tokens and weights that require grad get the gradient of experts with the decoded weights. The backward waits
+        for the device, and ``torch.compile`` does not trace such a call.
+
         Returns:
             (M, H) in the dtype of ``hidden_states``.
 
         Raises:
-            ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
-                gradients are enabled.
+            ValueError, TypeError: as the ops, for a wrong shape, dtype or device; and if a weight, a scale or a bias of
+                the experts requires grad while gradients are enabled.
         """
         check_routing(top_k_index, top_k_weights, self.experts)
+        if torch.is_grad_enabled() and _straight_through.needs_gradient(
+            hidden_states, top_k_weights, *self.parameters(), *self.buffers()
+        ):
+            return _straight_through.experts(self, hidden_states, top_k_index, top_k_weights)
         return self.summed(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
 
     def forward_dense(

@@ -18,6 +18,7 @@ from torch_cute_ops.nn._base import (
     float32_like,
     supported_weight,
 )
+from torch_cute_ops.nn._straight_through import RowsDecoder
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._with_gemm import quantises_with_gemm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
@@ -125,6 +126,21 @@ class _FP4Linear(QuantLinear):
         """Return the weight (N, K), decoded from codes and scales and rounded to ``dtype``."""
         return self._decoded().to(dtype)
 
+    def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
+        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        weight, scale, factor = self.weight, self._stored("weight_scale", self.weight_scale), self._row_factor()
+        options: dict[str, Any] = {"block_size": self.format.block_size, "out_dtype": torch.float32}
+
+        def decode(begin: int, end: int) -> Tensor:
+            rows = fp4_dequantize(weight[begin:end], scale[begin:end], scale_layout="linear", **options)
+            return (rows if factor is None else rows * factor[begin:end, None]).to(dtype)
+
+        return decode
+
+    def _row_factor(self) -> Tensor | None:
+        """Return a factor of each row of the decoded weight, (N,), or None."""
+        return None
+
 
 class NVFP4Linear(_FP4Linear):
     """A linear layer with a weight in NVFP4; arguments and errors are as for :class:`QuantLinear`.
@@ -178,7 +194,10 @@ class NVFP4Linear(_FP4Linear):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from codes and scales and rounded once to ``dtype``."""
-        return (self._decoded() * self._to_rows(self.weight_scale_2).unsqueeze(1)).to(dtype)
+        return (self._decoded() * self._row_factor().unsqueeze(1)).to(dtype)
+
+    def _row_factor(self) -> Tensor:
+        return self._to_rows(self.weight_scale_2)
 
     @classmethod
     def from_tensors(

@@ -18,6 +18,7 @@ from torch_cute_ops.nn._base import (
     supported_weight,
 )
 from torch_cute_ops.nn._scaled_mm import scaled_mm
+from torch_cute_ops.nn._straight_through import RowsDecoder
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks, encode, fp8_blocks, fp8_scale_of
 
@@ -65,6 +66,15 @@ class FP8BlockLinear(QuantLinear):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
         return decode_fp8_blocks(self.weight, self.weight_scale_inv, dtype)
+
+    def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
+        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        weight, scale = self.weight, self.weight_scale_inv
+
+        def decode(begin: int, end: int) -> Tensor:
+            return decode_fp8_blocks(weight[begin:end], scale[begin // FP8_BLOCK : fp8_blocks(end)], dtype)
+
+        return decode
 
     @classmethod
     def from_tensors(
@@ -151,7 +161,12 @@ class _FP8Linear(QuantLinear):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
-        return (self.weight.float() * self._row_scale()).to(dtype)
+        return self.rows_decoder(dtype)(0, self.out_features)
+
+    def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
+        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        weight, scale = self.weight, self._row_scale()
+        return lambda begin, end: (weight[begin:end].float() * scale[begin:end]).to(dtype)
 
     @classmethod
     def _amax(cls, weight: Tensor) -> Tensor:

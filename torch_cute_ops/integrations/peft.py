@@ -1,0 +1,103 @@
+"""LoRA adapters of PEFT for quantised layers.
+
+``register`` tells a ``LoraConfig`` how to adapt the layers of this package; everything else is PEFT's own::
+
+    config = torch_cute_ops.integrations.peft.register(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(model, config)
+"""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from torch_cute_ops.nn import QuantLinear
+
+
+class LoraQuantLinear(nn.Module, LoraLayer):
+    """A quantised layer with adapters next to it: ``y = layer(x) + scaling · B(A(x))``.
+
+    The quantised weight stays as it is, so adapters cannot be merged into it. Adapters are in float32 unless PEFT casts
+    them.
+
+    Args:
+        base_layer: quantised layer.
+        adapter_name: name of the first adapter.
+        config: configuration of the adapter.
+        r: rank of the adapter.
+        lora_alpha: numerator of the adapter's scaling.
+        named: further arguments that PEFT passes to every layer.
+
+    Raises:
+        ValueError: for a variant of LoRA that needs the weight itself, such as DoRA.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: LoraConfig,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **named: Any,
+    ) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **named)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **named)
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **named: Any) -> None:
+        """Refuse variants of LoRA: they change the weight or the forward.
+
+        Raises:
+            ValueError: for any variant.
+        """
+        if config.use_dora:
+            raise ValueError("LoraQuantLinear: use_dora needs the unquantised weight; use plain LoRA")
+
+    def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        """Compute the quantised layer's result plus the results of the active adapters."""
+        result: Tensor = self.base_layer(x, *args, **named)
+        if self.disable_adapters:
+            return result
+        dtype = result.dtype
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                down, up = self.lora_A[name], self.lora_B[name]
+                rows = self.lora_dropout[name](self._cast_input_dtype(x, down.weight.dtype))
+                result = result + up(down(rows)) * self.scaling[name]
+        return result.to(dtype)
+
+    def merge(self, *args: Any, **named: Any) -> None:
+        """Refuse to merge.
+
+        Raises:
+            NotImplementedError: always: the sum of weight and adapter is not a quantised weight.
+        """
+        raise NotImplementedError(
+            "LoraQuantLinear: adapters cannot be merged into a quantised weight; merge them into the original model "
+            "and quantise the result"
+        )
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """Return K and N of a quantised layer; PEFT would warn that it does not know the class."""
+        return module.in_features, module.out_features  # type: ignore[return-value]
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        """Return the device and dtype of new adapters; PEFT would take the dtype of the codes."""
+        return base_layer.weight.device, torch.float32  # type: ignore[return-value, union-attr]
+
+    def __repr__(self) -> str:
+        return f"lora.{super().__repr__()}"
+
+
+def register(config: LoraConfig) -> LoraConfig:
+    """Let a LoRA configuration adapt quantised layers of this package, and return it.
+
+    Saved configurations do not contain this: pass ``register(LoraConfig.from_pretrained(path))`` as ``config`` to
+    ``PeftModel.from_pretrained``.
+    """
+    config._register_custom_module({QuantLinear: LoraQuantLinear})
+    return config
