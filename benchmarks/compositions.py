@@ -161,7 +161,7 @@ def e4m3_quantize(
     """Quantise (M, K) fp32 to e4m3 with fp32 scales.
 
     The scale is `scale` if given (granularity "tensor"), else amax / 448 of each row, (M, 1), or of each 128 elements,
-    (M, K/128), or (K/128, M) in the column layout.
+    (M, K/128), column-major in the column layout.
     """
     if scale is not None:
         return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
@@ -171,7 +171,7 @@ def e4m3_quantize(
     divisor = scale.unsqueeze(-1)
     scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 for a zero block and for NaN
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-    return codes, scale.t().contiguous() if scale_layout == "column" else scale
+    return codes, scale.t().contiguous().t() if scale_layout == "column" else scale
 
 
 def fp8_quantize(

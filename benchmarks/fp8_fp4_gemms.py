@@ -62,7 +62,7 @@ def decoded_weight(tensors: Tensors) -> torch.Tensor:
 
 def gemm(a: torch.Tensor, a_scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``a @ weight.T`` of e4m3 rows and a decoded weight, in float64, rounded to the result's dtype."""
-    return ((a.double() * a_scale.t().double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]]) @ weight.t()).to(DTYPE)
+    return ((a.double() * a_scale.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]]) @ weight.t()).to(DTYPE)
 
 
 def humming(
@@ -78,7 +78,7 @@ def humming(
         name: Key of `HUMMING`.
         problem: Problem of our op.
         rows: M in its formulas.
-        sets: Operands; all rows of activations are one matrix, scales are (K/128, M).
+        sets: Operands; all rows of activations are one matrix, scales are (M, K/128).
         experts: Names of the buffers that describe the experts' rows; None without experts.
     """
     if format_of(sets[0]) is not MXFP4:
@@ -98,7 +98,7 @@ def humming(
     layers, tuning = made
     calls = []
     for tensors in sets:
-        a, a_scale = tensors["a"].flatten(0, -2), tensors["a_scale"].flatten(1).t().contiguous()
+        a, a_scale = tensors["a"].flatten(0, -2), tensors["a_scale"].flatten(0, -2).contiguous()
         call: dict[str, Any] = {"inputs": a, "input_scale": a_scale} if has_fp8 else {"inputs": in_bf16(a, a_scale)}
         if experts is not None:
             call["expert_layout"] = tensors[experts["layout"]]

@@ -55,9 +55,9 @@ class FP8GemmBenchmark(GemmBenchmark):
         return {"b": b, "b_scale": scales(experts, -(-n // BLOCK), k // BLOCK, device=device)}
 
     def activations(self, rows: int, case: Case, device: torch.device) -> Tensors:
-        """Return ``rows`` rows (R, K) and their scales."""
+        """Return ``rows`` rows (R, K) and their column-major scales."""
         k = case["K"]
-        return {"a": codes(rows, k, device), "a_scale": scales(k // BLOCK, rows, device=device)}
+        return {"a": codes(rows, k, device), "a_scale": scales(k // BLOCK, rows, device=device).t()}
 
     # --- peers ---
 
@@ -102,10 +102,10 @@ class FP8GemmBenchmark(GemmBenchmark):
         return 1.0 - ((a.double() - exact).abs() <= limit).double().mean().item()
 
 
-def rows_last(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales (..., K/128, M) in DeepGEMM's layout: (..., M, K/128), each column contiguous, 16-byte aligned."""
-    m = scale.shape[-1]
-    return torch.nn.functional.pad(scale, (0, -m % 4))[..., :m].mT
+def aligned_columns(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales (..., M, K/128) as DeepGEMM takes them: each column is contiguous and aligned to 16 bytes."""
+    m = scale.shape[-2]
+    return torch.nn.functional.pad(scale.mT, (0, -m % 4))[..., :m].mT
 
 
 def experts_of(case: Case) -> int:
@@ -124,7 +124,7 @@ def scales(*shape: int, device: torch.device) -> torch.Tensor:
 
 def decoded_gemm(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     """Return ``a @ b.T`` (M, N) of the decoded operands in float64, rounded to the result's dtype."""
-    of_rows = a_scale.t().double().repeat_interleave(BLOCK, 1)
+    of_rows = a_scale.double().repeat_interleave(BLOCK, 1)
     of_columns = b_scale.double().repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
     return ((a.double() * of_rows) @ (b.double() * of_columns).t()).to(DTYPE)
 

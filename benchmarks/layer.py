@@ -262,7 +262,7 @@ class FP8(Layer):
 
     label, scheme, element_bytes = "FP8", "fp8_block", 1.0 + 4 / 128**2
     scales = "weight_scale_inv"
-    how: Mapping[str, Any] = {"granularity": "block128", "scale_layout": "column"}
+    how: Mapping[str, Any] = {"granularity": "block128"}
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
         return ops.add_rmsnorm_fp8quant(x, residual, self.norms[which], eps=EPS, **self.how)

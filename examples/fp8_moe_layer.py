@@ -250,7 +250,7 @@ class FP8Layer:
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
         if self.is_masked:
             # The same rows, grouped by expert.
-            a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
+            a, a_scale = (each.unflatten(0, (len(counts), -1)) for each in (a, a_scale))
             offsets = None
         else:
             # Without padding the offsets alone locate the rows, and GEMMs choose their tiles for packed rows.

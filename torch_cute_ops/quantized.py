@@ -286,7 +286,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
 def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations: str) -> Tensor:
     b, dtype = q.codes.t(), rows.dtype
     if q.format == "fp8_block":
-        a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
+        a, a_scale = fp8_quantize(rows, granularity="block128")
         return mm_fp8_block(a, b, a_scale, q.scale, bias=bias, out_dtype=dtype)
     block = FP4_FORMATS[q.format].block_size
     if activations == "16bit":
@@ -298,7 +298,7 @@ def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations:
         raise ValueError(
             f"linear: got x with {rows.shape[1]} columns; expected a multiple of {_FP8_MULTIPLE} for activations='fp8'"
         )
-    a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
+    a, a_scale = fp8_quantize(rows, granularity="block128")
     return mm_fp8_fp4(a, b, a_scale, q.scale, q.alpha, bias, dtype, block)
 
 

@@ -39,9 +39,15 @@ OPS: Final[dict[str, OpSpec]] = _discover()
 _library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _packed(output: torch.Tensor) -> torch.Tensor:
-    """Return the output with the strides of the fake, on which compiled programs rely even if an extent is 1."""
-    packed = torch.empty_like(output, memory_format=torch.contiguous_format)
+def _packed(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Return the output with these strides, of the fake: compiled programs rely on them even if an extent is 1.
+
+    ``None`` stands for the strides of a new tensor.
+    """
+    if strides is None:
+        packed = torch.empty_like(output, memory_format=torch.contiguous_format)
+    else:
+        packed = output.new_empty_strided(output.shape, strides)
     return output if output.stride() == packed.stride() else packed.copy_(output)
 
 
@@ -59,7 +65,8 @@ def _register(spec: OpSpec) -> None:
     def cpu(*args: Any, **kwargs: Any) -> Any:
         call = checked(*args, **kwargs)
         path.check_values(call)
-        outputs = tuple(map(_packed, as_tuple(spec.compute(path.arguments(call)))))
+        values, described = as_tuple(spec.compute(path.arguments(call))), path.output_shapes(call)
+        outputs = tuple(_packed(value, each.strides) for value, each in zip(values, described, strict=True))
         return outputs[0] if len(outputs) == 1 else outputs
 
     def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

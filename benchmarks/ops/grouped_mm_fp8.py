@@ -18,12 +18,12 @@ from ..fp8_gemms import (
     DEEP_GEMM,
     FP8GemmBenchmark,
     Prepared,
+    aligned_columns,
     decoded_gemm,
     experts_of,
     found,
     peer_mark,
     rate,
-    rows_last,
 )
 from ..gemms import DTYPE
 
@@ -96,7 +96,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
         tensors = self.activations(int(counts.sum()), case, device) | self.weight(case, device)
         if case.choices["layout"] == "masked":
             tensors["a"] = tensors["a"].view(len(counts), -1, case["K"])
-            tensors["a_scale"] = tensors["a_scale"].view(-1, *tensors["a"].shape[:2])
+            tensors["a_scale"] = tensors["a_scale"].unflatten(0, tensors["a"].shape[:2])
             tensors["counts"] = counts.to(device, copy=True)
         else:
             tensors["offsets"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
@@ -108,7 +108,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         counts, k = counts_of(case).tolist(), case["K"]
-        rows, scales = tensors["a"].view(-1, k).split(counts), tensors["a_scale"].flatten(1).split(counts, 1)
+        rows, scales = tensors["a"].view(-1, k).split(counts), tensors["a_scale"].flatten(0, -2).split(counts)
         parts = map(decoded_gemm, rows, tensors["b"], scales, tensors["b_scale"])
         return (torch.cat(list(parts)).view_as(tensors["out"]),)
 
@@ -156,7 +156,7 @@ def counts_of(case: Case) -> torch.Tensor:
 
 def contiguous(library: ModuleType, t: Tensors) -> Prepared:
     """Prepare DeepGEMM's grouped GEMM in the contiguous layout; each expert's rows must be a multiple of 128."""
-    a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
+    a, b = (t["a"], aligned_columns(t["a_scale"])), (t["b"], t["b_scale"])
     counts = t["offsets"].diff().cpu()
     if (counts % BLOCK).any():
         raise ValueError("DeepGEMM expects a multiple of 128 rows for each expert")
@@ -169,9 +169,9 @@ def masked(library: ModuleType, t: Tensors) -> Prepared:
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
     rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)
-    scale = torch.nn.functional.pad(t["a_scale"].transpose(0, 1).contiguous(), (0, room))
+    scale = torch.nn.functional.pad(t["a_scale"], (0, 0, 0, room))
     out = t["out"].new_empty(experts, m + room, t["out"].shape[2])
-    a, b = (rows, rows_last(scale)), (t["b"], t["b_scale"])
+    a, b = (rows, aligned_columns(scale)), (t["b"], t["b_scale"])
     return lambda: library.fp8_m_grouped_gemm_nt_masked(a, b, out, t["counts"], m), out[:, :m]
 
 

@@ -44,7 +44,7 @@ class GroupedMmFp8Fp4(GroupedMmFp8):
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         counts, k = counts_of(case).tolist(), case["K"]
-        rows, scales = tensors["a"].view(-1, k).split(counts), tensors["a_scale"].flatten(1).split(counts, 1)
+        rows, scales = tensors["a"].view(-1, k).split(counts), tensors["a_scale"].flatten(0, -2).split(counts)
         parts = map(fp8_fp4_gemms.gemm, rows, scales, fp8_fp4_gemms.decoded_weight(tensors))
         return (torch.cat(list(parts)).view_as(tensors["out"]),)
 

@@ -13,11 +13,11 @@ from ..fp8_gemms import (
     DEEP_GEMM,
     FP8GemmBenchmark,
     Prepared,
+    aligned_columns,
     decoded_gemm,
     found,
     peer_mark,
     rate,
-    rows_last,
 )
 from ..gemms import DTYPE
 
@@ -51,11 +51,11 @@ class MmFp8Block(FP8GemmBenchmark):
             return lambda: torch._scaled_mm(t["a"], t["b"].t(), one, two, out_dtype=DTYPE, use_fast_accum=True)
 
         def blockwise(t: Tensors) -> Callable[[], torch.Tensor]:
-            scale = t["a_scale"].t(), t["b_scale"].t()
+            scale = t["a_scale"], t["b_scale"].t()
             return lambda: torch._scaled_mm(t["a"], t["b"].t(), *scale, out_dtype=DTYPE)
 
         def deep_gemm(library: ModuleType, t: Tensors) -> Prepared:
-            a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
+            a, b = (t["a"], aligned_columns(t["a_scale"])), (t["b"], t["b_scale"])
             return lambda: library.fp8_gemm_nt(a, b, t["out"]), t["out"]
 
         if name == DEEP_GEMM:

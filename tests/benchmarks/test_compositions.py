@@ -152,10 +152,10 @@ def test_dynamic_fp8_bit_for_bit(granularity, block, layout):
     values *= torch.tensor([1.0, 1e-3, 1e4, 1.0, 1.0, 0.0]).unsqueeze(-1)
     values[3, 0], values[4, 200], values[5, 3] = math.nan, -math.inf, -0.0
     y, scale = compositions.e4m3_quantize(values, None, granularity, "row" if granularity == "token" else layout)
-    assert y.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.is_contiguous()
-    assert tuple(scale.shape) == ((256 // block, 6) if block == 128 and layout == "column" else (6, 256 // block))
-    by_row = scale.t() if scale.shape[1] == 6 else scale
-    for row, codes, scales in zip(values.tolist(), y.view(torch.uint8).tolist(), by_row.tolist(), strict=True):
+    assert y.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    assert tuple(scale.shape) == (6, 256 // block)
+    assert scale.stride() == ((1, 6) if block == 128 and layout == "column" else (256 // block, 1))
+    for row, codes, scales in zip(values.tolist(), y.view(torch.uint8).tolist(), scale.tolist(), strict=True):
         expected = [quantize_fp8(row[i : i + block]) for i in range(0, 256, block)]
         assert codes == [byte for some, _ in expected for byte in some]
         assert scales == pytest.approx([s for _, s in expected], rel=0, abs=0, nan_ok=True)

@@ -78,9 +78,9 @@ def test_random_routing_gives_experts_unequal_rows():
 
 def test_the_expected_gemm_is_that_of_the_decoded_numbers():
     a, b = (fp8_gemms.codes(3, 256, CPU) for _ in range(2))
-    a_scale, b_scale = fp8_gemms.scales(2, 3, device=CPU), fp8_gemms.scales(1, 2, device=CPU)
+    a_scale, b_scale = fp8_gemms.scales(3, 2, device=CPU), fp8_gemms.scales(1, 2, device=CPU)
     want = sum(
-        (a[:, at].double() * a_scale[i].double()[:, None]) @ (b[:, at].double() * b_scale[0, i].double()).t()
+        (a[:, at].double() * a_scale[:, i, None].double()) @ (b[:, at].double() * b_scale[0, i].double()).t()
         for i, at in enumerate((slice(0, 128), slice(128, 256)))
     )
     assert torch.equal(fp8_gemms.decoded_gemm(a, b, a_scale, b_scale), want.bfloat16())

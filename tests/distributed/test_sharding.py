@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+import torch_cute_ops
 from torch_cute_ops.distributed import full_tensor, reason_unsharded, redistribute
 from torch_cute_ops.distributed.rules import WITHOUT, Rule, rules_of
 from torch_cute_ops.formats import NVFP4
@@ -204,7 +205,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
     if op.name == "mm_fp8_fp4":
         given |= {
             "a": torch.randint(-2, 3, (ROWS, 128)).float().to(torch.float8_e4m3fn),
-            "a_scale": torch.ones(1, ROWS),
+            "a_scale": torch.ones(ROWS, 1),
         }
     elif op.has_backends and op.path.a == "16-bit":
         given["a"] = torch.randint(-2, 3, (ROWS, op.path.a_width(128))).bfloat16()
@@ -358,7 +359,7 @@ def test_a_bias_is_not_added_twice(mesh):
 
 def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
     """An implicit collective of FP8 raises and names ``redistribute``, which preserves the values."""
-    codes, scale = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(1, 256)
+    codes, scale = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(256, 1)
     with ranks():
         a, a_scale = distributed(codes, Shard(1), mesh), distributed(scale, Replicate(), mesh)
         b, b_scale = distributed(codes.t(), Shard(1), mesh), distributed(torch.ones(2, 1), Shard(0), mesh)
@@ -374,7 +375,7 @@ def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
         gathered = full_tensor(rows)
         with pytest.raises(ValueError, match="expected no Partial, because FP8 cannot be summed"):
             redistribute(a, [Partial()])
-        assert redistribute(distributed(scale, Shard(1), mesh), [Replicate()]).placements == (Replicate(),)
+        assert redistribute(distributed(scale, Shard(0), mesh), [Replicate()]).placements == (Replicate(),)
     assert_same([joined(whole), joined(rows)], [codes, codes])
     assert_same([*gathered._local_tensors.values()], [codes, codes])
 
@@ -427,6 +428,31 @@ def test_ops_without_rules_say_why(mesh):
             torch.ops.cute.fp8_quantize.out(rows, y=y, scale_out=scale)
 
 
+@pytest.mark.parametrize("lead", [(6,), (4, 3)])
+def test_column_scales_keep_their_strides_through_a_gather(lead, mesh):
+    """Check values and strides of gathered FP8 block scales, and the product of a GEMM that gathers them itself."""
+    x, weight = torch.randn(*lead, 384), torch.randn(256, 384).to(torch.float8_e4m3fn)
+    codes, want = torch_cute_ops.fp8_quantize(x, granularity="block128")
+    b_scale = torch.rand(2, 3) + 0.5
+    with ranks():
+        y, scale = torch.ops.cute.fp8_quantize(distributed(x, Shard(0), mesh), None, "block128")
+        assert scale.placements == (Shard(0),) and tuple(scale.shape) == (*lead, 3)
+        gathered = full_tensor(scale)
+        assert gathered.stride() == want.stride() == torch.empty(3, *lead).movedim(0, -1).stride()
+        elements = full_tensor(y)
+        if len(lead) == 1:
+            given = (distributed(weight.t(), Shard(1), mesh), scale, distributed(b_scale, Shard(0), mesh))
+            product = torch.ops.cute.mm_fp8_block(redistribute(y, [Replicate()]), *given, out_dtype=torch.float32)
+    for rank in range(WORLD):
+        assert torch.equal(gathered._local_tensors[rank], want)
+        assert torch.equal(elements._local_tensors[rank].view(torch.uint8), codes.view(torch.uint8))
+    if len(lead) == 1:
+        left = codes.double() * want.double().repeat_interleave(128, 1)
+        factors = b_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = left.view(-1, 384) @ (weight.double() * factors).t()
+        torch.testing.assert_close(joined(product).double(), exact, rtol=1e-5, atol=1e-3)
+
+
 def test_decisions_depend_on_non_tensor_arguments(mesh):
     """torch caches decisions; a different non-tensor argument needs a new decision."""
     x = torch.randn(4, 256)
@@ -434,9 +460,9 @@ def test_decisions_depend_on_non_tensor_arguments(mesh):
         rows = distributed(x, Shard(0), mesh)
         placements = [
             torch.ops.cute.fp8_quantize(rows, None, granularity, layout)[1].placements
-            for granularity, layout in (("token", "row"), ("block128", "row"), ("block128", "column"), ("token", "row"))
+            for granularity, layout in (("token", "row"), ("block128", "row"), ("block128", "column"), ("token", None))
         ]
-        assert placements == [(Shard(0),), (Shard(0),), (Shard(1),), (Shard(0),)]
+        assert placements == [(Shard(0),)] * 4
         a, b = distributed(torch.randn(4, 64).bfloat16(), Shard(0), mesh), torch.zeros(24, 32, dtype=torch.uint8)
         given = (
             a,

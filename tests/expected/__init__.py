@@ -70,7 +70,7 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
     if given["granularity"] == "tensor":
         return y, scales
-    return y, scales.t() if given["scale_layout"] == "column" else scales.reshape(*lead, scales.shape[-1])
+    return y, scales.reshape(*lead, scales.shape[-1])
 
 
 def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:

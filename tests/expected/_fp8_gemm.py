@@ -63,9 +63,9 @@ def gemm(
     bias: np.ndarray | None,
     device: str,
 ) -> Bounded:
-    """Return ``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (⌈K/128⌉, rows)."""
+    """Return ``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (rows, ⌈K/128⌉)."""
     left, (right, columns) = numbers(a), weight
-    rows = a_scale.detach().cpu().double().numpy()
+    rows = a_scale.detach().cpu().double().t().numpy()
     n = len(right)
     total, bound, size = (np.zeros((len(left), n)) for _ in range(3))
     with np.errstate(all="ignore"):

@@ -37,13 +37,13 @@ def results(given):
 def grouped(given, weight_of):
     """Return the sums of all rows and their bounds; ``weight_of`` returns the weight of an expert."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
-    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-(-k // 128), -1)
+    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // 128))
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type
     for expert, (begin, end) in enumerate(ranges(given)):
         rows = slice(begin, end)
         epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
-        one = gemm(a[rows], weight_of(expert), a_scale[:, rows], *epilogue, device)
+        one = gemm(a[rows], weight_of(expert), a_scale[rows], *epilogue, device)
         total[rows], bound[rows] = one
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))

@@ -4,7 +4,7 @@ from expected import Tensors, gated, quantised_fp8, rmsnorm_fp8quant, rows_of
 from torch_cute_ops.testing import GATE_ERROR
 
 _ARGUMENTS = (
-    "Tensor input, Tensor? scale=None, str granularity='token', str scale_layout='row', "
+    "Tensor input, Tensor? scale=None, str granularity='token', str? scale_layout=None, "
     "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
 )
 SCHEMA = f"cute::silu_mul_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"

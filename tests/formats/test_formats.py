@@ -30,8 +30,15 @@ from torch_cute_ops.formats import (
     resolve_scale_layout,
 )
 from torch_cute_ops.formats import fp4 as formats
+from torch_cute_ops.formats.fp8 import (
+    is_column_major,
+    is_one_column,
+    is_packed_column,
+    is_row_major,
+    new_column_scales,
+)
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
-from torch_cute_ops.formats.shapes import fp4_shapes, fp8_shapes
+from torch_cute_ops.formats.shapes import fp4_shapes, fp8_outputs
 
 # e2m1
 
@@ -128,16 +135,16 @@ def test_formats():
 def test_fp8_formats():
     assert FP8_FORMATS == {"tensor": FP8_TENSOR, "token": FP8_TOKEN, "block128": FP8_BLOCK128}
     assert [fmt.is_static for fmt in FP8_FORMATS.values()] == [True, False, False]
-    for granularity, layout in itertools.product((*FP8_FORMATS, "row", ""), (*FP8_SCALE_LAYOUTS, "linear", "")):
+    for granularity, layout in itertools.product((*FP8_FORMATS, "row", ""), (*FP8_SCALE_LAYOUTS, None, "linear", "")):
         if granularity not in FP8_FORMATS:
             message = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128'"
-        elif layout not in FP8_SCALE_LAYOUTS:
+        elif layout not in (*FP8_SCALE_LAYOUTS, None):
             message = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
-        elif layout == "column" and granularity != "block128":
-            message = f"scale_layout='column' with granularity='{granularity}': only block128"
         else:
-            fmt = resolve_fp8_format(granularity, layout)
-            assert fmt == (FP8_FORMATS[granularity], FP8_SCALE_LAYOUTS[layout])
+            fmt, found = resolve_fp8_format(granularity, layout)
+            # Only block scales have a choice.
+            assert fmt == FP8_FORMATS[granularity]
+            assert found.name == ("row" if granularity != "block128" else layout or "column")
             continue
         with pytest.raises(ValueError, match=message):
             resolve_fp8_format(granularity, layout)
@@ -343,7 +350,9 @@ def test_shapes(lead, blocks, fmt, layout):
 @given(
     lead=st.lists(st.integers(0, 200), max_size=3),
     blocks=st.integers(1, 9),
-    choices=st.sampled_from([("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]),
+    choices=st.sampled_from(
+        [("tensor", None), ("token", "column"), ("block128", "row"), ("block128", "column"), ("block128", None)]
+    ),
 )
 def test_fp8_shapes(lead, blocks, choices):
     """The last block of a row may be half as long."""
@@ -352,17 +361,47 @@ def test_fp8_shapes(lead, blocks, choices):
 
 
 def check_fp8_shapes(lead, width, blocks, choices):
-    y, scale = fp8_shapes((*lead, width), *resolve_fp8_format(*choices))
-    assert y == (*lead, width)
-    assert (
-        scale
-        == {
-            ("tensor", "row"): (1,),
-            ("token", "row"): (*lead, 1),
-            ("block128", "row"): (*lead, blocks),
-            ("block128", "column"): (blocks, math.prod(lead)),
-        }[choices]
-    )
+    granularity, layout = choices
+    y, scale = fp8_outputs((*lead, width), *resolve_fp8_format(*choices), ("row", "column"))
+    assert y.shape == (*lead, width) and y.strides is None
+    assert scale.shape == {"tensor": (1,), "token": (*lead, 1), "block128": (*lead, blocks)}[granularity]
+    if granularity != "block128" or layout == "row":
+        assert scale.strides is None
+    elif math.prod(lead):
+        by_column = torch.empty(blocks, *lead, device="meta").movedim(0, -1)
+        assert scale.strides == by_column.stride()
+
+
+@given(
+    experts=st.integers(1, 3),
+    rows=st.integers(1, 4),
+    blocks=st.integers(1, 4),
+    padding=st.integers(0, 2),
+    data=st.data(),
+)
+def test_fp8_scale_layouts(experts, rows, blocks, padding, data):
+    """Compare with the addresses of the elements."""
+    shape = (experts, rows, blocks)[data.draw(st.integers(0, 1)) :]
+    order = data.draw(st.permutations(range(len(shape))))
+    step, strides = data.draw(st.sampled_from((1, 1, 2))), [0] * len(shape)
+    for dim in order:
+        strides[dim] = step
+        step = step * shape[dim] + padding
+    scale = torch.empty(step * 2).as_strided(shape, strides)
+
+    def at(*index):
+        return sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+    lead = list(itertools.product(*map(range, shape[:-1])))
+    assert is_row_major(scale) == all(at(*first, b) == at(*first, 0) + b for first in lead for b in range(blocks))
+    is_column = all(at(*first, b) == at(*first[:-1], 0, b) + first[-1] for first in lead for b in range(blocks))
+    apart = rows == 1 or blocks == 1 or strides[-1] >= rows
+    assert is_column_major(scale) == (is_column and apart)
+    assert is_one_column(scale) == all(at(*first, 0) == i for i, first in enumerate(lead))
+    is_packed = all(at(*first, b) == i + b * len(lead) for i, first in enumerate(lead) for b in range(blocks))
+    assert is_packed_column(scale) == is_packed
+    made = new_column_scales(scale)
+    assert made.shape == scale.shape and is_packed_column(made) and is_column_major(made)
 
 
 # The vectorised formulas of spec.py against the exact ones

@@ -21,7 +21,7 @@ ROWS = (0, 1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 300)
 
 def exact(a, b, a_scale, b_scale):
     """Compute ``a @ b.T`` of whole numbers and powers of two, so that no sum is rounded."""
-    left = a.double() * a_scale.t().double().repeat_interleave(BLOCK, 1)
+    left = a.double() * a_scale.double().repeat_interleave(BLOCK, 1)
     right = b.double() * b_scale.double().repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
     return left @ right.t()
 
@@ -46,7 +46,7 @@ def test_experts_have_their_rows(counts, layout, device):
     else:
         one = contiguous("", counts, N, K, where, exact=True, alignment=128, spare=5, counted=layout == "contiguous")
     a, b, a_scale, b_scale, *rest = one.args
-    rows, scales = a.reshape(-1, K), a_scale.reshape(K // BLOCK, -1)
+    rows, scales = a.reshape(-1, K), a_scale.reshape(-1, K // BLOCK)
     poison = 1e30
     out = torch.full((*a.shape[:-1], N), poison, dtype=torch.float32, device=where)
     want = out.clone().view(-1, N)
@@ -54,7 +54,7 @@ def test_experts_have_their_rows(counts, layout, device):
     ends = begins[1:] if layout == "uncounted" else [begin + n for begin, n in zip(begins, counts, strict=False)]
     for expert, (begin, end) in enumerate(zip(begins, ends, strict=False)):
         of_expert = slice(begin, end)
-        want[of_expert] = exact(rows[of_expert], b[expert].mT, scales[:, of_expert], b_scale[expert])
+        want[of_expert] = exact(rows[of_expert], b[expert].mT, scales[of_expert], b_scale[expert])
     torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs, out_dtype=torch.float32, out=out)
     if device == "cpu":
         # The reference leaves zeros.
@@ -67,7 +67,7 @@ def test_one_expert_is_the_plain_gemm(device):
     a, b, a_scale, b_scale = one.args
     counts = torch.tensor([70], dtype=torch.int32, device=device)
     want = torch_cute_ops.mm_fp8_block(*one.args)
-    got = torch_cute_ops.grouped_mm_fp8(a[None], b[None], a_scale[:, None], b_scale[None], counts=counts)
+    got = torch_cute_ops.grouped_mm_fp8(a[None], b[None], a_scale[None], b_scale[None], counts=counts)
     assert torch.equal(got[0], want)
 
 
@@ -78,7 +78,7 @@ def test_long_sums_do_not_lose_more(m, device):
     where = torch.device(device)
     k = 128 * BLOCK
     a, b = (torch.rand(rows, k, device=where).to(torch.float8_e4m3fn) for rows in (m, 128))
-    a_scale, b_scale = torch.ones(128, m, device=where), torch.ones(1, 128, device=where)
+    a_scale, b_scale = torch.ones(m, 128, device=where), torch.ones(1, 128, device=where)
     got = torch_cute_ops.mm_fp8_block(a, b.t(), a_scale, b_scale, out_dtype=torch.float32)
     want = a.double() @ b.double().t()
     assert ((got.double() - want).abs() / want).max() < 2.0**-9
@@ -89,7 +89,7 @@ def test_nan_stays_where_it_is(m, device):
     """Check that NaN spreads to its row or column, and from a scale to its row or 128 columns."""
     where = torch.device(device)
     a, b = integers(m, K, device=where), integers(N, K, device=where)
-    a_scale, b_scale = powers(K // BLOCK, m, device=where), powers(3, K // BLOCK, device=where)
+    a_scale, b_scale = powers(m, K // BLOCK, device=where), powers(3, K // BLOCK, device=where)
     a.view(torch.uint8)[1, 300] = NAN
     b.view(torch.uint8)[7, 3] = NAN
     a_scale[2, 2] = torch.nan
@@ -161,7 +161,7 @@ def test_a_replay_follows_the_counts():
         out.fill_(777.0)
         graph.replay()
         for expert, count in enumerate(given):
-            want = exact(a[expert], b[expert].mT, a_scale[:, expert], b_scale[expert]).bfloat16()
+            want = exact(a[expert], b[expert].mT, a_scale[expert], b_scale[expert]).bfloat16()
             want[count:] = 777.0
             assert torch.equal(out[expert], want)
 

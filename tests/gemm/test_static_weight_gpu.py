@@ -114,7 +114,7 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
         b_scale = written
     else:
         multiply = torch_cute_ops.mm_fp8_block
-    quantise = partial(torch_cute_ops.fp8_quantize, granularity="block128", scale_layout="column")
+    quantise = partial(torch_cute_ops.fp8_quantize, granularity="block128")
     a, a_scale = quantise(rows[0])
     given = {"backend": name, "static_weight": static, "out_dtype": torch.float32}
 

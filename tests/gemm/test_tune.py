@@ -390,7 +390,7 @@ def by_hand(problem, operands, rows, expert, part):
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
     if problem.a.is_fp8:
         grouped = problem.grouping.over == "rows"
-        a_scale = a_scale.reshape(len(a_scale), rows).t().double()
+        a_scale = a_scale.reshape(rows, -1).double()
         a = torch.from_numpy(numbers(a.reshape(rows, -1))) * a_scale.repeat_interleave(128, 1)[:, : problem.k]
         if problem.b.is_fp4:
             codes = b.mT.flatten(0, 1) if grouped else b.mT

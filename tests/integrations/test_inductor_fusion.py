@@ -34,9 +34,9 @@ QUANTISE = {
         lambda g: {"scale": g, "granularity": "tensor"},
     ),
     "fp8 block": (
-        lambda x, g: tco.fp8_quantize(x, granularity="block128", scale_layout="column"),
+        lambda x, g: tco.fp8_quantize(x, granularity="block128"),
         "fp8quant",
-        lambda g: {"granularity": "block128", "scale_layout": "column"},
+        lambda g: {"granularity": "block128"},
     ),
 }
 by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)

@@ -152,7 +152,7 @@ def test_overlap_with_wide_scales_is_found(launches):
     op = OPS["mm_fp8_block"]
     a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
     storage = torch.ones(4096)
-    a_scale = storage.as_strided((2, 4), (1000, 1))
+    a_scale = storage.as_strided((4, 2), (1, 1000))
     out = storage[512:544].view(4, 8)
     given = {"a": a, "b": b.t(), "b_scale": torch.ones(1, 2), "out_dtype": torch.float32}
     op.cuda(**given, a_scale=a_scale.contiguous())

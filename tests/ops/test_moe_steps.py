@@ -48,7 +48,7 @@ def test_there_and_back(kind, m, layout, device):
     )
     x = whole_rows(m, 384, device)
     y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
-    rows = torch.where(permuted[:, None] < 0, torch.nan, y.float() * scale.t().repeat_interleave(128, 1))
+    rows = torch.where(permuted[:, None] < 0, torch.nan, y.float() * scale.repeat_interleave(128, 1))
     quarter = torch.full((m, TOPK), 0.25, device=device)
     # Each dropped pair removes a quarter.
     kept = (expanded >= 0).float().mean(1, keepdim=True)
@@ -143,7 +143,7 @@ def test_indices_out_of_range_on_a_cpu():
         permute(place=good)
     finalize(11)
     finalize(-(2**31))
-    sums, copies = torch.zeros(4, 64), (torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.zeros(1, 8))
+    sums, copies = torch.zeros(4, 64), (torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.zeros(8, 1))
     for bad in (12, 2**31 - 1):
         for out in (None, sums):
             with pytest.raises(ValueError, match=f"cute::moe_finalize: expanded_to_permuted holds {bad}, out of range"):
@@ -177,12 +177,12 @@ def calls_of_experts(device="cpu"):
 
     def multiply(offsets, counts):
         a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 128, dtype=FP8)
-        a_scale, b_scale = (torch.ones(1, *size, device=device) for size in (lead[offsets is not None], (2,)))
-        return torch_cute_ops.grouped_mm_fp8(a, b, a_scale, b_scale.view(2, 1, 1), offsets, counts)
+        a_scale, b_scale = (torch.ones(*size, 1, device=device) for size in (lead[offsets is not None], (2, 1)))
+        return torch_cute_ops.grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts)
 
     def multiply_fp4(offsets, counts):
         a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 64)
-        a_scale = torch.ones(1, *lead[offsets is not None], device=device)
+        a_scale = torch.ones(*lead[offsets is not None], 1, device=device)
         b_scale = zeros(128, 8, dtype=FP8)
         return torch_cute_ops.grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts)
 
@@ -229,17 +229,17 @@ def test_gate_of_both_layouts(layout, device):
     _, _, _, permuted, offsets, counts = torch_cute_ops.moe_route(torch.randn(40, 12, device=device), 2, **layout)
     rows = torch.randn(len(permuted), 512, device=device).bfloat16()
     used = permuted >= 0
-    want = torch_cute_ops.silu_mul_fp8quant(rows, granularity="block128", scale_layout="column")
+    want = torch_cute_ops.silu_mul_fp8quant(rows, granularity="block128")
     poisoned = torch.where(used[:, None], rows, torch.nan)
     got = torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets, counts)
-    as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[:, used])  # noqa: E731
+    as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[used])  # noqa: E731
     assert_same(as_bytes(*got), as_bytes(*want))
     if layout == {"alignment": 1}:
         # Without padding, offsets suffice.
         assert_same(as_bytes(*torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets)), as_bytes(*want))
     if "max_rows" in layout:
         y, scale = torch_cute_ops.moe_swiglu_fp8quant(poisoned.view(12, -1, 512), counts=counts)
-        assert y.shape == (12, 64, 256) and scale.shape == (2, 12, 64)
+        assert y.shape == (12, 64, 256) and scale.shape == (12, 64, 2)
         assert_same(as_bytes(y.view(got[0].shape), scale.view(got[1].shape)), as_bytes(*want))
 
 
@@ -313,9 +313,9 @@ def test_steps_in_a_graph(m, width):
     def steps(logits, x):
         weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(logits, TOPK)
         y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
-        rows = (y.float() * scale.t().repeat_interleave(128, 1)).bfloat16()
+        rows = (y.float() * scale.repeat_interleave(128, 1)).bfloat16()
         y, scale = torch_cute_ops.moe_swiglu_fp8quant(rows, offsets, counts)
-        rows = (y.float() * scale.t().repeat_interleave(128, 1)).bfloat16()
+        rows = (y.float() * scale.repeat_interleave(128, 1)).bfloat16()
         return torch_cute_ops.moe_finalize(rows, expanded, weights)
 
     inputs = [(torch.randn(m, 32, device="cuda"), torch.randn(m, width, device="cuda").bfloat16()) for _ in range(3)]

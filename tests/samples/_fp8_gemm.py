@@ -37,9 +37,9 @@ def powers(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a (rows, K) matrix, and its scales (⌈K/128⌉, rows)."""
+    """Return a (rows, K) matrix, and its column-major scales (rows, ⌈K/128⌉)."""
     numbers, factors = (integers, powers) if exact else (codes, scales)
-    return numbers(rows, k, device=device), factors(-(-k // BLOCK), rows, device=device)
+    return numbers(rows, k, device=device), factors(-(-k // BLOCK), rows, device=device).t()
 
 
 def weight(

@@ -104,10 +104,10 @@ def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch
 def output_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, width: int, device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad outputs of an op that returns codes (rows, width) and their scales by column."""
+    """Yield bad outputs of an op that returns codes (rows, width) and their column-major scales."""
     good = {
         "y": torch.zeros(rows, width, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
-        "scale": torch.zeros(width // 128, rows, device=device),
+        "scale": torch.zeros(width // 128, rows, device=device).t(),
     }
     # Scales are stored one at a time, so that they may start at any address.
     return (e for e in out_errors(args, kwargs, good, device) if e.name != "out-scale-unaligned")

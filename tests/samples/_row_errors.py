@@ -60,7 +60,11 @@ def scalar_errors(
 def out_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], good: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad outputs of an op that returns these ``good`` 2-D outputs, by name, for ``args`` and ``kwargs``."""
+    """Yield bad outputs of an op that returns these ``good`` 2-D outputs, by name, for ``args`` and ``kwargs``.
+
+    float32 scales are FP8 block scales, which may be in either layout.
+    """
+    block_scales = [name for name, each in good.items() if name.startswith("scale") and each.dtype == torch.float32]
 
     def blank(*shape: int, dtype: torch.dtype, device: torch.device = device) -> torch.Tensor:
         storage = torch.uint8 if dtype.itemsize == 1 else dtype
@@ -92,9 +96,16 @@ def out_errors(
         ):
             text = rf"with shape \({', '.join(map(str, shape))},?\); expected \({rows}, {columns}\)"
             yield bad(f"shape-{'x'.join(map(str, shape))}", ValueError, text, blank(*shape, dtype=dtype))
-        text = "with strides .* contiguous"
-        yield bad("columns-first", ValueError, text, blank(columns, rows, dtype=dtype).t())
-        yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
+        if name in block_scales:
+            text = "with shape .* and strides .* row-major or column-major"
+            yield bad("every-other", ValueError, text, blank(rows, 2 * columns, dtype=dtype)[:, ::2])
+            yield bad("rows-expanded", ValueError, text, blank(1, columns, dtype=dtype).expand(rows, -1))
+            overlapping = blank(rows * columns, dtype=dtype).as_strided((rows, columns), (1, rows - 1))
+            yield bad("columns-overlap", ValueError, text, overlapping)
+        else:
+            text = "with strides .* contiguous"
+            yield bad("columns-first", ValueError, text, blank(columns, rows, dtype=dtype).t())
+            yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
         yield bad("device", ValueError, "is on meta", blank(rows, columns, dtype=dtype, device=torch.device("meta")))
         if dtype.is_floating_point:
             leaf = blank(rows, columns, dtype=dtype).requires_grad_()

@@ -14,7 +14,7 @@ from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
 from samples._weights import every_other_expert, stride_errors, with_padding
 
-ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
+ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 """Dimension of the rows in ``call``'s tensors, by argument."""
 
 
@@ -78,14 +78,14 @@ def masked(
     _poison(a, a_scale, exists)
     b, b_scale = weight(n, k, device=device, exact=exact, experts=experts)
     _poison_unused(b_scale, counts)
-    args = (a.view(experts, rows, k), b.mT, a_scale.view(len(a_scale), experts, rows), b_scale)
+    args = (a.view(experts, rows, k), b.mT, a_scale.unflatten(0, (experts, rows)), b_scale)
     return Sample(name, args, {"counts": given, **kwargs})
 
 
 def _poison(a: torch.Tensor, a_scale: torch.Tensor, exists: torch.Tensor) -> None:
     """Write NaN to rows that do not exist."""
     a.view(torch.uint8).masked_fill_(~exists[:, None], NAN)
-    a_scale.masked_fill_(~exists, torch.nan)
+    a_scale.masked_fill_(~exists[:, None], torch.nan)
 
 
 def _poison_unused(b_scale: torch.Tensor, counts: Sequence[int]) -> None:
@@ -170,8 +170,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("a-row-strided", (wide[:, :256], b, a_scale, b_scale, offsets, counts)),
         ("b-pitched", (a, with_padding(b), a_scale, b_scale, offsets, counts)),
         ("b-every-other-expert", (a, every_other_expert(b), a_scale, b_scale, offsets, counts)),
-        ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2, 1)[:, : len(a)], b_scale, offsets, counts)),
-        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale, offsets, counts)),
+        ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2).t().contiguous().t()[: len(a)], b_scale, offsets, counts)),
+        ("a-scale-row-major", (a, b, a_scale.contiguous(), b_scale, offsets, counts)),
         ("offsets-strided", (a, b, a_scale, b_scale, twice[:, 0], counts)),
     ):
         yield Sample(name, args, {})
@@ -181,7 +181,13 @@ def _views(device: torch.device) -> Iterator[Sample]:
     a, b, a_scale, b_scale = one.args
     more = torch.cat((a.view(torch.uint8),) * 2, 1).view(FP8)
     yield Sample("masked-a-part", (more[:, :8], b, a_scale, b_scale, None, one.kwargs["counts"]), {})
-    yield Sample("masked-a-scale-rows-first", (a, b, a_scale.mT.contiguous().mT, b_scale), dict(one.kwargs))
+    padded = torch.nn.functional.pad(a_scale.mT.contiguous(), (0, 3))[..., :8].mT
+    for name, scale in (
+        ("row-major", a_scale.contiguous()),
+        ("columns-of-each-expert", a_scale.mT.contiguous().mT),
+        ("padded-columns-of-each-expert", padded),
+    ):
+        yield Sample(f"masked-a-scale-{name}", (a, b, scale, b_scale), dict(one.kwargs))
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
@@ -209,6 +215,8 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
     yield bad("b-one-expert", ValueError, "got b_scale with shape", b=b[:1])
+    transposed = tensors["b_scale"].mT.contiguous().mT
+    yield bad("b-scale-transposed-view", ValueError, "a transposed view", b_scale=transposed)
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
     yield from stride_errors(good, "b")
     yield from stride_errors(contiguous("square", [4, 3], k, k, device), "b")

@@ -108,7 +108,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("b-float4", (a, b.view(torch.float4_e2m1fn_x2), a_scale, b_scale, offsets, counts)),
         ("b-pitched", (a, with_padding(b), a_scale, b_scale, offsets, counts)),
         ("b-every-other-expert", (a, every_other_expert(b), a_scale, b_scale, offsets, counts)),
-        ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2, 1)[:, : len(a)], b_scale, offsets, counts)),
+        ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2).t().contiguous().t()[: len(a)], b_scale, offsets, counts)),
     ):
         yield replace(one, name=name, args=args)
     alpha, bias = torch.rand(2, 2, 24, device=device)

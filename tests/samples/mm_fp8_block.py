@@ -36,7 +36,7 @@ SIZES = {
     "no-columns": (5, 0, 128),
 }
 """M, N and K of samples that do not test sizes."""
-ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
+ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 """Dimension of the rows in ``call``'s tensors, by argument."""
 
 
@@ -85,14 +85,14 @@ def _values(device: torch.device) -> Iterator[Sample]:
     for name, m in (("few", 5), ("many", 130)):
         one = sample(f"nan-of-{name}-rows", m, 136, 256, device)
         one.args[0].view(torch.uint8)[1::3, 5] = NAN
-        one.args[2][1, 2::3] = torch.nan
+        one.args[2][2::3, 1] = torch.nan
         yield one
         one = sample(f"nan-of-columns-for-{name}-rows", m, 264, 256, device)
         one.args[1].t().view(torch.uint8)[1::7, 5] = NAN
         one.args[3][1, 0] = torch.nan
         yield one
         one = sample(f"zero-scales-of-{name}-rows", m, 136, 256, device, out_dtype=torch.float32)
-        one.args[2][:, ::2] = 0.0
+        one.args[2][::2] = 0.0
         one.args[3][-1] = 0.0
         yield one
         one = sample(f"large-{name}", m, 136, 256, device, out_dtype=torch.float32)
@@ -102,7 +102,7 @@ def _values(device: torch.device) -> Iterator[Sample]:
         a, b, a_scale, b_scale = one.args
         a[:, 128:] = a[:, :128]
         b.t()[:, 128:] = b.t()[:, :128]
-        a_scale[1] = -a_scale[0]
+        a_scale[:, 1] = -a_scale[:, 0]
         b_scale[:, 1] = b_scale[:, 0]
         yield one
         largest = sample(f"largest-{name}", m, 136, 128, device, out_dtype=torch.float32)
@@ -127,7 +127,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     one = sample("", m, n, k, device)
     a, b, a_scale, b_scale = one.args
     wide = torch.cat((a.view(torch.uint8),) * 3, 1).view(FP8)
-    pitched = torch.cat((a_scale,) * 2, 1)
+    pitched = torch.cat((a_scale,) * 2).t().contiguous().t()
     for name, args in (
         ("a-columns-first", (a.view(torch.uint8).t().contiguous().view(FP8).t(), b, a_scale, b_scale)),
         ("a-row-strided", (wide[:, :k], b, a_scale, b_scale)),
@@ -135,10 +135,12 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("a-rows-expanded", (a[:1].expand(m, -1), b, a_scale, b_scale)),
         ("b-pitched", (a, with_padding(b), a_scale, b_scale)),
         ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale)),
-        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
-        ("a-scale-pitched", (a, b, pitched[:, 1 : 1 + m], b_scale)),
-        ("a-scale-expanded", (a, b, a_scale[:1].expand(2, -1), b_scale)),
-        ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
+        ("a-scale-row-major", (a, b, a_scale.contiguous(), b_scale)),
+        ("a-scale-pitched", (a, b, pitched[1 : 1 + m], b_scale)),
+        ("a-scale-blocks-expanded", (a, b, a_scale[:, :1].expand(-1, 2), b_scale)),
+        ("a-scale-rows-expanded", (a, b, a_scale[:1].expand(m, -1), b_scale)),
+        ("a-scale-every-other", (a, b, torch.stack((a_scale, a_scale), 2).flatten(1)[:, ::2], b_scale)),
+        ("b-scale-strided", (a, b, a_scale, torch.cat((b_scale,) * 2, 1)[:, : b_scale.shape[1]])),
     ):
         yield Sample(name, args, {})
     alpha, bias = torch.rand(2, n, device=device)
@@ -147,7 +149,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def _ones(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(1, 128, device=device), torch.ones(1, 1, device=device)
+    return torch.ones(128, 1, device=device), torch.ones(1, 1, device=device)
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
@@ -164,6 +166,9 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-half", ValueError, "got b_scale with shape", b=b[:, :128])
+    yield bad(
+        "b-scale-transposed-view", ValueError, "a transposed view", b_scale=tensors["b_scale"].t().contiguous().t()
+    )
     yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device)
     yield from prefetch_errors(bad, device)

@@ -99,7 +99,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale[::3])),
         ("b-pitched", (a, with_padding(b), a_scale, b_scale)),
         ("b-offset", (a, unaligned(b), a_scale, b_scale)),
-        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
+        ("a-scale-row-major", (a, b, a_scale.contiguous(), b_scale)),
         ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
     ):
         yield replace(one, name=name, args=args)

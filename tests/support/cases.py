@@ -600,7 +600,7 @@ def poisoned(like: Iterable[torch.Tensor]) -> Tensors:
 
 def _poison(like: torch.Tensor) -> torch.Tensor:
     if like.dtype.is_floating_point and like.dtype.itemsize > 1:
-        return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
+        return torch.empty_like(like).fill_(torch.nan)  # with the strides of ``like``, such as column-major scales
     if like.dtype.itemsize > 1:
         return torch.full(like.shape, 0xAAAAAAAA - 2**32, dtype=like.dtype, device=like.device)
     return torch.full(like.shape, 0xAA, dtype=torch.uint8, device=like.device).view(like.dtype)

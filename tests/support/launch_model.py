@@ -368,7 +368,7 @@ def compute_rows(config: Any, *args: Any) -> None:
         x = torch.where(used[:, None], x, 0.0)
         results = quantize_fp8_rows(silu_mul_rows(x, *gate), spec.fmt, None, spec.layout)
         call.y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
-        call.scale.data[:, used] = results[1][:, used]
+        call.scale.data[used] = results[1][used]
         return
     if call.residual is not None:
         write(call.residual, x.float() + call.residual.float())
@@ -425,14 +425,14 @@ def as_if_contiguous(tensor: Any) -> Any:
 def write_copies(
     codes: torch.Tensor, scales: torch.Tensor, places: torch.Tensor, pairs: torch.Tensor, y: Any, scale: Any
 ) -> None:
-    """Copy rows of codes to the ``places`` of their pairs, and columns of scales from the tokens of ``pairs``."""
+    """Copy rows of codes to the ``places`` of their pairs, and rows of scales from the tokens of ``pairs``."""
     # torch before 2.13 cannot index FP8 tensors.
     y, codes = y.data.view(torch.uint8), codes.view(torch.uint8)
     for copies in places.t():
         exists = copies >= 0
         y[copies[exists].long()] = codes[exists]
     used = pairs >= 0
-    scale.data[:, used] = scales[:, pairs[used].long() // places.shape[1]]
+    scale.data[used] = scales[pairs[used].long() // places.shape[1]]
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:

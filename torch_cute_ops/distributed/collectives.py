@@ -103,8 +103,8 @@ def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Ten
         k = layer.in_features
         linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
         return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
-    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # block scales, column layout
-        return all_gather(scale, group, dim=1)
+    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # block scales, which stay column-major
+        return all_gather(scale.t(), group, dim=1).t()
     # A static scale is equal on all ranks.
     return scale if layer.has_input_scale else all_gather(scale, group)
 

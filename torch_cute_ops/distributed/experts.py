@@ -265,7 +265,7 @@ class ExpertParallel(nn.Module):
         """Return codes and scales, as bytes, of each pair's row, in the order of the experts."""
         if self.wire == "fp8":
             codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
-            return as_bytes(codes), scale.t().contiguous()
+            return as_bytes(codes), scale.contiguous()
         if not len(x):  # with max_rows a rank without tokens sends padding
             x = x.new_zeros(1, x.shape[1])
         codes, scale = fp4_quantize(x, scale_layout="linear")
@@ -309,7 +309,7 @@ class ExpertParallel(nn.Module):
         place, order, offsets, _ = moe_route_ids(ids, self.experts, 1)
         if self.wire == "fp8":
             index = order.clamp(min=0)
-            a, a_scale = codes[index].view(torch.float8_e4m3fn), scale[index].t().contiguous()
+            a, a_scale = codes[index].view(torch.float8_e4m3fn), scale[index]
         else:
             numbers = fp4_dequantize(codes, scale.view(torch.float8_e4m3fn), scale_layout="linear")
             a, a_scale = moe_permute_fp8quant(numbers, order, 1, place)
@@ -323,7 +323,7 @@ class ExpertParallel(nn.Module):
         if self.group is None:
             return y
         if self.back == "fp8":
-            codes, scale = fp8_quantize(y, granularity="block128")
+            codes, scale = fp8_quantize(y, granularity="block128", scale_layout="row")
             codes, scale = (self._sent(each, sizes, is_back=True) for each in (as_bytes(codes), scale))
             wide = scale.repeat_interleave(BLOCK, 1)[:, : y.shape[1]]
             y = (codes.view(torch.float8_e4m3fn).float() * wide).to(y.dtype)

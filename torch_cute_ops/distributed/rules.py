@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
-from torch_cute_ops.formats.fp8 import COLUMN, ROW
+from torch_cute_ops.formats.fp8 import ROW
 from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
 from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
@@ -142,14 +142,12 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         outputs: dict[str, Placement] = dict.fromkeys(("y", "out", "norm", "scale_linear", "scale"), sharded)
         multiples: list[Multiple] = []
         refusal = None
-        by_rows = layout.is_linear and layout != COLUMN
         if fmt == FP8_TENSOR:
             outputs["scale"] = Replicate()
-        elif not by_rows:
+        elif not layout.is_linear:
             if dim and _rows_before((*shape[:dim], 1), 0) != 1:
                 refusal = f"{layout.name} scales are over the flattened rows; shard dimension 0, or flatten the input"
-            outputs["scale"] = Shard(1 if layout == COLUMN else 0)
-            outputs["scale_128x4"] = Shard(0)
+            outputs["scale"] = outputs["scale_128x4"] = Shard(0)
             multiples = _tiles("the number of rows", _rows_before(shape, 0), layout)
             if last > 1:
                 multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
@@ -161,7 +159,7 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         refusal = (
             f"{layout.name} scales are tiles in memory, which sharding over K would break; use scale_layout='linear'"
         )
-    scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(0 if layout == COLUMN else last)
+    scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
     multiples = [Multiple("the last dimension of input", shape[last], block or 1)]
     yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples, refusal)
 
@@ -216,20 +214,19 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     (m, _), (held, n) = call["a"].shape, call["b"].shape
     a_layout, b_layout, block = _layouts(path, call)
     k = held * (2 if path.b == "fp4" else 1)
-    is_column = path.a == "fp8"
-    rows = _given(call, a=Shard(0), a_scale=Shard(1 if is_column else 0))
+    rows = _given(call, a=Shard(0), a_scale=Shard(0))
     yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
     columns = _given(call, b=Shard(1), b_scale=Shard(0), bias=Shard(0))
     alpha = call["alpha"]
     if alpha is not None and alpha.shape == (n,) and n > 1:
         columns["alpha"] = Shard(0)
     multiples = [Multiple("N", n, BLOCK)] if b_layout is None else _tiles("N", n, b_layout)
-    if b_layout is not None and is_column:
+    if b_layout is not None and path.a == "fp8":
         multiples.append(Multiple("N", n, 8))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
     if path.prologue_gate:
         return  # the gate and up halves of a row must stay on one rank
-    sums = _given(call, a=Shard(1), a_scale=Shard(0 if is_column else 1), b=Shard(0), b_scale=Shard(1))
+    sums = _given(call, a=Shard(1), a_scale=Shard(1), b=Shard(0), b_scale=Shard(1))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
 
 
@@ -251,7 +248,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     own = _given(call, b=Shard(0), b_scale=Shard(0), bias=Shard(0))
     if by_expert:
         own["alpha"] = Shard(0)
-    inputs = _given(call, a=Shard(0), a_scale=Shard(1), counts=Shard(0)) | own
+    inputs = _given(call, a=Shard(0), a_scale=Shard(0), counts=Shard(0)) | own
     multiples = [Multiple("E", experts, 1)]
     if is_tiled:
         assert b_layout is not None
@@ -271,7 +268,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
     multiples = [Multiple("N", n, BLOCK if b_layout is None else 8)]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
-    sums = _given(call, a=Shard(last), a_scale=Shard(0), b=Shard(1), b_scale=Shard(2))
+    sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(2))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
 
 
@@ -317,13 +314,13 @@ def _route_dense(call: Call) -> Iterator[Rule]:
 
 def _permute(call: Call) -> Iterator[Rule]:
     width = Multiple("the last dimension of input", call["input"].shape[1], BLOCK)
-    yield Rule("columns", {"input": Shard(1)}, {"y": Shard(1), "scale": Shard(0)}, [width])
+    yield Rule("columns", {"input": Shard(1)}, {"y": Shard(1), "scale": Shard(1)}, [width])
 
 
 def _swiglu(call: Call) -> Iterator[Rule]:
     if call["offsets"] is None:
         experts = Multiple("E", call["input"].shape[0], 1)
-        yield Rule("experts", {"input": Shard(0), "counts": Shard(0)}, {"y": Shard(0), "scale": Shard(1)}, [experts])
+        yield Rule("experts", {"input": Shard(0), "counts": Shard(0)}, {"y": Shard(0), "scale": Shard(0)}, [experts])
 
 
 def _finalize(call: Call) -> Iterator[Rule]:

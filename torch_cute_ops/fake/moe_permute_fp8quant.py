@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_outputs
+from torch_cute_ops.fake.rmsnorm_fp8quant import quantised
 from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_permute_fp8quant(input: torch.Tensor, permuted_to_expanded: torch.Tensor, **_: Any) -> OutputShapes:
-    """Describe the codes (R, H) and the scales (⌈H/128⌉, R)."""
-    return fp8_outputs((permuted_to_expanded.shape[0], input.shape[1]), "block128", "column")
+    """Describe the codes (R, H) and the scales (R, ⌈H/128⌉), column-major."""
+    return quantised((permuted_to_expanded.shape[0], input.shape[1]), "block128", None)

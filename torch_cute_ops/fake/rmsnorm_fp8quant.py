@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import resolve_fp8_format
-from torch_cute_ops.formats.shapes import OutputShapes, fp8_shapes
+from torch_cute_ops.formats import FP8_SCALE_LAYOUTS, resolve_fp8_format
+from torch_cute_ops.formats.shapes import OutputShapes, Shape, fp8_outputs
 
 
-def rmsnorm_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str, **_: Any) -> OutputShapes:
+def rmsnorm_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str | None, **_: Any) -> OutputShapes:
     """Describe the codes (..., H) and the scales."""
-    return fp8_outputs(input.shape, granularity, scale_layout)
+    return quantised(input.shape, granularity, scale_layout)
 
 
-def fp8_outputs(shape: tuple[int, ...], granularity: str, scale_layout: str) -> OutputShapes:
-    """Describe the codes and the scales of a tensor of ``shape`` (..., K)."""
-    y, scale = fp8_shapes(shape, *resolve_fp8_format(granularity, scale_layout))
-    return [(y, torch.float8_e4m3fn), (scale, torch.float32)]
+def quantised(shape: Shape, granularity: str, scale_layout: str | None) -> OutputShapes:
+    """Describe the codes and the scales of a tensor of ``shape`` (..., K). Given scales decide an unnamed layout."""
+    layouts = tuple(FP8_SCALE_LAYOUTS) if scale_layout is None else (scale_layout,)
+    return fp8_outputs(shape, *resolve_fp8_format(granularity, scale_layout), layouts)

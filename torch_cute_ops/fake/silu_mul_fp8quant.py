@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_outputs
+from torch_cute_ops.fake.rmsnorm_fp8quant import quantised
 from torch_cute_ops.fake.silu_mul_fp4quant import halved
 from torch_cute_ops.formats.shapes import OutputShapes
 
 
-def silu_mul_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str, **_: Any) -> OutputShapes:
+def silu_mul_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str | None, **_: Any) -> OutputShapes:
     """Describe the codes (..., I) and the scales of an input (..., 2I)."""
-    return fp8_outputs(halved(input), granularity, scale_layout)
+    return quantised(halved(input), granularity, scale_layout)

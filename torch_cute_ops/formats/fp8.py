@@ -1,10 +1,16 @@
 """FP8: e4m3 elements with fp32 scales, one for a tensor, for each row (token), or for each 128 elements of a row.
 
 A row's last block may be shorter than 128: with blocks, a row's length is a multiple of 64 (gpt-oss: 2,880).
+
+Block scales have one shape, (..., ⌈K/128⌉), and their strides are the layout: by row, the scales of one row are
+contiguous; by column, the scales of one block of k are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import torch
 
 from torch_cute_ops.formats.scale_layout import ScaleLayout
 
@@ -40,24 +46,78 @@ FP8_FORMATS: Final = {fmt.granularity: fmt for fmt in (FP8_TENSOR, FP8_TOKEN, FP
 
 ROW: Final = ScaleLayout("row", 0)
 COLUMN: Final = ScaleLayout("column", 0)
-"""Transposed scales, (blocks, rows): the scales of one block are contiguous, as TMA copies of a GEMM need them."""
+"""Layout of block scales in which the scales of one block of k are contiguous, as GEMMs read them."""
 FP8_SCALE_LAYOUTS: Final = {layout.name: layout for layout in (ROW, COLUMN)}
 
 
-def resolve_fp8_format(granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
-    """Return the format and layout with these names.
+def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
+    """Return the format with this name, and the layout of its scales.
+
+    Block scales are column-major unless ``scale_layout`` names the other layout. A scale for each token, or for the
+    tensor, has only one layout, ``ROW``.
 
     Raises:
-        ValueError: for an unknown name, or for the column layout without blocks.
+        ValueError: for an unknown name.
     """
-    fmt, layout = FP8_FORMATS.get(granularity), FP8_SCALE_LAYOUTS.get(scale_layout)
+    fmt = FP8_FORMATS.get(granularity)
     if fmt is None:
         raise ValueError(f"granularity={granularity!r} is unknown; use one of {', '.join(map(repr, FP8_FORMATS))}")
+    layout = COLUMN if scale_layout is None else FP8_SCALE_LAYOUTS.get(scale_layout)
     if layout is None:
         names = ", ".join(map(repr, FP8_SCALE_LAYOUTS))
-        raise ValueError(f"scale_layout={scale_layout!r} is unknown; use one of {names}")
-    if layout == COLUMN and not fmt.block_size:
-        raise ValueError(
-            f"scale_layout='column' with granularity={granularity!r}: only block128 has scales to lay out; use 'row'"
-        )
-    return fmt, layout
+        raise ValueError(f"scale_layout={scale_layout!r} is unknown; use one of {names}, or None")
+    return fmt, layout if fmt.block_size else ROW
+
+
+def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of column-major scales (..., blocks) without padding: a free view of (blocks, rows).
+
+    Leading dimensions are flattened: their strides are those of a contiguous tensor. Sizes may be symbols.
+    """
+    *lead, _ = shape
+    strides, rows = [], 1
+    for extent in reversed(lead):
+        strides.append(rows)
+        # As torch does for empty tensors; a symbol stands for at least two.
+        rows = rows * (max(extent, 1) if isinstance(extent, int) else extent)
+    return (*reversed(strides), rows)
+
+
+def new_column_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised column-major tensor of the shape, dtype and device of block scales (..., blocks)."""
+    return scale.new_empty_strided(scale.shape, column_strides(scale.shape))
+
+
+def is_row_major(scale: torch.Tensor) -> bool:
+    """Return True if the scales of each row are contiguous; strides of dimensions of size 1 do not matter."""
+    return scale.dim() == 0 or scale.shape[-1] <= 1 or scale.stride(-1) == 1
+
+
+def is_column_major(scale: torch.Tensor) -> bool:
+    """Return True if scales (..., rows, blocks) of each block are contiguous, with any padding between the blocks.
+
+    Strides of dimensions of size 1 do not matter, so that a single row, or a single block, is in both layouts.
+    """
+    if scale.dim() < 2 or scale.shape[-1] <= 1:
+        return scale.dim() < 2 or scale.shape[-2] <= 1 or scale.stride(-2) == 1
+    return scale.shape[-2] <= 1 or (scale.stride(-2) == 1 and scale.stride(-1) >= scale.shape[-2])
+
+
+def is_one_column(scale: torch.Tensor) -> bool:
+    """Return True if all rows of scales (..., rows, blocks) are one column of memory for each block of k.
+
+    The FP8 kernels read these scales in place: the leading dimensions follow each other without gaps, and blocks of k
+    are any distance apart.
+    """
+    step = 1
+    for dim in range(scale.dim() - 2, -1, -1):
+        extent = scale.shape[dim]
+        if extent != 1 and scale.stride(dim) != step:
+            return False
+        step *= extent
+    return True
+
+
+def is_packed_column(scale: torch.Tensor) -> bool:
+    """Return True if scales are ``is_one_column`` without padding, as the FP8 kernels write them."""
+    return is_one_column(scale) and (scale.shape[-1] <= 1 or scale.stride(-1) == scale.shape[:-1].numel())

@@ -1,16 +1,36 @@
 """Shapes of quantised tensors. Sizes may be symbols."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from torch_cute_ops.formats.fp4 import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8Format, column_strides
 from torch_cute_ops.formats.scale_layout import ScaleLayout
 
 Shape = tuple[int, ...]
-OutputShapes = list[tuple[Shape, torch.dtype]]
-"""Shape and dtype of each output of an op."""
+
+
+class Output(NamedTuple):
+    """Description of one output of an op.
+
+    Attributes:
+        shape: shape; sizes may be symbols.
+        dtype: dtype.
+        strides: strides of a new tensor, or None for a contiguous tensor.
+        scale_layouts: layouts in which the op can write FP8 block scales into a given tensor, by name; or None for an
+            output that must be contiguous.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    strides: Shape | None = None
+    scale_layouts: tuple[str, ...] | None = None
+
+
+OutputShapes = Sequence[tuple[Shape, torch.dtype] | Output]
+"""Shape and dtype of each output of an op, as ``Output`` if the strides of an output are not contiguous."""
 
 
 def row_count(lead: Sequence[int]) -> int:
@@ -30,10 +50,21 @@ def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tup
     return (*lead, width // 2), (layout.padded_rows(row_count(lead)), layout.padded_blocks(blocks))
 
 
-def fp8_shapes(shape: Sequence[int], fmt: FP8Format, layout: ScaleLayout) -> tuple[Shape, Shape]:
-    """Return the shapes of the codes and of the scales of a tensor of ``shape`` (..., K)."""
+def fp8_outputs(
+    shape: Sequence[int], fmt: FP8Format, layout: ScaleLayout, scale_layouts: Sequence[str]
+) -> list[Output]:
+    """Describe the codes and the scales of a tensor of ``shape`` (..., K).
+
+    Args:
+        shape: shape of the codes.
+        fmt: format.
+        layout: layout of new scales.
+        scale_layouts: layouts of given block scales.
+    """
     *lead, width = shape
-    if fmt == FP8_TENSOR:
-        return (*lead, width), (1,)
-    blocks = fmt.scales_per_row(width)
-    return (*lead, width), ((blocks, row_count(lead)) if layout == COLUMN else (*lead, blocks))
+    y = Output((*lead, width), torch.float8_e4m3fn)
+    scale: Shape = (1,) if fmt == FP8_TENSOR else (*lead, fmt.scales_per_row(width))
+    if not fmt.block_size:
+        return [y, Output(scale, torch.float32)]
+    strides = column_strides(scale) if layout == COLUMN else None
+    return [y, Output(scale, torch.float32, strides, tuple(scale_layouts))]

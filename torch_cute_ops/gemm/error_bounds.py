@@ -200,7 +200,7 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
         return decode_rows(a[part], linear[part], operand.format, SCALE_LAYOUTS["linear"]).double()
     if isinstance(operand.format, FP8Format):
         assert scale is not None
-        factors = scale.reshape(scale.shape[0], rows)[:, part].t().double()
+        factors = scale.reshape(rows, -1)[part].double()
         return a[part].double() * factors.repeat_interleave(128, 1)[:, :k]
     return a[part].double()
 

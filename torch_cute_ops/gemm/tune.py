@@ -264,7 +264,7 @@ def _operand(
     if isinstance(operand.format, FP8Format):
         codes = _fp8((*lead, k), generator, exact)
         blocks = operand.format.scales_per_row(k)
-        return codes, _fp8_scales((blocks, *lead), generator, exact)
+        return codes, _fp8_scales((blocks, *lead), generator, exact).movedim(0, -1)  # column-major
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
 
 

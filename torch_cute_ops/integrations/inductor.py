@@ -359,7 +359,7 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
     for user in [*node.users]:
         index = user.args[1]
         old, new = value_of(user), results[index]
-        # Scales in tiles or columns cover the flattened rows, for any leading dimensions.
+        # Scales in tiles cover the flattened rows, for any leading dimensions.
         if sizes is not None and (index == 0 or _has_row_scales(node)):
             with node.graph.inserting_before(user):
                 new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], old.shape[-1]]))
@@ -372,7 +372,7 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
 def _has_row_scales(node: Node) -> bool:
     """Return True if the scales keep the leading dimensions of the input."""
     named = named_arguments(node)
-    return named["scale_layout"] in ("linear", "row") and named.get("granularity") != "tensor"
+    return named["granularity"] != "tensor" if "granularity" in named else named["scale_layout"] == "linear"
 
 
 # Prefetch of the next weight

@@ -38,7 +38,7 @@ class Quantization(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-FP8_BLOCKS: Final = Quantization("fp8", {"granularity": "block128", "scale_layout": "column"})
+FP8_BLOCKS: Final = Quantization("fp8", {"granularity": "block128"})
 """FP8 activations with a scale for each 128 elements of a row."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
-from torch_cute_ops.formats.shapes import OutputShapes
+from torch_cute_ops.formats.shapes import Output, OutputShapes
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property, argument
@@ -151,11 +151,15 @@ class CallPath(abc.ABC, Generic[Call]):
         """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None."""
         raise NotImplementedError
 
-    def output_shapes(self, call: Call) -> OutputShapes:
-        """Return the shapes and dtypes of a checked call's outputs, from ``fake/<op>.py``."""
+    def output_shapes(self, call: Call) -> list[Output]:
+        """Return the descriptions of a checked call's outputs, from ``fake/<op>.py``."""
         fake = importlib.import_module(f"torch_cute_ops.fake.{self.op}")
         shapes: OutputShapes = getattr(fake, self.op)(**self.arguments(call))
-        return shapes
+        return [Output(*each) for each in shapes]
+
+    def for_outputs(self, call: Call, out: Any) -> Call:
+        """Return the call with the layouts of given outputs; ``out`` is one tensor, or a tuple of several."""
+        return call
 
     def fill_without_work(self, call: Call, out: Outputs) -> bool:
         """Return True if a checked call needs no kernel, for example without rows; its outputs are then filled."""
@@ -225,7 +229,9 @@ class CallPath(abc.ABC, Generic[Call]):
         self.check_call(call)
         device = call[0].device
         given = None if out is None else (out,) if self.is_single else tuple(out)
-        outputs = self._outputs(call, given, device)
+        outputs = self._outputs(call, given)
+        if given is not None:
+            call = self.for_outputs(call, out)
         result = outputs[0] if self.is_single else outputs
         if not self.fill_without_work(call, outputs):
             key = self.key(call, call[0].get_device())
@@ -280,8 +286,8 @@ class CallPath(abc.ABC, Generic[Call]):
             TypeError: if a dtype is wrong.
         """
         names = self.signature.out_names
-        for name, output, (shape, dtype) in zip(names, outputs, self.output_shapes(call), strict=True):
-            _checks.check_output(self.op, name, output, shape, dtype, call[0].device)
+        for name, output, expected in zip(names, outputs, self.output_shapes(call), strict=True):
+            _checks.check_output(self.op, name, output, expected, call[0].device)
         self._check_memory(self.arguments(call), tuple(outputs))
 
     def _check_memory(self, given: dict[str, Any], outputs: Outputs) -> None:
@@ -322,13 +328,20 @@ class CallPath(abc.ABC, Generic[Call]):
 
     def empty_outputs(self, call: Call) -> Any:
         """Return uninitialised outputs of a checked call on the device of its first tensor."""
-        new = [call[0].new_empty(shape, dtype=dtype) for shape, dtype in self.output_shapes(call)]
-        return new[0] if self.is_single else tuple(new)
+        new = self._new_outputs(call)
+        return new[0] if self.is_single else new
 
-    def _outputs(self, call: Call, given: Outputs | None, device: torch.device) -> Outputs:
+    def _new_outputs(self, call: Call) -> Outputs:
+        return tuple(
+            call[0].new_empty(each.shape, dtype=each.dtype)
+            if each.strides is None
+            else call[0].new_empty_strided(each.shape, each.strides, dtype=each.dtype)
+            for each in self.output_shapes(call)
+        )
+
+    def _outputs(self, call: Call, given: Outputs | None) -> Outputs:
         if given is None:
-            shapes = self.output_shapes(call)
-            return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+            return self._new_outputs(call)
         names = self.signature.out_names
         _checks.check_number(self.op, given, names)
         self.check_outputs(call, given)

@@ -17,6 +17,8 @@ from torch_cute_ops.formats import (
     resolve_scale_layout,
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
+from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
+from torch_cute_ops.formats.shapes import Output
 from torch_cute_ops.runtime.dispatch import PLAIN
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,7 +78,7 @@ def check_global_scale(
     check_scalar(op, "global_scale", global_scale, other, device)
 
 
-def check_fp8_format(op: str, granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
+def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
     """Return the format and the scale layout that the arguments name."""
     try:
         return resolve_fp8_format(granularity, scale_layout)
@@ -238,19 +240,32 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     return width <= (others[1] - mine[1]) % pitch <= pitch - width
 
 
-def check_output(
-    op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check that ``tensor`` is contiguous and has the dtype, shape and device of an output."""
+def check_output(op: str, name: str, tensor: torch.Tensor, expected: Output, device: torch.device) -> None:
+    """Check that ``tensor`` has the dtype, shape, layout and device of an output."""
     if not isinstance(tensor, torch.Tensor):
         shown = "None" if tensor is None else f"a {type(tensor).__name__}"
         raise TypeError(f"cute::{op}: {name} is {shown}; expected a tensor")
     check_dense(op, name, tensor)
-    check_dtype(op, name, tensor, (dtype,))
-    check_shape(op, name, tensor, shape, "the shape of the op's output")
+    check_dtype(op, name, tensor, (expected.dtype,))
+    check_shape(op, name, tensor, expected.shape, "the shape of the op's output")
     check_device(op, name, tensor, "the input", device)
-    if not tensor.is_contiguous():
+    if expected.scale_layouts is not None:
+        _check_scale_output(op, name, tensor, expected.scale_layouts)
+    elif not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: got {name} with strides {tensor.stride()}; expected a contiguous tensor")
+
+
+def _check_scale_output(op: str, name: str, scale: torch.Tensor, layouts: Collection[str]) -> None:
+    """Check that FP8 block scales to write have one of the named layouts, and no element twice."""
+    is_in = {ROW.name: is_row_major, COLUMN.name: is_column_major}
+    if any(is_in[layout](scale) for layout in layouts) and not overlaps_itself(scale):
+        return
+    named = " or ".join(f"{layout}-major" for layout in layouts)
+    asked = f", as scale_layout={next(iter(layouts))!r} asks" if len(layouts) == 1 else ""
+    raise ValueError(
+        f"cute::{op}: got {name} with shape {tuple(scale.shape)} and strides {scale.stride()}; expected {named} "
+        f"scales{asked}: stride(-1) is 1 by row, stride(-2) is 1 and stride(-1) at least the rows by column"
+    )
 
 
 def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.fp8 import COLUMN, is_one_column, new_column_scales
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
@@ -365,13 +365,14 @@ class FP8Gemm(Gemm):
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         self.check_rows(call, experts, k)
         blocks = FP8_BLOCK128.scales_per_row(k)
-        _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
+        _checks.check_shape(op, "a_scale", a_scale, (*a.shape[:-1], blocks), "a scale for 128 elements of a row of a")
         lead = tuple(b.shape[:-2])
         if fmt is not None and layout is not None:
             self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
         else:
             meaning = "a scale for 128 rows of the weight and 128 elements of k"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
+            self._refuse_transposed_scale(b_scale)
         self.check_expert_rows(call, experts)
         return n, k
 
@@ -386,6 +387,16 @@ class FP8Gemm(Gemm):
         fmt, _, layout = self.fp4_format(call)
         _checks.check_dtype(self.op, "b", call.b, _checks.PACKED_DTYPES)
         return fmt, layout
+
+    def _refuse_transposed_scale(self, b_scale: Tensor) -> None:
+        """Refuse column-major scales of an FP8 weight, which are probably transposed."""
+        rows, blocks = b_scale.shape[-2:]
+        if rows > 1 and blocks > 1 and b_scale.stride(-2) == 1 and b_scale.stride(-1) != 1:
+            raise ValueError(
+                f"cute::{self.op}: got b_scale with shape {tuple(b_scale.shape)} and strides {b_scale.stride()}, a "
+                "transposed view; expected scales by row, (⌈N/128⌉, ⌈K/128⌉). If the view has the right order, pass "
+                "b_scale.contiguous()"
+            )
 
     def check_weight_shape(self, b: Tensor, k: str) -> tuple[int, int, int]:
         """Check the weight's shape and strides, and return E, N and the stored elements of a column.
@@ -422,7 +433,7 @@ class FP8Gemm(Gemm):
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        made = {"a_scale": zeros(blocks, *lead)}
+        made = {"a_scale": zeros(blocks, *lead).movedim(0, -1)}
         made["a"] = zeros(*lead, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
         if self.b == "fp8":
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -539,8 +550,13 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             # The compiled function takes any number of scale rows.
             if a_scale is None or a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
                 return None
-        if self.scale_blocks and (a_scale is None or a_scale.shape[0] != self.scale_blocks):
-            return None
+        copies_scale = False
+        if self.has_fp8_rows:
+            if a_scale is None or (self.scale_blocks and a_scale.shape[-1] != self.scale_blocks):
+                return None
+            copies_scale = (
+                a_scale.stride(-2) != 1 or (self.is_masked and a_scale.stride(0) != m)
+            ) and not is_one_column(a_scale)
         # The compiled function takes any number of offsets, and in the masked layout any distance between experts.
         if self.is_grouped and not (
             a.is_contiguous()
@@ -551,6 +567,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             return None
         # A call has all fields of Operands, so a call without a changed field is passed itself.
         is_changed = False
+        if copies_scale:
+            a_scale, is_changed = new_column_scales(a_scale).copy_(a_scale), True
         if alpha is not None and alpha.dim() == 0:
             alpha, is_changed = alpha.reshape(1), True
         if prefetch is not None:
@@ -580,7 +598,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # a copy would not help
         if self.has_fp8_rows:
             assert a_scale is not None
-            a, a_scale = aligned(a), _side_by_side(a_scale)
+            a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.fmt is not None and a_scale is not None:
@@ -605,9 +623,3 @@ def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
     if not is_grouped:
         return "column"
     return "expert" if alpha.dim() == 1 else "expert_column"
-
-
-def _side_by_side(scale: Tensor) -> Tensor:
-    """Return column scales, or a copy if the scales of one block of k are not contiguous."""
-    rows_touch = scale.dim() == 2 or scale.stride(1) == scale.shape[2] or scale.shape[1] == 1
-    return scale if scale.stride(-1) == 1 and rows_touch and scale.stride(0) >= 0 else scale.contiguous()

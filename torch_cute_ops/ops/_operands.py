@@ -1,6 +1,11 @@
 """Tensors as kernels take them, and the device of examples."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+
+from torch_cute_ops.formats.fp8 import is_packed_column, new_column_scales
 
 Tensor = torch.Tensor
 
@@ -22,6 +27,21 @@ def readable_rows(rows: Tensor) -> Tensor:
     if (rows.stride(1) == 1 or rows.shape[1] == 1) and rows.data_ptr() % 16 == 0 and step % 16 == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def writable_columns(scale: Tensor) -> Iterator[Tensor]:
+    """Yield FP8 block scales (..., blocks) for a kernel that writes column-major scales without padding.
+
+    These are ``scale`` itself, or a copy whose contents replace those of ``scale`` afterwards. The copy begins with the
+    contents of ``scale``, because a kernel may leave elements unwritten.
+    """
+    if is_packed_column(scale):
+        yield scale
+        return
+    columns = new_column_scales(scale).copy_(scale)
+    yield columns
+    scale.copy_(columns)
 
 
 def are_int32(*tensors: Tensor | None) -> bool:

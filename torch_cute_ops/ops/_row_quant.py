@@ -6,7 +6,15 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, ROW
+from torch_cute_ops.formats.fp8 import (
+    COLUMN,
+    FP8_BLOCK128,
+    FP8_TENSOR,
+    ROW,
+    is_column_major,
+    is_packed_column,
+    new_column_scales,
+)
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
@@ -22,6 +30,7 @@ Tensor = torch.Tensor
 # Globals of this module are faster than attributes of another.
 _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
+_BLOCK: Final = FP8_BLOCK128.granularity
 
 
 class RowCall(NamedTuple):
@@ -38,7 +47,7 @@ class RowCall(NamedTuple):
     block_size: int = 0
     scale_format: str | None = None
     granularity: str | None = None
-    scale_layout: str = "128x4"
+    scale_layout: str | None = "128x4"
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
@@ -70,7 +79,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
             self.blocks = self.scale_width = fmt.scales_per_row(self.width)
             self.scale_dtype = torch.float32
-        # Scales are a matrix of rows, a matrix of columns, or one element.
+        # Scales are a row-major matrix, a column-major matrix, or one element.
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
@@ -89,7 +98,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             scale_rows = (rows + tile - 1) // tile * tile
             scale = new((scale_rows, self.scale_width), self.scale_strides, self.scale_dtype)
         elif self.is_column:
-            scale = new((self.scale_width, rows), (rows, 1), torch.float32)
+            scale = new((rows, self.scale_width), (1, rows), torch.float32)
         else:
             scale = new((1,), (1,), torch.float32)
         if self.has_two_outputs:
@@ -107,10 +116,14 @@ class RowLauncher(KernelLauncher[RowCall]):
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
-        y = scale = linear = norm = None
+        y = scale = linear = norm = held = None
         if self.has_scale:
             y = output = out[0].view(count, -1)
-            scale = out[1].view(count, -1) if self.has_scale_rows and self.layout.is_linear else out[1]
+            scale = out[1]
+            if self.is_column or (self.has_scale_rows and self.layout.is_linear):
+                if not (is_packed_column(scale) if self.is_column else scale.is_contiguous()):
+                    held = new_column_scales(scale) if self.is_column else scale.new_empty(scale.shape)
+                scale = (scale if held is None else held).view(count, -1)
             if self.also_linear:
                 linear = out[2].view(count, -1)
             if self.writes_norm:
@@ -138,6 +151,8 @@ class RowLauncher(KernelLauncher[RowCall]):
             sums = copies[1]
         if self.is_padded:
             output.copy_(padded[:, : output.shape[1]])
+        if held is not None:
+            out[1].copy_(held)
         if residual is not None and sums is not None and sums.data_ptr() != residual.data_ptr():
             residual.copy_(sums[:, :hidden].view(residual.shape))
 
@@ -194,7 +209,7 @@ class RowQuant(KernelPath[RowCall]):
         block_size: int,
         scale_format: str | None,
         granularity: str | None,
-        layout: str,
+        layout: str | None,
     ) -> Any:
         """Compute a call as ``CallPath.run``, with ``key`` and the launch inlined.
 
@@ -208,10 +223,13 @@ class RowQuant(KernelPath[RowCall]):
             is_plain = limit is None and alpha == 1.0 and beta == 0.0
             dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
             has_factor = factor is not None
+            written_layout = layout
+            if out is not None and layout is None and granularity == _BLOCK and not is_column_major(out[1]):
+                written_layout = ROW.name
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
-                block_size, scale_format, granularity, layout, device,
+                block_size, scale_format, granularity, written_layout, device,
             ))
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
@@ -262,6 +280,11 @@ class RowQuant(KernelPath[RowCall]):
         if residual is not None:
             mark_written((residual,))
         return result
+
+    def for_outputs(self, call: RowCall, out: Any) -> RowCall:
+        if call.granularity != _BLOCK or call.scale_layout is not None or is_column_major(out[1]):
+            return call
+        return call._replace(scale_layout=ROW.name)
 
     def formats(self, call: RowCall) -> tuple[FP4Format | FP8Format | None, ScaleLayout]:
         """Return the format, or None, and the scale layout."""

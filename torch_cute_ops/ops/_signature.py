@@ -184,11 +184,11 @@ class Signature:
     def tags(self) -> tuple[torch.Tag, ...]:
         """Tags of the functional op.
 
-        For tensors that are updated in place, Inductor keeps the order of strides instead of exact strides. For exact
-        strides it would copy a tensor with a dimension of one element; torch 2.11 to 2.13 fails then (``KeyError`` in
-        ``compute_ancestors``).
+        Inductor passes tensors with the strides of the traced program: strides are the layout of FP8 block scales.
+        For tensors that are updated in place, it keeps the order of strides instead. For exact strides it would copy a
+        tensor with a dimension of one element; torch 2.11 to 2.13 fails then (``KeyError`` in ``compute_ancestors``).
         """
-        return (torch.Tag.needs_fixed_stride_order,) if self.updated else ()
+        return (torch.Tag.needs_fixed_stride_order if self.updated else torch.Tag.needs_exact_strides,)
 
     def _parameters(self) -> str:
         letters = iter("abcdefgh")

@@ -12,7 +12,7 @@ def fp8_quantize(
     input: Tensor,
     scale: Tensor | None = None,
     granularity: FP8Granularity = "token",
-    scale_layout: FP8ScaleLayout = "row",
+    scale_layout: FP8ScaleLayout | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,14 +33,16 @@ def fp8_quantize(
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
             ``"block128"`` (128 neighbours in a row; K is a multiple of 64, so the last block may contain 64 elements).
-        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
-            GEMMs of this package read.
-        out: contiguous tensors to write ``(y, scale)`` into.
+        scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
+            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
+            ``"tensor"``.
+        out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
+            distance between columns.
 
     Returns:
         ``y``: (..., K) float8_e4m3fn.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈K/128⌉) for blocks by row, (⌈K/128⌉, M) for
-        blocks by column, with M flattened rows.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈K/128⌉) for blocks. Block scales are
+        column-major by default: with M flattened rows, the strides of (M, ⌈K/128⌉) are (1, M).
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -27,7 +27,7 @@ def grouped_mm_fp8(
 
     For each row ``r`` of expert ``e``, with k in the j-th block of 128::
 
-        sum[r, n] = Σ_j a_scale[j, r] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
+        sum[r, n] = Σ_j a_scale[r, j] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
     Experts' rows are found on the device: nothing is copied to the host, and a captured call uses the offsets and
@@ -44,8 +44,12 @@ def grouped_mm_fp8(
         b: (E, K, N) float8_e4m3fn: the transposed view ``weight.mT`` of weights stacked row-major, (E, N, K), as
             checkpoints store them. N is a multiple of 8, E at most 512. Strides reveal a stack passed as it is stored;
             nothing reveals the transposed view of square weights that are stored transposed.
-        a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
-        b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
+        a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
+            the quantising ops write them, are read in place, also with padding between the columns; other strides are
+            copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
+            transposed.
+        b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
+            transposed view is refused; transposed squares that were made contiguous cannot be detected.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
@@ -74,7 +78,7 @@ def grouped_mm_fp8(
         >>> from torch_cute_ops import fp8_quantize, grouped_mm_fp8
         >>> x = torch.zeros(3, 128)
         >>> x[:, :8], x[:, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scales are 1
-        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> a, a_scale = fp8_quantize(x, granularity="block128")
         >>> weights = torch.stack([torch.eye(8, 128), 2 * torch.eye(8, 128)]).to(torch.float8_e4m3fn)
         >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
         >>> grouped_mm_fp8(a, weights.mT, a_scale, torch.ones(2, 1, 1), offsets).tolist()[:2]

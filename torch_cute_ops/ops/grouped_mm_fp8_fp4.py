@@ -32,7 +32,7 @@ def grouped_mm_fp8_fp4(
     For each row ``r`` of expert ``e``, with k in the j-th block of 128::
 
         w8[e, k, n] = e4m3(e2m1 · block scale · 2^-t[e, n, j])
-        sum[r, n] = Σ_j a_scale[j, r] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, k, n])
+        sum[r, n] = Σ_j a_scale[r, j] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
     In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
@@ -47,7 +47,10 @@ def grouped_mm_fp8_fp4(
             view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
             8, E at most 512. Strides reveal a stack passed as it is stored; nothing reveals the transposed view of
             square weights that are stored transposed.
-        a_scale: (⌈K/128⌉, R) float32, block scales of ``a`` by column. Masked: (⌈K/128⌉, E, max_rows).
+        a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
+            the quantising ops write them, are read in place, also with padding between the columns; other strides are
+            copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
+            transposed.
         b_scale: block scales of the stacked weights, as :func:`fp4_quantize` of a 3-D weight writes them: linear (E, N,
             K/block_size), or tiled over the E·N rows, so that a tile may span two experts. float8_e4m3fn (NVFP4), or
             uint8 or float8_e8m0fnu (MXFP4).
@@ -84,7 +87,7 @@ def grouped_mm_fp8_fp4(
         >>> from torch_cute_ops import fp4_quantize, fp8_quantize, grouped_mm_fp8_fp4
         >>> x = torch.zeros(3, 128)
         >>> x[:, :8], x[:, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scales are 1
-        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> a, a_scale = fp8_quantize(x, granularity="block128")
         >>> b, b_scale = fp4_quantize(torch.stack([6 * torch.eye(8, 128), 3 * torch.eye(8, 128)]))
         >>> offsets = torch.tensor([0, 1, 3], dtype=torch.int32)  # row 0 is expert 0's, rows 1 and 2 expert 1's
         >>> grouped_mm_fp8_fp4(a, b.mT, a_scale, b_scale, offsets).tolist()[:2]

@@ -26,11 +26,11 @@ def mm_fp8_block(
 
     With k in the j-th block of 128::
 
-        sum[m, n] = Σ_j a_scale[j, m] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n])
+        sum[m, n] = Σ_j a_scale[m, j] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n])
         out[m, n] = alpha · sum[m, n] + bias[n]
 
-    Operands are stored as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``) and as
-    checkpoints such as DeepSeek-V3 hold them. The tensor cores accumulate one block at a time. The block's sum, times
+    Operands are stored as the quantising ops write them (``granularity="block128"``) and as checkpoints such as
+    DeepSeek-V3 hold them. The tensor cores accumulate one block at a time. The block's sum, times
     both scales, is added to an fp32 accumulator, so that the error of the tensor cores' own accumulation does not grow
     with K. The result is rounded once to ``out_dtype``.
 
@@ -39,8 +39,11 @@ def mm_fp8_block(
         b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. Strides
             reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
             stored transposed.
-        a_scale: (⌈K/128⌉, M) float32, block scales of ``a`` by column.
-        b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, scales of blocks of 128 weight rows by 128 elements of k.
+        a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
+            read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
+            M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
+        b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
+            transposed view is refused; a transposed square that was made contiguous cannot be detected.
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column.
             ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -68,7 +71,7 @@ def mm_fp8_block(
         >>> from torch_cute_ops import fp8_quantize, mm_fp8_block
         >>> x = torch.zeros(1, 128)
         >>> x[0, :8], x[0, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scale is 1
-        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> a, a_scale = fp8_quantize(x, granularity="block128")
         >>> weight = torch.eye(8, 128).to(torch.float8_e4m3fn)  # row n takes element n
         >>> mm_fp8_block(a, weight.t(), a_scale, torch.full((1, 1), 0.5)).tolist()
         [[0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]]

@@ -31,7 +31,7 @@ def mm_fp8_fp4(
     The weight is re-encoded in FP8, with powers of two as scales. With k in the j-th block of 128::
 
         w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])
-        sum[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k])
+        sum[m, n] = Σ_j a_scale[m, j] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k])
         out[m, n] = alpha · sum[m, n] + bias[n]
 
     In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
@@ -42,15 +42,16 @@ def mm_fp8_fp4(
 
     The weight stays in 4 bits in memory. With many rows, ``"auto"`` may take the backend ``recode``, which holds an FP8
     copy of the weight for the duration of the call. Activations are stored as the quantising ops write them
-    (``granularity="block128"``, ``scale_layout="column"``). Sums are accumulated as in :func:`mm_fp8_block` and rounded
-    once to ``out_dtype``.
+    (``granularity="block128"``). Sums are accumulated as in :func:`mm_fp8_block` and rounded once to ``out_dtype``.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. Strides reveal a weight passed as it is
             stored; nothing reveals the transposed view of a square weight that is stored transposed.
-        a_scale: (⌈K/128⌉, M) float32, block scales of ``a`` by column.
+        a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
+            read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
+            M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
         b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
@@ -85,7 +86,7 @@ def mm_fp8_fp4(
         >>> from torch_cute_ops import fp4_quantize, fp8_quantize, mm_fp8_fp4
         >>> x = torch.zeros(1, 128)
         >>> x[0, :8], x[0, -1] = torch.arange(8.0), 448.0  # amax 448, so that the scale is 1
-        >>> a, a_scale = fp8_quantize(x, granularity="block128", scale_layout="column")
+        >>> a, a_scale = fp8_quantize(x, granularity="block128")
         >>> weight = 6 * torch.eye(8, 128)  # row n takes element n, times 6
         >>> b, b_scale = fp4_quantize(weight)
         >>> mm_fp8_fp4(a, b.t(), a_scale, b_scale).tolist()

@@ -1,5 +1,6 @@
 """``moe_permute_fp8quant``: tokens' rows in the experts' order, in FP8."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows
+from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, size
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -27,6 +28,11 @@ class _Call(NamedTuple):
 class _Launcher(KernelLauncher[_Call]):
     """Calls without ``expanded_to_permuted`` are slower: it is computed from its inverse first."""
 
+    def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
+        super().__init__(kernel, function, device, sms)
+        # Argument of calls that need no workspace.
+        self.unused = allocator(device)((1, 1), (1, 1), torch.float32)
+
     def run(self, call: _Call, out: Any) -> Any:
         input, pairs, places = call.input, call.permuted_to_expanded, call.expanded_to_permuted
         shape, rows = input.shape, pairs.shape
@@ -39,12 +45,11 @@ class _Launcher(KernelLauncher[_Call]):
         if out is None:
             blocks = FP8_BLOCK128.scales_per_row(width)
             y = new((rows[0], width), (width, 1), torch.float8_e4m3fn)
-            out = (y, new((blocks, rows[0]), (rows[0], 1), torch.float32))
+            out = (y, new((rows[0], blocks), (1, rows[0]), torch.float32))
         elif out[0].dim() != 2 or out[0].shape[0] != rows[0]:
             return None
         kept = self.config.workspace_shape(shape[0])
-        # Where none is needed any aligned tensor does.
-        workspace = out[1] if kept is None else new(kept, (kept[1], 1), torch.float32)
+        workspace = self.unused if kept is None else new(kept, (kept[1], 1), torch.float32)
         self.function(input, out[0], out[1], places, pairs, workspace)
         return out
 
@@ -52,9 +57,11 @@ class _Launcher(KernelLauncher[_Call]):
         input, pairs, topk, places = call
         if places is None:
             places = _inverse(pairs, input.shape[0], topk)
-        kept = self.config.workspace_shape(len(input)) or (1, 1)
-        workspace = torch.empty(kept, dtype=torch.float32, device=input.device)
-        self.function(readable_rows(input), *out, aligned(places), aligned(pairs), workspace)
+        kept = self.config.workspace_shape(len(input))
+        workspace = self.unused if kept is None else torch.empty(kept, dtype=torch.float32, device=input.device)
+        y, scale = out
+        with writable_columns(scale) as columns:
+            self.function(readable_rows(input), y, columns, aligned(places), aligned(pairs), workspace)
 
 
 class _Permute(KernelPath[_Call]):
@@ -132,9 +139,9 @@ def moe_permute_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Copy each token's row to the rows of its experts, quantised to FP8, in one pass over memory.
 
-    For each row r that is not padding, with ``fp8_quantize`` in blocks of 128 and with scales by column::
+    For each row r that is not padding, with ``fp8_quantize`` in blocks of 128::
 
-        y[r], scale[:, r] = fp8_quantize(input[permuted_to_expanded[r] // topk])
+        y[r], scale[r] = fp8_quantize(input[permuted_to_expanded[r] // topk])
 
     Rows with a negative index are padding and are not written. The kernel reads and quantises each token once and
     stores it ``topk`` times. It needs ``expanded_to_permuted`` for this; without it, a few small kernels first compute
@@ -148,11 +155,11 @@ def moe_permute_fp8quant(
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
             :func:`moe_route` returns it. With any other content the result is unspecified. An index of R or more is
             refused on a CPU; a GPU writes out of bounds.
-        out: contiguous tensors to write ``(y, scale)`` into.
+        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:
         ``y``: (R, H) float8_e4m3fn. Rows of padding are unspecified.
-        ``scale``: (⌈H/128⌉, R) float32.
+        ``scale``: (R, ⌈H/128⌉) float32, column-major with strides (1, R), as :func:`grouped_mm_fp8` reads it in place.
 
     Raises:
         ValueError: If a shape or device is wrong, if an index is out of range (on a CPU), or if an input requires grad
@@ -166,7 +173,7 @@ def moe_permute_fp8quant(
         >>> pairs = torch.tensor([0, 2, 3, 1], dtype=torch.int32)  # token pair // 2
         >>> y, scale = moe_permute_fp8quant(x, pairs, topk=2)
         >>> y[:, 0].float().tolist(), scale.tolist()
-        ([448.0, -448.0, -448.0, 448.0], [[1.0, 2.0, 2.0, 1.0]])
+        ([448.0, -448.0, -448.0, 448.0], [[1.0], [2.0], [2.0], [1.0]])
 
     References:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:

@@ -11,7 +11,7 @@ from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows
+from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
 from torch_cute_ops.runtime import settings
@@ -46,25 +46,27 @@ class _Launcher(KernelLauncher[_Call]):
             if out is None:
                 new = allocator(self.device)
                 y = new((shape[0], width), (width, 1), torch.float8_e4m3fn)
-                out = (y, new((blocks, shape[0]), (shape[0], 1), torch.float32))
+                out = (y, new((shape[0], blocks), (1, shape[0]), torch.float32))
             self._call(input, out[0], out[1], offsets, counts, gate)
             return out
         lead, rows = shape[:2], shape[0] * shape[1]
         if out is None:
             new = allocator(self.device)
             y = new((*lead, width), (shape[1] * width, width, 1), torch.float8_e4m3fn)
-            out = (y, new((blocks, *lead), (rows, shape[1], 1), torch.float32))
-        elif out[0].shape != (*lead, width) or out[1].shape != (blocks, *lead):
+            out = (y, new((*lead, blocks), (shape[1], 1, rows), torch.float32))
+        elif out[0].shape != (*lead, width) or out[1].shape != (*lead, blocks):
             return None
-        x, y, scale = input.view(rows, shape[2]), out[0].view(rows, width), out[1].view(-1, rows)
+        x, y, scale = input.view(rows, shape[2]), out[0].view(rows, width), out[1].view(rows, blocks)
         self._call(x, y, scale, None, counts, gate)
         return out
 
     def launch(self, call: _Call, out: Outputs) -> None:
         rows = readable_rows(call.input.reshape(-1, call.input.shape[-1]))
-        y, scale = out[0].view(len(rows), -1), out[1].view(-1, len(rows))
         offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (call.offsets, call.counts))
-        self._call(rows, y, scale, offsets, counts, call.gate)
+        y, scale = out
+        with writable_columns(scale) as columns:
+            matrices = y.view(len(rows), -1), columns.view(len(rows), -1)
+            self._call(rows, *matrices, offsets, counts, call.gate)
 
     def _call(
         self,
@@ -156,8 +158,8 @@ def moe_swiglu_fp8quant(
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
     (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. The result
-    equals :func:`silu_mul_fp8quant` with ``granularity="block128"`` and ``scale_layout="column"``. Experts' rows are
-    found on the device; rows of padding are neither read nor written.
+    equals :func:`silu_mul_fp8quant` with ``granularity="block128"``. Experts' rows are found on the device; rows of
+    padding are neither read nor written.
 
     Args:
         input: (R, 2I), expert e's rows from ``offsets[e]`` on; or (E, max_rows, 2I), each expert's rows first.
@@ -168,11 +170,12 @@ def moe_swiglu_fp8quant(
             rows up to the next offset, which is faster and needs rows without padding.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
-        out: contiguous tensors to write ``(y, scale)`` into.
+        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:
         ``y``: (R, I) or (E, max_rows, I) float8_e4m3fn. Rows of padding are unspecified.
-        ``scale``: (⌈I/128⌉, R) or (⌈I/128⌉, E, max_rows) float32.
+        ``scale``: (R, ⌈I/128⌉) or (E, max_rows, ⌈I/128⌉) float32, column-major with strides (1, R), or (max_rows, 1,
+        E · max_rows), as :func:`grouped_mm_fp8` reads it in place.
 
     Raises:
         ValueError: If a shape, device or gate parameter is wrong, or if an input requires grad while gradients are
@@ -187,7 +190,7 @@ def moe_swiglu_fp8quant(
         >>> offsets = torch.tensor([0, 1, 2], dtype=torch.int32)  # 2 experts with a row each
         >>> y, scale = moe_swiglu_fp8quant(torch.cat([gate, up], 1), offsets)
         >>> y[:, 0].float().tolist(), scale.tolist()
-        ([448.0, -448.0], [[1.0, 0.5]])
+        ([448.0, -448.0], [[1.0], [0.5]])
 
     References:
         N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.

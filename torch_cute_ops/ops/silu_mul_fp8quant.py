@@ -12,7 +12,7 @@ def silu_mul_fp8quant(
     input: Tensor,
     scale: Tensor | None = None,
     granularity: FP8Granularity = "token",
-    scale_layout: FP8ScaleLayout = "row",
+    scale_layout: FP8ScaleLayout | None = None,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
@@ -38,16 +38,18 @@ def silu_mul_fp8quant(
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
             ``"block128"`` (128 neighbours in a row; I is a multiple of 64, so the last block may contain 64 elements).
-        scale_layout: memory layout of the scales: ``"row"``, or ``"column"`` with ``"block128"``, which TMA and the FP8
-            GEMMs of this package read.
+        scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
+            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
+            ``"tensor"``.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
-        out: contiguous tensors to write ``(y, scale)`` into.
+        out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
+            distance between columns.
 
     Returns:
         ``y``: (..., I) float8_e4m3fn.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks by row, (⌈I/128⌉, M) for
-        blocks by column, with M flattened rows.
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks. Block scales are
+        column-major by default: with M flattened rows, the strides of (M, ⌈I/128⌉) are (1, M).
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from torch_cute_ops.formats import FP8Format, ScaleLayout, resolve_fp8_format
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
-from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.fp8 import COLUMN, new_column_scales
 
 
 def quantize_fp8_rows(
     value: Tensor, fmt: FP8Format, scale: Tensor | None, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Quantise fp32 rows (..., K) to codes (..., K) and scales.
+    """Quantise fp32 rows (..., K) to codes (..., K) and scales, (..., ⌈K/128⌉) with blocks.
 
     Static formats use the given ``scale``; other formats compute scales, and callers pass None.
     """
@@ -28,9 +28,7 @@ def quantize_fp8_rows(
     live = amax.isfinite() & (block_scale != 0)
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
-    if layout == COLUMN:
-        stored = stored.reshape(-1, stored.shape[-1]).t()
-    return _packed(y), _packed(stored)
+    return _packed(y), new_column_scales(stored).copy_(stored) if layout == COLUMN else _packed(stored)
 
 
 def _packed(tensor: Tensor) -> Tensor:
@@ -38,7 +36,9 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def fp8_quantize(input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str) -> tuple[Tensor, Tensor]:
+def fp8_quantize(
+    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None
+) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` (..., K) to FP8; see the op's docstring."""
     fmt, layout = resolve_fp8_format(granularity, scale_layout)
     return quantize_fp8_rows(input.float(), fmt, scale, layout)

@@ -30,7 +30,7 @@ def grouped_gemm(
     Args:
         a: (R, K) or (E, rows of an expert, K) float8_e4m3fn.
         weights: (E, N, K) float8_e4m3fn.
-        a_scale: (⌈K/128⌉, R) float32.
+        a_scale: (R, ⌈K/128⌉) or (E, rows of an expert, ⌈K/128⌉) float32, any strides.
         factors: (E, N, ⌈K/128⌉) float32, scales of the weights.
         offsets: (E + 1,) int32, first row of each expert, or None if all experts have equally many rows.
         counts: (E,) int32, number of rows of each expert, or None if the offsets say it.
@@ -40,7 +40,7 @@ def grouped_gemm(
     """
     experts, n, k = weights.shape
     rows = a.reshape(-1, k)
-    scales = a_scale.reshape(a_scale.shape[0], -1)
+    scales = a_scale.reshape(-1, a_scale.shape[-1])
     out = rows.new_zeros((len(rows), n), dtype=out_dtype or torch.bfloat16)
     owner = expert_of_rows(len(rows), offsets, counts)
     for expert in range(experts):
@@ -49,7 +49,7 @@ def grouped_gemm(
         some = slice(None) if is_own.is_cuda else is_own
         factor = alpha if alpha is None or alpha.numel() == 1 else alpha[expert]
         added = None if bias is None else bias[expert]
-        weight = weights[expert], scales[:, some], factors[expert]
+        weight = weights[expert], scales[some], factors[expert]
         own_rows = rows.view(torch.uint8)[some].view(rows.dtype)  # torch 2.9 does not index FP8
         result = block_scaled_gemm(own_rows, *weight, factor, added, out_dtype)
         out[some] = torch.where(is_own[some, None], result, out[some])

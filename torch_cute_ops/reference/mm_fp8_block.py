@@ -38,16 +38,16 @@ def block_scaled_gemm(
     Args:
         a: (M, K) float8_e4m3fn.
         weight: (N, K) float8_e4m3fn.
-        a_scale: (⌈K/128⌉, M) float32.
+        a_scale: (M, ⌈K/128⌉) float32, any strides.
         factors: (N, ⌈K/128⌉) float32, scales of the weight.
         alpha: (1,) or (N,) float32, or None for 1.
         bias: (N,), or None.
         out_dtype: dtype of the output, or None for bfloat16.
     """
     total = torch.zeros(len(a), len(weight), dtype=torch.float32, device=a.device)
-    for block in range(a_scale.shape[0]):
+    for block in range(a_scale.shape[1]):
         within = slice(block * BLOCK, (block + 1) * BLOCK)
         partial = (a[:, within].double() @ weight[:, within].t().double()).float()
-        factor = a_scale[block][:, None] * factors[:, block]
+        factor = a_scale[:, block, None] * factors[:, block]
         total = (factor.double() * partial.double() + total.double()).float()
     return apply_epilogue(total, alpha, bias, out_dtype or torch.bfloat16)

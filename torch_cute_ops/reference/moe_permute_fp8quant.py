@@ -27,4 +27,4 @@ def defined(
     """Set rows of padding to zero in both outputs: the op leaves them undefined."""
     used = permuted_to_expanded >= 0
     y, scale = outputs
-    return zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)
+    return zeroed_rows(y, used[:, None]), zeroed_rows(scale, used[:, None])

@@ -17,10 +17,9 @@ def moe_swiglu_fp8quant(
     """Gate ``input`` (..., 2I), quantise it to FP8, and set rows of padding to zero; see the op's docstring."""
     lead = input.shape[:-1]
     value = silu_mul_rows(input, **gate)
-    y, scale = quantize_fp8_rows(value.flatten(0, -2), FP8_BLOCK128, None, COLUMN)
-    used = used_rows(lead.numel(), offsets, counts)
-    y, scale = zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)
-    return y.view(*lead, y.shape[-1]), scale.view(len(scale), *lead)
+    y, scale = quantize_fp8_rows(value, FP8_BLOCK128, None, COLUMN)
+    used = used_rows(lead.numel(), offsets, counts).view(*lead, 1)
+    return zeroed_rows(y, used), zeroed_rows(scale, used)
 
 
 def defined(
@@ -32,6 +31,6 @@ def defined(
 ) -> tuple[torch.Tensor, ...]:
     """Set rows of padding to zero in both outputs: the op leaves them undefined."""
     lead = input.shape[:-1]
-    used = used_rows(lead.numel(), offsets, counts).view(lead)
+    used = used_rows(lead.numel(), offsets, counts).view(*lead, 1)
     y, scale = outputs
-    return zeroed_rows(y, used[..., None]), zeroed_rows(scale, used)
+    return zeroed_rows(y, used), zeroed_rows(scale, used)

@@ -67,7 +67,7 @@ class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted perm
     Attributes:
         input: (M, W) of ``Config.dtype``; rows may be strided.
         y: (R, W) float8_e4m3fn, contiguous.
-        scale: (``Config.scales``, R) fp32, contiguous.
+        scale: (R, ``Config.scales``) fp32, column-major without padding.
         expanded_to_permuted: (M, topk) int32, contiguous: row of each pair, negative for a pair without a row.
         permuted_to_expanded: (R,) int32: pair of each row, negative for padding.
         workspace: ``Config.workspace_shape(M)`` fp32, contiguous; if that is None, any fp32 matrix, unused.

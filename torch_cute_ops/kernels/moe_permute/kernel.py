@@ -31,7 +31,7 @@ class MoePermuteKernel(TokenKernel):
         return Arguments(
             input=TensorArg(self.dtype.__name__, (tokens, c.width), (step, 1), align=VECTOR),
             y=TensorArg("Float8E4M3FN", (rows, c.width), (c.width, 1), align=VECTOR),
-            scale=TensorArg("Float32", (c.scales, rows), (rows, 1), align=4),
+            scale=TensorArg("Float32", (rows, c.scales), (1, rows), align=4),
             expanded_to_permuted=TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=alignment(c.topk)),
             permuted_to_expanded=TensorArg("Int32", (rows,), (1,), align=4),
             workspace=TensorArg("Float32", token_scales, (Dim("kept_pitch", bits=64), 1), align=VECTOR),
@@ -110,7 +110,7 @@ class MoePermuteKernel(TokenKernel):
                 if is_token & (i + thread_in_block < c.topk):
                     place = places[token, i + thread_in_block]
                     if place >= 0:
-                        scale[block, place] = own
+                        scale[place, block] = own
         else:
             if exists & (thread_in_block == 0):
                 token_scales[token, block] = own
@@ -136,4 +136,4 @@ class MoePermuteKernel(TokenKernel):
                 words += ptx.load_if(at, first + i < c.scales, vector)
             for i in range_constexpr(SCALES_PER_THREAD):
                 if first + i < c.scales:
-                    scale[first + i, row] = ptx.float_of(words[i])
+                    scale[row, first + i] = ptx.float_of(words[i])

@@ -67,7 +67,7 @@ class RowQuantKernel:
             if spec.fmt == FP8_TENSOR:
                 scale = TensorArg("Float32", (1,), (1,), align=4)
             elif spec.layout == COLUMN:
-                scale = matrix("Float32", scales, rows, align=4)
+                scale = TensorArg("Float32", (rows, scales), (1, rows), align=4)
             else:
                 scale = matrix("Float32", rows, scales, align=4)
         weight = None

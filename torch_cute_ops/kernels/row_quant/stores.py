@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN
+from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN
 from torch_cute_ops.kernels.common.core.memory import store_byte, store_words
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.codes import Encoder
@@ -138,10 +138,7 @@ class Stores:
         block = thread.column // SCALE_THREADS * SCALE_THREADS + shared.mine(thread.lane) * self.config.threads_per_row
         column = (thread.first_block + block) // SCALE_THREADS
         if exists & shared.leads(thread.lane) & (block < thread.cta_blocks):
-            if const_expr(self.config.spec.layout == COLUMN):
-                thread.scale[column, memory_row] = scale
-            else:
-                thread.scale[memory_row, column] = scale
+            thread.scale[memory_row, column] = scale
 
     def _store_words(self, words: list, output: cute.Tensor, row, column) -> None:
         """Store the words of block ``column`` in a row of an output."""

@@ -72,14 +72,15 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
 
     Sizes: R rows of activations, of all experts together; E experts; N rows of an expert's weight, a multiple of 8; K
     elements of a sum, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout (``ExpertLayout.is_masked``) each
-    expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional; their last two dimensions are
-    contiguous.
+    expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional; the last two dimensions of ``a``
+    and ``out`` are contiguous.
 
     Attributes:
         a: (R, K) e4m3, contiguous; masked (E, R / E, K).
         b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, K, N). Kernels with an
             FP4 weight take its codes: (K / 2, N) or (E, K / 2, N) uint8.
-        a_scale: (blocks, R) float32, any pitch between blocks; masked (blocks, E, R / E).
+        a_scale: (R, blocks) float32, column-major with any pitch between blocks; masked (E, R / E, blocks), where the
+            rows of all experts are one column.
         b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
             one of its scale layouts.
         offsets: (E + 1,) int32, or None; ``ExpertLayout`` says which.

@@ -90,12 +90,12 @@ class ExpertTiles:
         if self.rows.is_masked:
             rows, of_expert = Dim("rows"), Dim("rows_of_expert", bits=64, divisibility=16)
             a = TensorArg(fp8, (experts, rows, k), (of_expert, k, 1), align=16)
-            a_scale = TensorArg(fp32, (blocks, experts, rows), (pitch, rows, 1), align=4)
+            a_scale = TensorArg(fp32, (experts, rows, blocks), (rows, 1, pitch), align=4)
             out = TensorArg(out_dtype, (experts, rows, n), (Dim("out_of_expert", bits=64, divisibility=8), n, 1), 16)
         else:
             rows = Dim("rows")
             a = TensorArg(fp8, (rows, k), (k, 1), align=16)
-            a_scale = TensorArg(fp32, (blocks, rows), (pitch, 1), align=4)
+            a_scale = TensorArg(fp32, (rows, blocks), (1, pitch), align=4)
             out = TensorArg(out_dtype, (rows, n), (n, 1), align=16)
         b, b_scale = self.weight.arguments(n, k, blocks, None if self.rows.is_plain else experts)
         alpha, bias = epilogue.arguments(n, None if self.rows.is_plain else experts)
@@ -120,16 +120,17 @@ class ExpertTiles:
         if self.rows.is_masked:
             space = a.shape[1]
             count = a.shape[0] * space
-            k, n = a.shape[2], out.shape[2]
+            k, n, scale_dim = a.shape[2], out.shape[2], 2
         else:
             space = count = a.shape[0]
-            k, n = a.shape[1], out.shape[1]
+            k, n, scale_dim = a.shape[1], out.shape[1], 1
         b, b_scale = self.weight.views(given.b, given.b_scale)
         return Views(
             a=cute.make_tensor(a.iterator, cute.make_layout((count, k), stride=(k, 1))),
             b=b,
             a_scale=cute.make_tensor(
-                a_scale.iterator, cute.make_layout((a_scale.shape[0], count), stride=(a_scale.stride[0], 1))
+                a_scale.iterator,
+                cute.make_layout((a_scale.shape[scale_dim], count), stride=(a_scale.stride[scale_dim], 1)),
             ),
             b_scale=b_scale,
             out=cute.make_tensor(out.iterator, cute.make_layout((count, n), stride=(n, 1))),

@@ -1,0 +1,243 @@
+"""FP8 block scales: one shape, (M, ⌈K/128⌉), with the layout in the strides, in quantisers and GEMMs.
+
+With M = K/128 the scales are square, so that only their strides tell the two layouts apart.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expected import assert_same
+from samples import Sample
+from samples._fp8_fp4 import with_fp4_weight
+from samples.grouped_mm_fp8 import contiguous, masked
+from samples.mm_fp8_block import sample
+from support.cases import arguments, expected_of, run, with_usable_backend
+
+import torch_cute_ops
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.ops._call import CallPath
+from torch_cute_ops.registry import OPS
+
+CPU = torch.device("cpu")
+SQUARES = ((16, 2048), (32, 4096), (40, 5120), (56, 7168), (64, 8192), (112, 14336))
+"""M and K with M = K/128."""
+N = 136
+FP8_OPS = ("mm_fp8_block", "mm_fp8_fp4", "grouped_mm_fp8", "grouped_mm_fp8_fp4")
+
+
+def call_of(op: str, m: int, k: int, device: torch.device, n: int = 8, *, is_masked: bool = False) -> Sample:
+    """Return a call with ``m`` rows and fp32 results; two experts own the rows of a grouped GEMM."""
+    if not op.startswith("grouped"):
+        one = sample(op, m, n, k, device, out_dtype=torch.float32)
+    elif is_masked:
+        one = masked(op, [m, m // 2], m, n, k, device, out_dtype=torch.float32)
+    else:
+        one = contiguous(op, [m // 2, m - m // 2], n, k, device, alignment=1, out_dtype=torch.float32)
+    return with_fp4_weight(one, NVFP4, "linear") if op.endswith("fp4") else one
+
+
+def padded(scale: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return equal scales, column-major with NaN between the columns, as DeepGEMM and vLLM hold them."""
+    columns = scale.mT
+    room = columns.new_full((*columns.shape[:-1], columns.shape[-1] + padding), torch.nan)
+    room[..., : columns.shape[-1]] = columns
+    return room[..., : columns.shape[-1]].mT
+
+
+LAYOUTS = {
+    "column": lambda scale: scale.movedim(-1, 0).contiguous().movedim(0, -1),
+    "row": lambda scale: scale.contiguous(),
+    "padded-column": lambda scale: padded(scale, 3),
+    "padded-row": lambda scale: torch.cat((scale, scale.new_full((*scale.shape[:-1], 5), torch.nan)), -1)[
+        ..., : scale.shape[-1]
+    ],
+}
+
+
+def in_layout(one: Sample, layout: str) -> Sample:
+    """Return the call with ``a_scale`` in another layout."""
+    a, b, a_scale, *rest = one.args
+    return replace(one, args=(a, b, LAYOUTS[layout](a_scale), *rest))
+
+
+def check(op: str, one: Sample, results: tuple[torch.Tensor, ...]) -> None:
+    """Compare results with sums in float64."""
+    spec = OPS[op]
+    given = arguments(spec, one)
+    outputs = results if spec.defined is None else spec.defined(results, **given)
+    expected_of(spec).assert_results(outputs, expected_of(spec).results(given), given)
+
+
+@pytest.mark.parametrize(("m", "k"), SQUARES)
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_square_scales(op, m, k, device):
+    """Compare each layout of square scales with float64, in eager calls."""
+    torch.manual_seed(m)
+    one = with_usable_backend(OPS[op], call_of(op, m, k, torch.device(device)), torch.device(device))
+    for layout in LAYOUTS:
+        check(op, one, run(OPS[op], in_layout(one, layout)))
+
+
+@pytest.mark.parametrize(("m", "k"), SQUARES)
+def test_square_scales_compiled(m, k, fresh_compiler, device):
+    """Compare with float64 each layout of square scales in one compiled program, and scales that the program makes."""
+    torch.manual_seed(k)
+    where = torch.device(device)
+    one = with_usable_backend(OPS["mm_fp8_block"], call_of("mm_fp8_block", m, k, where), where)
+    a, b, a_scale, b_scale = one.args
+    x = torch.randn(m, k, device=device)
+
+    def program(a, b, b_scale, x, *scales):
+        made = [torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout=layout) for layout in (None, "row")]
+        given = [(a, scale) for scale in scales] + [(a, scales[0] * 1.0), *made]
+        return made, [torch_cute_ops.mm_fp8_block(one, b, two, b_scale, **options) for one, two in given]
+
+    options = one.kwargs
+    scales = [make(a_scale) for make in LAYOUTS.values()]
+    backend = "inductor" if m == SQUARES[0][0] else "aot_eager"
+    made, products = torch.compile(program, backend=backend)(a, b, b_scale, x, *scales)
+    for product in products[: len(scales) + 1]:
+        check("mm_fp8_block", one, (product,))
+    assert [each[1].stride() for each in made] == [(1, m), (m, 1)]
+    for (codes, scale), product in zip(made, products[len(scales) + 1 :], strict=True):
+        check("mm_fp8_block", Sample("", (codes, b, scale, b_scale), options), (product,))
+
+
+@pytest.mark.parametrize("op", ["grouped_mm_fp8", "grouped_mm_fp8_fp4"])
+def test_masked_scales(op, device):
+    """Compare with float64 each layout in the masked layout of rows, where a column may belong to one expert or all."""
+    where = torch.device(device)
+    for m, k in ((4, 512), (1, 512), (4, 128)):
+        one = with_usable_backend(OPS[op], call_of(op, m, k, where, is_masked=True), where)
+        for layout in LAYOUTS:
+            check(op, one, run(OPS[op], in_layout(one, layout)))
+
+
+# The CUDA entries, with a model of the compiled kernels
+
+
+@pytest.fixture
+def slow_calls(monkeypatch):
+    """Record of the calls that take the slow path."""
+    seen = []
+    checked = CallPath.run_checked
+
+    def run_checked(self, call, out):
+        seen.append(call)
+        return checked(self, call, out)
+
+    monkeypatch.setattr(CallPath, "run_checked", run_checked)
+    return seen
+
+
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_layouts_on_the_fast_path(op, launches, slow_calls):
+    """Check that a GEMM reads column-major scales in place, and copies others without the slow path."""
+    for is_masked in (False, True) if op.startswith("grouped") else (False,):
+        launches.forget()
+        slow_calls.clear()
+        one = with_usable_backend(OPS[op], call_of(op, 6, 768, CPU, N, is_masked=is_masked), torch.device("cuda"))
+        OPS[op].cuda(*one.args, **one.kwargs)
+        assert len(slow_calls) == 1
+        for layout in LAYOUTS:
+            given = in_layout(one, layout)
+            launches.calls.clear()
+            check(op, one, (OPS[op].cuda(*given.args, **given.kwargs),))
+            _, passed = launches.calls[-1]
+            # An expert's columns end where the next expert's begin, so that a kernel cannot skip padding there.
+            in_place = layout == "column" or (layout == "padded-column" and not is_masked)
+            assert (passed[2].data_ptr() == given.args[2].data_ptr()) == in_place
+        assert len(slow_calls) == 1
+
+
+def test_one_row_is_read_in_place(launches, slow_calls):
+    """Check that neither layout of one row's scales is copied."""
+    one = call_of("mm_fp8_block", 1, 768, CPU, N)
+    for layout in ("column", "row"):
+        given = in_layout(one, layout)
+        check("mm_fp8_block", one, (OPS["mm_fp8_block"].cuda(*given.args, **given.kwargs),))
+        assert launches.calls[-1][1][2].data_ptr() == given.args[2].data_ptr()
+    assert len(slow_calls) == 1
+
+
+@pytest.mark.parametrize("op", ["mm_fp8_block", "grouped_mm_fp8"])
+def test_transposed_weight_scales_raise(op, launches):
+    """Check that a transposed view is refused, also after a good call of the same shapes, and its copy is not."""
+    one = call_of(op, 6, 256, CPU, 256)
+    a, b, a_scale, b_scale, *rest = one.args
+    OPS[op].cuda(*one.args, **one.kwargs)
+    for entry in (OPS[op].cuda, OPS[op].function, torch.compile(OPS[op].function, backend="eager")):
+        with pytest.raises(Exception, match=r"b_scale with shape .*2, 2\) .*transposed view.*b_scale\.contiguous\(\)"):
+            entry(a, b, a_scale, b_scale.mT, *rest, **one.kwargs)
+    turned = b_scale.mT.contiguous()
+    check(
+        op,
+        Sample("", (a, b, a_scale, turned, *rest), one.kwargs),
+        run(OPS[op], Sample("", (a, b, a_scale, turned, *rest), one.kwargs)),
+    )
+
+
+# Outputs
+
+
+def quantising(device: torch.device) -> dict[str, tuple[Sample, torch.Size]]:
+    """Return a call of each quantiser, and the shape of its codes."""
+    x = torch.randn(2, 3, 640, device=device)
+    weight = torch.rand(640, device=device)
+    blocks = {"granularity": "block128"}
+    pairs = torch.tensor([4, 0, 3, 1, 5, 2], dtype=torch.int32, device=device)
+    counts = torch.tensor([3, 3], dtype=torch.int32, device=device)
+    return {
+        "fp8_quantize": Sample("", (x,), blocks),
+        "rmsnorm_fp8quant": Sample("", (x, weight), blocks),
+        "add_rmsnorm_fp8quant": Sample("", (x, torch.zeros_like(x), weight), blocks),
+        "silu_mul_fp8quant": Sample("", (torch.cat((x, x), -1),), blocks),
+        "moe_permute_fp8quant": Sample("", (x[0], pairs, 2), {}),
+        "moe_swiglu_fp8quant": Sample("", (torch.cat((x, x), -1), None, counts), {}),
+    }
+
+
+@pytest.mark.parametrize("entry", ["real", "model"])
+@pytest.mark.parametrize("op", quantising(CPU))
+def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device):
+    """Check values in each layout, that memory between rows and columns stays as it is, and that a second call and
+    ``out=`` give the same."""
+    if entry == "model":
+        request.getfixturevalue("launches")
+        device = "cpu"
+    spec = OPS[op]
+    one = quantising(torch.device(device))[op]
+    y, scale, *_ = run(spec, one)
+    assert scale.shape == (*y.shape[:-1], 5)
+    for layout, make in LAYOUTS.items():
+        for _ in range(2):
+            target = make(torch.full_like(scale, torch.nan))
+            strides, codes = target.stride(), torch.empty_like(y)
+            given = Sample(
+                "", tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in one.args), one.kwargs
+            )
+            version = target._version
+            if entry == "model":
+                spec.cuda_out(*given.args, **given.kwargs, **dict(zip(spec.out_names, (codes, target), strict=True)))
+            else:
+                spec.function(*given.args, **given.kwargs, out=(codes, target))
+            assert target.stride() == strides and target._version > version
+            assert_same((codes, target), (y, scale))
+            if layout.startswith("padded"):
+                whole = torch.empty(0, device=device).set_(target.untyped_storage())
+                assert int(whole.isnan().sum()) == whole.numel() - target.numel()
+
+
+def test_a_named_layout_must_fit_the_given_scales(device):
+    x = torch.randn(4, 512, device=device)
+    y, column = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="column")
+    _, row = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="row")
+    assert column.stride() == (1, 4) and row.stride() == (4, 1) and torch.equal(column, row)
+    for layout, scale in (("column", row), ("row", column)):
+        with pytest.raises(ValueError, match=rf"strides .* expected {layout}-major scales, as scale_layout='{layout}'"):
+            torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout=layout, out=(y, scale))
+    for granularity, static in (("token", None), ("tensor", torch.ones(1, device=device))):
+        for layout in ("row", "column", None):
+            _, scale = torch_cute_ops.fp8_quantize(x, static, granularity, layout)
+            assert scale.is_contiguous() and scale.shape == ((4, 1) if static is None else (1,))
