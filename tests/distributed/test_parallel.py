@@ -334,6 +334,7 @@ def test_bounds():
         ("weight_scale", (512, 16), (0, 256, 512), (1, 8, 16)),
         ("weight_scale", (512, 8), (0, 256, 512), (1, 4, 8)),
         ("weight_scale_inv", (4, 2), (0, 2, 4), (1, 1, 2)),
+        ("weight_scale", (4, 1, 2, 1), (0, 2, 4), (2, 1, 2)),
         ("weight_scale", (512, 1), (0, 256, 512), None),
         ("weight_scale", (512,), (0, 256, 512), None),
         ("weight_scale", (), None, None),

@@ -22,6 +22,7 @@ from transformers import (
     DeepseekV3Config,
     GenerationConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -593,6 +594,33 @@ def test_incomplete_checkpoints(load, tmp_path, registered):
         load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts."), r"contains no .*layers\.1\..*experts"
     )
     refused(load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts.2.w3."), r"experts\.2\.w3")
+
+
+@loaders
+def test_experts_of_llama_4(load, tmp_path, registered):
+    """ModelOpt's NVFP4 experts of Llama 4 are refused: they are called with one row per expert and token."""
+    config = Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=256, num_local_experts=2, head_dim=32, interleave_moe_layer_step=1
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+
+    def quantised(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            if ".experts." not in name:
+                found[name] = tensor
+                continue
+            experts, k, n = tensor.shape
+            found[name] = torch.randint(256, (experts, k // 2, n), dtype=torch.uint8)
+            found[f"{name}_weight_scale"] = torch.ones(experts, k // 16, n).to(torch.float8_e4m3fn)
+            found[f"{name}_weight_scale_2"] = torch.tensor(0.5)
+            found[f"{name}_input_scale"] = torch.tensor(0.5)
+        return found
+
+    document = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*", "*shared_expert*"]}
+    (tmp_path / "config.json").write_text(json.dumps({**document, "quantization_config": quantization}))
+    refused(load, tmp_path, quantised, r"experts is quantised in .*, but cannot become QuantExperts: ")
 
 
 @loaders

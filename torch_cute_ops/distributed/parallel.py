@@ -98,10 +98,11 @@ def shard_range(
     """
     if not shape or ("weight" not in suffix and suffix != "bias") or (len(shape) == 1 and shape[0] == 1 != weight[0]):
         return None
-    has_no_columns = len(shape) == 1 or (shape[1] == 1 and shape[0] == weight[0])
+    has_no_columns = len(shape) == 1 or (len(shape) == 2 and shape[1] == 1 and shape[0] == weight[0])
     if shard.dim == 1 and has_no_columns:
         return None
-    return (shard.dim, *shard.within(shape[shard.dim], weight[shard.dim], name))
+    dim = 2 * shard.dim if len(shape) == 4 else shard.dim  # ModelOpt's scales of blocks: (⌈N/128⌉, 1, ⌈K/128⌉, 1)
+    return (dim, *shard.within(shape[dim], weight[shard.dim], name))
 
 
 def shard_(layer: QuantLinear | nn.Linear, shard: WeightShard) -> None:
