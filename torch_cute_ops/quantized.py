@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
@@ -23,6 +24,7 @@ from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.runtime.dispatch import is_proxy
 
 WeightFormat = Literal["nvfp4", "mxfp4", "fp8_block"]
 LinearActivations = Literal["auto", "16bit", "fp8", "fp4"]
@@ -105,6 +107,11 @@ class QuantizedWeight:
         """Return the object with all tensors on ``device``."""
         moved: QuantizedWeight = pytree.tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
         return moved
+
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """Return the argument for the object in a graph of ``torch.fx.symbolic_trace``."""
+        tensors = tuple(tracer.create_arg(each) for each in (self.codes, self.scale, self.global_scale))
+        return tracer.create_node("call_function", QuantizedWeight, tensors, {"format": self.format})
 
     @property
     def device(self) -> torch.device:
@@ -198,6 +205,8 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
         >>> torch_cute_ops.linear(x, q).tolist()
         [[[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [32.0, 33.0, 34.0, 35.0, 36.0, 37.0, 38.0, 39.0]]]
     """
+    if is_proxy(w):
+        return handle_torch_function(quantize, (w,), w, format, amax=amax)
     kind = _kind_of("quantize", format)
     if isinstance(w, nn.Module):
         raise TypeError(f"quantize: w is a {type(w).__name__}; expected a tensor: pass its weight")
@@ -242,6 +251,8 @@ def linear(
         >>> torch_cute_ops.linear(torch.ones(64).bfloat16(), q, bias=torch.arange(8.0)).tolist()
         [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     """
+    if is_proxy(x):
+        return handle_torch_function(linear, (x,), x, q, bias, activations=activations)
     _check_record("linear", q)
     n, k = q.shape
     _check_is_tensor("linear", "x", x)
@@ -274,6 +285,8 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
     Raises:
         TypeError: for another dtype, or a ``q`` that is not from :func:`quantize`.
     """
+    if is_proxy(q):
+        return handle_torch_function(dequantize, (q,), q, dtype)
     _check_record("dequantize", q)
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dequantize: dtype is {dtype}; expected torch.bfloat16, torch.float16 or torch.float32")

@@ -11,9 +11,11 @@ from typing_extensions import Self
 
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
+from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.runtime.dispatch import is_proxy
 
 Activations = Literal["auto", "16bit", "fp4", "fp8"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -311,6 +313,8 @@ class QuantLinear(nn.Module):
             ValueError, TypeError: as the op, for a wrong shape, dtype or device; and if a weight, a scale or
                 :class:`QuantizedRows` require grad while gradients are enabled.
         """
+        if is_proxy(input):
+            return one_node(self, input)
         if isinstance(input, Tensor):
             kind = input.device.type
             if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and input.dtype != torch.float64:

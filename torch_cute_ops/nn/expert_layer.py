@@ -10,6 +10,7 @@ from typing_extensions import Self
 from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, moved
 from torch_cute_ops.nn._straight_through import needs_gradient
+from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.ops._signature import Scoring
 from torch_cute_ops.ops.moe_route import moe_route
@@ -17,6 +18,7 @@ from torch_cute_ops.ops.moe_route_dense import moe_route_dense
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.reference.moe_route import choose_experts
+from torch_cute_ops.runtime.dispatch import is_proxy
 
 
 class GatedMLP(nn.Module):
@@ -52,6 +54,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``down_proj(swiglu(gate_up_proj(x)))``, (..., H) from (..., H). Raises as :class:`QuantLinear`."""
+        if is_proxy(x):
+            return one_node(self, x)
         both = self.gate_up_proj(x)
         if needs_gradient(both):  # fused ops have no gradient
             return self.down_proj(self._gated(both))
@@ -164,6 +168,8 @@ class ExpertLayer(nn.Module):
         Raises:
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device.
         """
+        if is_proxy(x):
+            return one_node(self, x)
         tokens = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and needs_gradient(x, *self.parameters()):
             return self._forward_with_gradient(tokens).view(x.shape)

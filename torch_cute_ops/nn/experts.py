@@ -12,6 +12,7 @@ from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
+from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
@@ -27,7 +28,7 @@ from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.registry import backends
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.dispatch import PLAIN
+from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
 """Linear layer class by scheme, for the formats that experts support."""
@@ -257,6 +258,8 @@ class QuantExperts(nn.Module):
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device; and if a weight, a scale or a bias of
                 the experts requires grad while gradients are enabled.
         """
+        if is_proxy(hidden_states):
+            return one_node(self, hidden_states, top_k_index, top_k_weights)
         check_routing(top_k_index, top_k_weights, self.experts)
         if torch.is_grad_enabled() and _straight_through.needs_gradient(
             hidden_states, top_k_weights, *self.parameters(), *self.buffers()

@@ -8,6 +8,7 @@ tensors that a kernel cannot read in place, and plans and compiles kernels.
 
 import abc
 import importlib
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -35,6 +36,13 @@ MOST_LAUNCHERS: Final = 4096
 _storing = threading.Lock()
 _launched: Final[set[tuple[KernelSpec, int]]] = set()
 """Launched kernels, each with its device: their modules are loaded, so that graphs can capture them."""
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of another library, such as ``numpy.int64``, as a Python number."""
+    if isinstance(value, numbers.Real) and type(value) not in (int, float, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
 
 
 class Launcher(abc.ABC, Generic[Call]):
@@ -226,6 +234,7 @@ class CallPath(abc.ABC, Generic[Call]):
 
         That is for the first call with a key, and for tensors that the fast path or the compiled function refused.
         """
+        call = self.call_type._make(map(_of_python, call))
         self.check_call(call)
         device = call[0].device
         given = None if out is None else (out,) if self.is_single else tuple(out)

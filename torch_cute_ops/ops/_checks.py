@@ -19,7 +19,7 @@ from torch_cute_ops.formats import (
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
 from torch_cute_ops.formats.shapes import Output
-from torch_cute_ops.runtime.dispatch import PLAIN
+from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
@@ -271,14 +271,14 @@ def _check_scale_output(op: str, name: str, scale: torch.Tensor, layouts: Collec
 def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
     """Check that ``out`` is a tensor, or a tuple of as many tensors as outputs, and return it."""
     if len(names) == 1:
-        if not isinstance(out, torch.Tensor):
+        if not (isinstance(out, torch.Tensor) or is_proxy(out)):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
         return out
     if not isinstance(out, (tuple, list)):  # Dynamo of torch 2.9 traces no union
         raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
     check_number(op, tuple(out), names)
     for name, tensor in zip(names, out, strict=True):
-        if not isinstance(tensor, torch.Tensor):
+        if not (isinstance(tensor, torch.Tensor) or is_proxy(tensor)):
             raise TypeError(f"cute::{op}: {name} of out is a {type(tensor).__name__}; expected a tensor")
     return out
 

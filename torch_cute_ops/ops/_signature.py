@@ -5,6 +5,7 @@ This replaces torch's ``infer_schema``, which makes every ``int`` a ``SymInt``, 
 """
 
 import inspect
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, 
 import torch
 
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout as FP4ScaleLayout
+from torch_cute_ops.runtime.dispatch import is_proxy
 
 Tensor = torch.Tensor
 UpdatedTensor = Annotated[Tensor, "updated in place"]
@@ -50,6 +52,9 @@ _KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
     "str": ((str,), "a string"),
     "ScalarType": ((torch.dtype,), "a torch.dtype"),
 }
+
+_NUMBERS: Final[dict[str, type]] = {"int": numbers.Integral, "SymInt": numbers.Integral, "float": numbers.Real}
+"""Types of numbers that are no Python numbers, such as ``numpy.int64``; the dispatcher takes them too."""
 
 _LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
 """Largest numbers in a schema; Python's integers are unlimited."""
@@ -89,15 +94,19 @@ class Parameter(NamedTuple):
 
     def reason_unfit(self, value: Any) -> str | None:
         """Return the reason that ``value`` has a wrong Python type, or None."""
-        if value is None and self.is_optional:
+        if (value is None and self.is_optional) or is_proxy(value):
             return None
         accepted, expected = _KINDS[self.type]
         if isinstance(value, int) and self.type in _LARGEST and abs(value) > _LARGEST[self.type]:
             return f"{self.name} is an int of {value.bit_length()} bits; expected {expected} of 64"
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if isinstance(value, accepted) and (self.type == "bool" or not isinstance(value, bool)):
             return None
+        if is_number and isinstance(value, _NUMBERS.get(self.type, ())):
+            return None
         shown = "None" if value is None else f"{value!r}, a {type(value).__name__}"
-        return f"{self.name} is {shown}; expected {expected}{' or None' if self.is_optional else ''}"
+        fix = f": pass torch.tensor([{float(value)!r}], device=…)" if is_number and self.is_tensor else ""
+        return f"{self.name} is {shown}; expected {expected}{' or None' if self.is_optional else ''}{fix}"
 
 
 @dataclass(frozen=True)

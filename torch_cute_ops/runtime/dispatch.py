@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.nn import Parameter
 
 from torch_cute_ops.runtime import settings
@@ -64,6 +65,11 @@ else:
         "dispatch_modes": _len_torch_dispatch_stack,
         "peek_interpreter_stack": peek_interpreter_stack,
     }
+
+
+def is_proxy(value: Any) -> bool:
+    """Return True for a stand-in of ``torch.fx.symbolic_trace``, which records calls and has no shape or dtype."""
+    return isinstance(value, Proxy)
 
 
 def in_dual_level() -> bool:
