@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from torch_cute_ops.cli import info
 from torch_cute_ops.cli.main import main
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.ops._properties import Property
-from torch_cute_ops.registry import OPS
+from torch_cute_ops.registry import OPS, kernels_of
 from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.store import Store, symbol_of
@@ -227,6 +228,75 @@ def test_cache_that_is_off(monkeypatch, capsys):
     assert "off: there is no home folder" in info.text(info.collect())
 
 
+def test_a_cache_folder_that_is_no_folder(monkeypatch, capsys):
+    """The reason is named before anything is compiled, and nobody is told to change the rights of /dev/null."""
+    monkeypatch.setattr(settings, "CACHE_DIR", Path("/dev/null"))
+    reason = "/dev/null is no folder; set TORCH_CUTE_OPS_CACHE_DIR to a folder"
+    assert main([*QUANTIZE, "--arch", "sm_90a"]) == 2
+    assert capsys.readouterr().err == f"error: no kernels are kept on disk: {reason}\n"
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"no kernels are kept on disk: {reason}\n"
+    assert main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": None, "why": reason}
+    monkeypatch.setattr(info, "availability", lambda spec: {})
+    assert f"off: {reason}" in info.text(info.collect())
+
+
+def test_cache_as_json(cache, monkeypatch, capsys):
+    store = compiler.store()
+    for key in ("one", "two"):
+        assert store.save(key, lambda path, symbol: path.write_text(symbol))
+    (first, folder), (second, _) = store.entries()
+    (folder / "kernel.o").write_text("damaged")
+    assert main(["cache", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(store.root)
+    damaged, whole = found["kernels"]
+    assert damaged["digest"] == first and damaged["error"].startswith("damaged: ")
+    assert whole["digest"] == second and whole["error"] is None and whole["key"] in ("one", "two")
+    assert whole["bytes"] == len(symbol_of(second)) and abs(whole["created"] - time.time()) < 100
+    assert main(["cache", "verify", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == found
+    assert main(["cache", "clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": str(store.root), "deleted": 2, "errors": []}
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"torch_cute_ops {torch_cute_ops.__version__}\n"
+
+
+@pytest.mark.parametrize("variable", ["TORCH_CUTE_OPS_CACHE_MB", "TORCH_CUTE_OPS_PDL"])
+def test_a_wrong_setting(variable):
+    """A command ends with one line and status 2; another program gets an exception with a traceback."""
+    environment = {**os.environ, variable: "x"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_cute_ops", "cache"],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        env=environment,
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(f"error: {variable}='x'; use .*\n", done.stderr)
+
+
+def test_building_an_op_by_name(tmp_path, monkeypatch, capsys):
+    """The kernels are those that a file with the same calls names."""
+    built = []
+    monkeypatch.setattr("torch_cute_ops.runtime.bundle_build.build", lambda folder, pairs: built.extend(pairs))
+    monkeypatch.setattr("torch_cute_ops.cli.main._tell_flavour", lambda: None)
+    arguments = ["build", *QUANTIZE[1:], "--arch", "sm_90a", "--arch", "sm_100a", "-o", str(tmp_path)]
+    assert main(arguments) == 0
+    assert f"2 kernels are in {tmp_path}" in capsys.readouterr().out
+    (job,) = deployment.jobs_of("fp4_quantize", hidden=64, dtype=torch.bfloat16)
+    for kernel, arch in built:
+        assert [kernel] == list(kernels_of("fp4_quantize", arch, **dict(job.properties)))
+    assert [arch for _, arch in built] == ["sm_90a", "sm_100a"]
+
+
 def test_warmup_without_a_cache(monkeypatch, capsys):
     """It is refused, because its kernels would be lost."""
     monkeypatch.setattr(settings, "CACHE", False)
@@ -315,6 +385,8 @@ WRONG = {
     "missing properties": (["warmup", "mm_fp4"], "mm_fp4: n, k: missing; mm_fp4 needs them"),
     "no file": (["warmup", "--config", "nowhere.toml", "--arch", "sm_90a"], "No such file"),
     "a folder for a file": (["warmup", "--config", "/", "--arch", "sm_90a"], "is not a regular file"),
+    "no op to build": (["build", "--arch", "sm_90a", "-o", "x"], "name an op and its properties, or a file"),
+    "a wrong op to build": (["build", "fp4", "--arch", "sm_90a", "-o", "x"], '"fp4" is no op'),
     "no file to build from": (["build", "--config", "nowhere.toml", "--arch", "sm_90a", "-o", "x"], "No such file"),
 }
 

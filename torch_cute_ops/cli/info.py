@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 import torch_cute_ops
+from torch_cute_ops.cli.cache import reason_unusable
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.registry import OPS, properties_of
 from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
-from torch_cute_ops.runtime.compiler import bundle, reason_no_store, store
+from torch_cute_ops.runtime.compiler import bundle, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 from torch_cute_ops.runtime.toolchain import installed_packages
 
@@ -99,9 +100,9 @@ def archs_with_kernels(spec: OpSpec) -> list[str]:
 
 def cache() -> dict[str, Any]:
     """Return the folder, number and size of the compiled kernels on disk."""
-    kernels = store()
-    if kernels is None:
-        return {"folder": None, "why": reason_no_store()}
+    kernels, reason = store(), reason_unusable()
+    if kernels is None or reason is not None:
+        return {"folder": None, "why": reason}
     sizes = [size for _, size, _ in kernels.used()]
     return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops import deployment, registry
+from torch_cute_ops import __version__, deployment, registry
 from torch_cute_ops.cli import cache, info
 from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs, read_jobs
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
-from torch_cute_ops.runtime.compiler import reason_no_store, store
 from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 
@@ -29,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SIGINT.
     """
     parser = argparse.ArgumentParser(prog="python -m torch_cute_ops", description="Custom ops for quantised serving.")
+    parser.add_argument("--version", action="version", version=f"torch_cute_ops {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_info(commands)
     _add_cache(commands)
@@ -68,7 +68,8 @@ def _info(options: argparse.Namespace) -> int:
 def _add_cache(commands: Any) -> None:
     parser = commands.add_parser("cache", help="the kernels on disk")
     parser.add_argument("action", choices=("list", "verify", "clear"), nargs="?", default="list")
-    parser.set_defaults(run=lambda options: cache.run(options.action))
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=lambda options: cache.run(options.action, as_json=options.json))
 
 
 def _add_build(commands: Any) -> None:
@@ -77,15 +78,16 @@ def _add_build(commands: Any) -> None:
         help="make a bundle of kernels that runs without the compiler",
         description=_build.__doc__,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", required=True, help="file with tables [[kernel]]")
     parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"one of {', '.join(ARCHS)}")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder of the bundle")
+    add_jobs(parser)
     parser.set_defaults(run=_build)
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Compile the kernels of a deployment for one or more architectures into a folder. Processes load them from the
-    folder that TORCH_CUTE_OPS_BUNDLE names. Needs a C compiler to link with, and no GPU."""
+    """Compile the kernels of an op, or of a deployment's file, for one or more architectures into a folder. Options
+    with several values stand for every combination. Processes load the kernels from the folder that
+    TORCH_CUTE_OPS_BUNDLE names. Needs a C compiler to link with, and no GPU."""
     from tqdm import tqdm
 
     from torch_cute_ops.runtime.bundle_build import build
@@ -177,8 +179,8 @@ def _warmup(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     jobs, archs = read_jobs(options), _archs(options)
-    if store() is None:
-        raise UsageError(f"no kernels are kept on disk: {reason_no_store()}")
+    if (reason := cache.reason_unusable()) is not None:
+        raise UsageError(f"no kernels are kept on disk: {reason}")
     failed = 0
     outcomes = deployment.compile_jobs(jobs, archs, options.workers)
     with contextlib.closing(outcomes), tqdm(total=len(jobs) * len(archs), unit="kernel") as bar:

@@ -4,6 +4,7 @@ An element is e2m1 (OCP MX v1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives)
 in the low nibble. Each block of elements shares one scale: e4m3 for 16 elements (NVFP4), ue8m0 for 32 (MXFP4).
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Final
 
@@ -85,7 +86,8 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
         amax: one element of any floating dtype, such as ``x.abs().amax()``.
 
     Returns:
-        (1,) float32, always finite; 1 if ``amax`` is zero or not finite.
+        (1,) float32, always finite; 1 if ``amax`` is zero or not finite. An ``amax`` on a CPU that is not finite or is
+        negative also gives a warning; on a GPU, a check would wait for the result.
 
     Raises:
         TypeError: if ``amax`` is not a tensor.
@@ -96,9 +98,24 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
     if amax.numel() != 1:
         raise ValueError(f"got amax with shape {tuple(amax.shape)}; expected one element, such as x.abs().amax()")
     amax = amax.detach().float().reshape(1)
+    if amax.is_cpu and _has_value(amax) and not 0 <= amax.item() < float("inf"):
+        warnings.warn(
+            f"nvfp4_global_scale: amax is {amax.item()}; expected a finite number, 0 or more. The global scale is 1; "
+            "look for NaN or infinity in the tensor",
+            stacklevel=2,
+        )
     # full_like: for a Python number divided by a tensor, torch multiplies with the reciprocal and rounds twice.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def _has_value(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor outside compiled programs and transforms, whose element can be read."""
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not _is_transformed(tensor)
+
+
+# A missing private name of torch means that no element is read.
+_is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

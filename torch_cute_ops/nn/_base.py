@@ -1,6 +1,7 @@
 """Base class of quantised linear layers: buffers that are moved but never cast, and state dicts in checkpoint
 layout."""
 
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -94,6 +95,7 @@ class QuantLinear(nn.Module):
 
     Raises:
         ValueError: for sizes or activations that the ops do not support, or ``parts`` that do not sum to N.
+        TypeError: for a size that is no integer.
     """
 
     scheme: ClassVar[str]
@@ -120,6 +122,10 @@ class QuantLinear(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(size, numbers.Integral) or isinstance(size, bool):
+                raise TypeError(f"{type(self).__name__}: {name} is {size!r}, a {type(size).__name__}; expected an int")
+        in_features, out_features = int(in_features), int(out_features)
         self.in_features, self.out_features = in_features, out_features
         self.activations = self._chosen(activations)
         self.parts = (out_features,) if parts is None else tuple(parts)
@@ -465,9 +471,16 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 
     Raises:
         ValueError: for layers that cannot be merged.
+        TypeError: for modules that are no layers of this package.
     """
     if not layers:
         raise ValueError("merge: layers is empty; expected at least one layer")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, QuantLinear):
+            raise TypeError(
+                f"merge: layers[{i}] is {_described(layer)}; expected quantised layers, such as "
+                "NVFP4Linear.from_float(linear)"
+            )
     first = layers[0]
     differences: dict[str, set[Any]] = {
         "class": {type(layer).__name__ for layer in layers},
@@ -544,6 +557,10 @@ def link(layer: QuantLinear, following: QuantLinear | None) -> None:
 
 # Not an attribute of the modules: copies and pickles would follow the chain.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
+
+
+def _described(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch_cute_ops.runtime import tuning
 @torch.no_grad()
 def warmup(
     model: nn.Module,
-    rows: Iterable[int] = (1,),
+    rows: int | Iterable[int] = (1,),
     *,
     dtype: torch.dtype = torch.bfloat16,
     tune: bool = False,
@@ -32,8 +33,8 @@ def warmup(
 
     Args:
         model: model with layers of this package at any depth, on the device that serves.
-        rows: numbers of rows that will be served, summed over all ranks: sequences in a decode step, tokens of a
-            prefill. One number of each bucket is called.
+        rows: numbers of rows that will be served, or one number, summed over all ranks: sequences in a decode step,
+            tokens of a prefill. One number of each bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
@@ -43,10 +44,9 @@ def warmup(
 
     Raises:
         ValueError: for a number of rows that is not positive, or for experts with an unknown ``topk``.
+        TypeError: for a number of rows that is no integer.
     """
-    numbers = sorted(set(rows))
-    if numbers and numbers[0] < 1:
-        raise ValueError(f"warmup: rows contains {numbers[0]}; expected positive numbers")
+    numbers = _numbers_of(rows)
     forms: dict[object, QuantLinear] = {}
     experts: dict[object, QuantExperts | ExpertLayer] = {}
     gated: dict[object, GatedMLP] = {}
@@ -86,6 +86,23 @@ def warmup(
             _call_gated(forms.values(), numbers, dtype)
     if fused:
         _call_fused(model, forms.values(), dtype)
+
+
+def _numbers_of(rows: int | Iterable[int]) -> list[int]:
+    """Return the numbers of rows in ascending order, each once.
+
+    Raises:
+        TypeError, ValueError: for a value that is no integer, or not positive.
+    """
+    given = rows if isinstance(rows, Iterable) and not isinstance(rows, str) else (rows,)
+    numbers = set()
+    for number in given:
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(f"warmup: rows contains {number!r}, a {type(number).__name__}; expected positive integers")
+        if number < 1:
+            raise ValueError(f"warmup: rows contains {number}; expected positive numbers")
+        numbers.add(int(number))
+    return sorted(numbers)
 
 
 def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object:

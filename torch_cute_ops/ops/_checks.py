@@ -292,7 +292,8 @@ def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, .
 def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
     """Check that ``tensor`` has two dimensions."""
     if tensor.dim() != 2:
-        raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}")
+        fix = f"; pass {name}.flatten(0, -2)" if tensor.dim() > 2 and name in ("a", "input", "logits", "ids") else ""
+        raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}{fix}")
 
 
 def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> None:

@@ -127,8 +127,8 @@ class Gemm(BackendPath[GemmCall]):
         for name, tensor in (("a_scale", call.a_scale), (self.b_name, call.b), (f"{self.b_name}_scale", call.b_scale)):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
+        _checks.check_out_dtype(op, call.out_dtype)  # the possible dtypes of a bias follow from it
         self.check_epilogue(call, n, k)
-        _checks.check_out_dtype(op, call.out_dtype)
         if call.prefetch is not None:
             self._check_prefetch(call.prefetch, device)
         self.check_backend(call)

@@ -1,7 +1,9 @@
 """Settings of the package. Each is read from one environment variable, once, at import."""
 
 import functools
+import itertools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,9 +28,19 @@ def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
         try:
             value = parse(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{name}={text!r}; use {expected}") from None
+            message = f"{name}={text!r}; use {expected}"
+            if _is_command():
+                print(f"error: {message}", file=sys.stderr)
+                raise SystemExit(2) from None
+            raise ValueError(message) from None
     _known[name] = (value, "default" if text is None else "environment")
     return value
+
+
+def _is_command() -> bool:
+    """Return True in ``python -m torch_cute_ops``, which imports the package before it can catch errors."""
+    # While Python looks a module up, it replaces its name in ``sys.argv`` by "-m".
+    return sys.argv[:1] == ["-m"] and ["-m", "torch_cute_ops"] in map(list, itertools.pairwise(sys.orig_argv))
 
 
 def _flag(name: str, default: bool) -> bool:

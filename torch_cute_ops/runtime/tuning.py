@@ -1,6 +1,7 @@
 """State of ``autotune`` blocks: the part of the tuner that ops import before tuning is used."""
 
 import contextlib
+import numbers
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -59,8 +60,11 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
 
     Raises:
         RuntimeError: in a call, if the store of ``torch.distributed`` cannot be reached.
-        ValueError: if ``timeout_s`` is negative or not a number.
+        TypeError: if ``timeout_s`` is no number.
+        ValueError: if ``timeout_s`` is negative or NaN.
     """
+    if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
+        raise TypeError(f"timeout_s={timeout_s!r} is a {type(timeout_s).__name__}; use a number of seconds, 0 or more")
     if not timeout_s >= 0:
         raise ValueError(f"timeout_s={timeout_s!r}; use a number of seconds, 0 or more")
     changed(+1)
