@@ -124,14 +124,19 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
 
 TAKING_TILES = ("fp4_dequantize", "mm_fp4", "moe_fc1_fp4", "moe_fc2_fp4")
 """Ops that take scales of rows in tiles."""
+
+
+def most_graphs(op, choices):
+    """Return the allowed number of graphs: one more where the number of tiles, another symbol, may be one."""
+    return 3 if op.name in TAKING_TILES and choices["scale_layout"] == "128x4" else 2
+
+
 by_op_and_choices = pytest.mark.parametrize(
     ("op", "choices"),
     [
         pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
         for case in op_cases()
         for choices in choices_of(*case.values)
-        # The caller passes the tiled scale matrix. PyTorch treats its size as fixed until it sees a second size.
-        if not (case.id in TAKING_TILES and choices["scale_layout"] == "128x4")
     ],
 )
 
@@ -140,7 +145,7 @@ by_op_and_choices = pytest.mark.parametrize(
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["2d", "3d"])
 def test_compiles_twice_at_most(op, choices, lead, device):
     """Check for one graph for the first M, and one with M symbolic."""
-    assert compilations(op, device, ROWS, choices, lead=lead) <= 2
+    assert compilations(op, device, ROWS, choices, lead=lead) <= most_graphs(op, choices)
 
 
 @by_op_and_choices
@@ -153,13 +158,13 @@ def test_compiles_twice_at_most_in_any_order(op, choices, device):
     sizes = {size for tensor in tensors.values() for size in tensor.shape}
     order = [ROWS[i] for i in torch.randperm(len(ROWS))]
     order.sort(key=lambda rows: rows in sizes)
-    assert compilations(op, device, order, choices, dynamic=True) <= 2
+    assert compilations(op, device, order, choices, dynamic=True) <= most_graphs(op, choices)
 
 
 @by_op_and_choices
 def test_no_rows_after_some(op, choices, device):
     """Check M = 0, which PyTorch specialises."""
-    assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 3
+    assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 1 + most_graphs(op, choices)
 
 
 @pytest.mark.parametrize("op", op_cases())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import QuantLinear, merge
+from torch_cute_ops.runtime.dispatch import is_proxy
 
 
 @torch.no_grad()
@@ -127,9 +128,9 @@ class _Results:
 def _version(x: Tensor) -> int | None:
     """Return a number that each change of a tensor in place increments, or None if there is no such number.
 
-    Inference tensors have none, and compiled code cannot compare it.
+    Inference tensors have none, and compiled or traced code cannot compare it.
     """
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return None if torch.compiler.is_compiling() or is_proxy(x) or x.is_inference() else x._version
 
 
 class _Original:
