@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -16,6 +17,8 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from torch_cute_ops import checkpoint
+from torch_cute_ops.integrations import transformers as integration
 from torch_cute_ops.nn import QuantExperts, SwiGLU, quantize_, summary
 from torch_cute_ops.nn.float_experts import float_experts
 
@@ -311,3 +314,87 @@ def test_routers(name):
     # The input of T5's and NLLB's second layers is converted to the dtype of their weight.
     assert routers == {key for key in stayed if "reads its weight" not in left[key]}
     assert all(left[key] == "it is a router" for key in routers)
+
+
+# Whole models
+
+SMALL = {
+    "hidden_size": H,
+    "intermediate_size": I,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+
+
+def on_meta(config: object) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def test_conv1d_of_gpt2():
+    model = on_meta(transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64))
+    with pytest.warns(UserWarning) as warned:
+        quantize_(model)
+    names = [
+        f"transformer.h.{i}.{each}"
+        for i in range(2)
+        for each in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    reason = "Conv1D is neither nn.Linear nor experts with gate_up_proj and down_proj"
+    assert str(warned[0].message) == f"quantize_: modules stay unchanged. {', '.join(names)}: {reason}"
+    assert "nothing was replaced in this GPT2LMHeadModel" in str(warned[1].message)
+
+
+def test_llama_4():
+    config = transformers.Llama4TextConfig(**SMALL, num_local_experts=8, intermediate_size_mlp=I, head_dim=16)
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.feed_forward\.experts: its forward refuses tokens"):
+        model = quantize_(on_meta(config))
+    assert summary(model).left["model.layers.0.feed_forward.router"] == "it is a router"
+
+
+def test_a_config_of_an_odd_size():
+    """Layers of sizes that the ops lack are named, and the bytes show that they stay."""
+    config = transformers.LlamaConfig(**{**SMALL, "intermediate_size": 500})
+    names = ", ".join(f"model.layers.0.mlp.{each}_proj" for each in ("gate", "up"))
+    with pytest.warns(
+        UserWarning, match=rf"from_config: .* {re.escape(names)}: out_features is 500; expected a positive"
+    ):
+        model = integration.from_config(config, device="cpu", merge=False)
+    found = summary(model)
+    assert "in_features is 500" in found.left["model.layers.0.mlp.down_proj"]
+    assert {*found.replaced} == {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
+    assert found.function == "from_config"
+    # Four layers of the attention: codes, scales of 64 rows in a tile of 128, and a global scale.
+    assert found.bytes_before - found.bytes_after == 4 * H * H * 2 - 4 * (H * H // 2 + 128 * H // 16 + 4)
+
+
+def test_summary_of_loaded_checkpoints(tmp_path, caplog):
+    """Our ``from_pretrained`` and transformers' own say what was replaced, and how many bytes there are."""
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
+    model = quantise_without_warnings(
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "nvfp4"
+    )
+    checkpoint.save(model, tmp_path, "modelopt")
+    replaced = summary(model).replaced
+    with caplog.at_level(logging.INFO, logger="torch_cute_ops"):
+        loaded = integration.from_pretrained(tmp_path, device="cpu", progress=False, merge=False)
+    integration.register(merge=False)
+    try:
+        registered = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        integration.unregister()
+    for each, name in ((loaded, "load_"), (registered, "register")):
+        found = summary(each)
+        assert found.replaced == replaced and found.left == {"lm_head": "the checkpoint does not quantise it"}
+        assert (found.function, found.bytes_before) == (name, summary(model).bytes_before)
+        assert found.bytes_after == summary(model).bytes_after < 0.7 * found.bytes_before
+    assert (
+        sum(
+            message.startswith("load_: 5 replaced (4 by NVFP4Linear, 1 by QuantExperts), 1 unchanged; ")
+            for message in caplog.messages
+        )
+        == 1
+    )

@@ -27,6 +27,7 @@ from torch_cute_ops.nn._base import Activations, overwrite_
 from torch_cute_ops.nn._names import listed
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn._selection import Selection
+from torch_cute_ops.nn._summary import bytes_of, record_loaded
 from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme, sibling_groups
@@ -205,7 +206,7 @@ class Loader:
             stacklevel: ``stacklevel`` of the warnings.
         """
         ignore, progress = _names.as_patterns(self.options.ignore), self.options.progress
-        modules = [*self.model.named_modules()]
+        modules, bytes_before = [*self.model.named_modules()], bytes_of(self.model)
         within: set[nn.Module] = set()
         for name, module in modules if progress is None else progress(modules):
             experts = float_experts(module)
@@ -242,6 +243,7 @@ class Loader:
                 f"{listed(lost)} is on the meta device and not in the checkpoint; create it on a real device"
             )
         guard_saving(self.model)
+        record_loaded("load_", self.model, dict(modules), bytes_before)
 
     def warn(self, stacklevel: int) -> None:
         """Warn of scales of the KV cache, which are not used, and of input scales that are missing or 0."""

@@ -21,6 +21,7 @@ from torch_cute_ops.checkpoint.spec import read_spec, spec_of
 from torch_cute_ops.integrations._transformers_names import converted_names, model_names
 from torch_cute_ops.nn import _names, merge_
 from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn._summary import bytes_of, record_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class CuteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.activations, self.merge = activations, merge
         self.pending: dict[str, _Pending] = {}
+        self.bytes_before = 0
         self.device = torch.device("cpu")
         self.folder = Path()
         self.unused: tuple[str, ...] = ()
@@ -174,6 +176,7 @@ class CuteQuantizer(HfQuantizer):
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(f"CuteQuantizer: the checkpoint's files are {checkpoint_files}; expected safetensors")
         self.folder, self.device = Path(checkpoint_files[0]).parent, _one_device(device_map)
+        self.bytes_before = bytes_of(model)
         self.unused = tuple(model._keys_to_ignore_on_load_unexpected or ())
         ignored = {*self.unused, *(rf"\.{name}$" for name in KV_SCALES)}
         with Files(self.folder) as files:
@@ -196,12 +199,13 @@ class CuteQuantizer(HfQuantizer):
         with Files(self.folder) as files:
             for pending in self.pending.values():
                 _names.replace(model, pending, pending.module)
-            loader = self._loader(model, files)
+            loader, before = self._loader(model, files), dict(model.named_modules())
             for name, pending in tqdm([*self.pending.items()], desc="Loading quantised layers", unit="module"):
                 loader.load_module(name, pending.module)
             loader.warn(stacklevel=7)
             loader.refuse_unused(self._tensors_of_pending(loader))
         self.pending.clear()
+        record_loaded("register", model, before, self.bytes_before)
         if self.merge:
             merge_(model)
         return model.requires_grad_(False)

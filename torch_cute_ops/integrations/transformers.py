@@ -174,8 +174,8 @@ def from_config(
     """
     target = _device(device)
     model = _on_meta(config, dtype)
-    for text in replace_randomly(model, scheme, activations, ignore, None, target, seed):
-        warnings.warn(text.replace("random_:", "from_config:", 1), stacklevel=2)
+    for text in replace_randomly("from_config", model, scheme, activations, ignore, None, target, seed):
+        warnings.warn(text, stacklevel=2)
     generator = torch.Generator(target).manual_seed(seed)
     deviation = getattr(config, "initializer_range", 0.02)
     _fill_buffers(model)

@@ -174,8 +174,9 @@ def _left_of_linear(
     reason = _names.reason_unlike_linear(module)
     path, _, own = name.rpartition(".")
     parent: Any = model.get_submodule(path)
-    if reason is None and (isinstance(parent, _READ_WEIGHTS) or own in _read_by(type(parent))):
-        reason = f"{type(parent).__name__} reads its weight, which will be codes"
+    kind: Any = type(parent)
+    if reason is None and (issubclass(kind, _READ_WEIGHTS) or own in _read_by(kind)):
+        reason = f"{kind.__name__} reads its weight, which will be codes"
     if reason is None and isinstance(module, nn.Linear):
         reason = cls.reason_unsupported(module.out_features, module.in_features, activations)
     return None if reason is None else Left(reason)

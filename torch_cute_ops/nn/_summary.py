@@ -1,5 +1,6 @@
 """Summary of the modules that a function of this package has replaced in a model."""
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -8,6 +9,11 @@ from typing import NamedTuple
 from torch import nn
 
 from torch_cute_ops.nn import _names
+from torch_cute_ops.nn._base import QuantLinear
+from torch_cute_ops.nn.experts import QuantExperts
+from torch_cute_ops.nn.float_experts import float_experts
+
+logger = logging.getLogger(__name__)
 
 _SUMMARIES: weakref.WeakKeyDictionary[nn.Module, "Summary"] = weakref.WeakKeyDictionary()
 
@@ -44,7 +50,10 @@ class Summary(NamedTuple):
 
 
 def summary(model: nn.Module) -> Summary:
-    """Return what the last :func:`quantize_`, :func:`random_` or ``from_config`` changed in this model.
+    """Return what the last function that quantised or loaded this model has changed.
+
+    These are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
+    ``integrations.transformers``.
 
     Raises:
         ValueError: for a model that none of them has changed.
@@ -56,8 +65,29 @@ def summary(model: nn.Module) -> Summary:
 
 
 def record(model: nn.Module, found: Summary) -> None:
-    """Keep the summary for :func:`summary`."""
+    """Keep the summary for :func:`summary`, and log it in one line."""
     _SUMMARIES[model] = found
+    logger.info("%s", found.line())
+
+
+def record_loaded(function: str, model: nn.Module, before: Mapping[str, nn.Module], bytes_before: int) -> None:
+    """Keep and log the summary of a load.
+
+    Args:
+        function: name of the function that loaded.
+        model: model after the load.
+        before: modules of the model before the load, by name.
+        bytes_before: bytes of the model before the load.
+    """
+    after = dict(model.named_modules(remove_duplicate=False))
+    replaced, left = {}, {}
+    for name, module in before.items():
+        now = after.get(name)
+        if now is not module and isinstance(now, (QuantLinear, QuantExperts)):
+            replaced[name] = type(now).__name__
+        elif isinstance(now, nn.Linear) or float_experts(module) is not None:
+            left[name] = "the checkpoint does not quantise it"
+    record(model, Summary(function, replaced, left, bytes_before, bytes_of(model)))
 
 
 def grouped(names: Mapping[str, str]) -> dict[str, list[str]]:

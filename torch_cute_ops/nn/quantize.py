@@ -1,6 +1,5 @@
 """Quantise the linear layers of a model in place."""
 
-import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -18,8 +17,6 @@ from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.nn.float_experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
-
-logger = logging.getLogger(__name__)
 
 Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
 SCHEMES: Final[dict[str, type[QuantLinear]]] = {
@@ -131,9 +128,7 @@ def finished(
     guard_saving(model)
     replaced = dict.fromkeys(selection.linears, cls.__name__) | dict.fromkeys(selection.experts, QuantExperts.__name__)
     reasons = {name: left.reason for name, left in selection.left.items()}
-    found = Summary(function, replaced, reasons, bytes_before, bytes_of(model))
-    record(model, found)
-    logger.info("%s", found.line())
+    record(model, Summary(function, replaced, reasons, bytes_before, bytes_of(model)))
     texts = [f"{function}: {text}" for text in selection.unmatched]
     surprising = {name: left.reason for name, left in selection.left.items() if not left.is_expected}
     if surprising:

@@ -74,13 +74,14 @@ def random_(
     Raises:
         ValueError: for an unknown scheme, or activations that it does not support.
     """
-    for text in replace_randomly(model, scheme, activations, ignore, filter_fn, device, seed):
+    for text in replace_randomly("random_", model, scheme, activations, ignore, filter_fn, device, seed):
         warnings.warn(text, stacklevel=2)
     return model
 
 
 @torch.no_grad()
 def replace_randomly(
+    function: str,
     model: nn.Module,
     scheme: str,
     activations: Activations,
@@ -89,9 +90,9 @@ def replace_randomly(
     device: torch.device | str | None,
     seed: int,
 ) -> list[str]:
-    """Do what :func:`random_` does, and return the texts of its warnings."""
+    """Do what :func:`random_` does, and return the texts of warnings, which begin with the name of ``function``."""
     if scheme not in SCHEMES:
-        raise ValueError(f"random_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
+        raise ValueError(f"{function}: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
     cls = SCHEMES[scheme]
     cls._chosen(activations)
     selection, bytes_before = select(model, cls, activations, ignore, filter_fn), bytes_of(model)
@@ -115,7 +116,7 @@ def replace_randomly(
             topk=topk_of(model, name),
         )
         _names.replace(model, given.module, new)
-    return finished("random_", model, cls, selection, bytes_before)
+    return finished(function, model, cls, selection, bytes_before)
 
 
 def random_stack(
