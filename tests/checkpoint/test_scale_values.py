@@ -42,6 +42,12 @@ def load(folder, form=Model, **given) -> nn.Module:
     return checkpoint.load_(model, folder, merged={"qk_proj": ("q_proj", "k_proj")}, **given)
 
 
+def load_named(folder, kind: str) -> nn.Module:
+    """Write a checkpoint of a kind, and load it."""
+    checkpoints.write(folder / "x", tensors_of(kind)[0], KINDS[kind].quantization)
+    return load(folder / "x")
+
+
 def tensors_of(name: str) -> tuple[checkpoints.Tensors, dict[str, np.ndarray]]:
     """Return tensors of a checkpoint for ``Model``, and its quantised weights in float64."""
     tensors, decoded = {"norm.weight": torch.ones(K).bfloat16(), "mask": torch.zeros(3).bfloat16()}, {}
@@ -346,6 +352,33 @@ def test_loaded_with_other_activations(tmp_path):
     checkpoint.load_(model, tmp_path, activations="fp4")
     assert model.q_proj is not old and isinstance(model.q_proj, QuantLinear)
     assert (old.activations, model.q_proj.activations) == ("16bit", "fp4")
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_an_input_scale_that_is_not_used(has_scale, tmp_path):
+    """A layer with or without an unused input scale is overwritten by a layer without or with one."""
+    model = load_named(tmp_path, "modelopt W4A4" if has_scale else "modelopt W4A16")
+    layer, places = model.q_proj, {key: tensor.data_ptr() for key, tensor in model.q_proj.named_buffers()}
+    tensors, decoded = tensors_of("modelopt W4A16" if has_scale else "modelopt W4A4")
+    other = KINDS["modelopt W4A16" if has_scale else "modelopt W4A4"]
+    checkpoints.write(tmp_path / "y", tensors, other.quantization)
+    checkpoint.load_(model, tmp_path / "y")
+    assert model.q_proj is layer and not layer.has_input_scale and "input_scale" not in layer.state_dict()
+    assert all(tensor.data_ptr() == places[key] for key, tensor in layer.named_buffers())
+    assert np.allclose(layer.dequantize().double().numpy(), decoded["q_proj"], rtol=2.5e-7, atol=0)
+
+
+def test_tensors_of_inference_mode(tmp_path):
+    """Tensors that cannot be changed in place are replaced."""
+    with torch.inference_mode():
+        model = load_named(tmp_path, "modelopt W4A16")
+    tensors, decoded = tensors_of("modelopt W4A16")
+    checkpoints.write(
+        tmp_path / "y", {**tensors, "norm.weight": torch.full((K,), 3.0)}, KINDS["modelopt W4A16"].quantization
+    )
+    checkpoint.load_(model, tmp_path / "y")
+    assert np.allclose(model.q_proj.dequantize().double().numpy(), decoded["q_proj"], rtol=2.5e-7, atol=0)
+    assert (model.norm.weight == 3).all()
 
 
 @pytest.mark.parametrize("form", ["layers", "gpt-oss", "not quantised"])

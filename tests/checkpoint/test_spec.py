@@ -123,7 +123,7 @@ GROUP = "config_groups/group_0"
             NVFP4,
             "transform_config",
             {"config_groups": {"u": 1}},
-            "transform_config: u: location is None; expected",
+            "transform_config: u is 1; expected a list",
         ),
         (NVFP4, "sparsity_config", {"format": "sparse-24"}, "sparsity_config: format is 'sparse-24'"),
         (NVFP4, "format", "pack-quantized", "group group_0: format is 'pack-quantized'; expected one of"),

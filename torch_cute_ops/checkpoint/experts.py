@@ -149,6 +149,7 @@ def read_fused(
             value.
     """
     module, _, part = name.rpartition(".")
+    fields: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
     if (scheme.style, scheme.format) == ("deepseek", "fp8_block"):
         fields = {"": ("weight", (experts, n, k), torch.float8_e4m3fn),
                   "_scale_inv": ("weight_scale_inv", (experts, -(-n // 128), -(-k // 128)), torch.float32)}  # fmt: skip

@@ -23,7 +23,7 @@ from torch_cute_ops.checkpoint.experts import (
 )
 from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
 from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLinear, SwiGLU, _names, merge
-from torch_cute_ops.nn._base import Activations, overwrite_
+from torch_cute_ops.nn._base import Activations, is_writable, overwrite_
 from torch_cute_ops.nn._names import listed
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn._selection import Selection
@@ -373,7 +373,9 @@ class Loader:
         activations = [self._activations(scheme.format) for scheme in schemes]
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
-            has_input_scale = not self._note_uncalibrated(sources, schemes)
+            lacks = self._note_uncalibrated(sources, schemes)
+            # A layer of the model without the scale, which its activations do not use, can be overwritten in place.
+            has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
         for source, scheme, each in zip(sources, schemes, activations, strict=True):
             layers.append(
@@ -740,7 +742,7 @@ class Loader:
     def _is_kept(self, tensor: Tensor) -> bool:
         """Return True if a tensor of the model is overwritten instead of replaced."""
         is_there = not tensor.is_meta and (self.device is None or _same_device(self.device, tensor.device))
-        return is_there and tensor.is_contiguous()
+        return is_there and tensor.is_contiguous() and is_writable(tensor)
 
     def _device_of(self, tensor: Tensor) -> torch.device:
         return self.device or (torch.device("cpu") if tensor.is_meta else tensor.device)

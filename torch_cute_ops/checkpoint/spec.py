@@ -251,8 +251,9 @@ def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
     """Raise for transforms that a model must apply at run time, such as QuIP's. Others need nothing: SpinQuant's R1 and
     R2, for example, are part of the weights."""
     for name, group in (transforms.get("config_groups") or {}).items():
-        applied = group.get("apply") or () if isinstance(group, Mapping) else ({},)
-        for each in applied:
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{path}: transform_config: {name} is {group!r}; expected a list of what it applies")
+        for each in group.get("apply") or ():
             _expect(path, f"transform_config: {name}: ", each, location=_OFFLINE)
 
 

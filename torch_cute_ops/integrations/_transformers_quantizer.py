@@ -142,7 +142,7 @@ def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
         with _reason_first(reason):
             validate(*args, **kwargs)
 
-    quantizer.validate_environment = checked  # type: ignore[method-assign]
+    vars(quantizer)["validate_environment"] = checked
 
 
 class CuteQuantizer(HfQuantizer):

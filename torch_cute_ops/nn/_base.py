@@ -499,6 +499,11 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     return first._build(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
 
 
+def is_writable(tensor: Tensor) -> bool:
+    """Return True if a tensor can be changed in place; a tensor made in inference mode cannot outside of that mode."""
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
+
+
 def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
     """Copy the tensors of ``new`` into ``layer``, in place, so that CUDA graphs that read them stay valid.
 
@@ -519,7 +524,12 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
         }
         return type(each), each.in_features, each.parts, each.activations, each.has_input_scale, tensors
 
-    if layer.weight.is_meta or described(layer) != described(new):
+    if layer.weight.is_meta or not is_writable(layer.weight):
+        return False
+    if layer.has_input_scale and not new.has_input_scale and layer.scheme == "nvfp4" and layer.activations != "fp4":
+        del layer._buffers[_SHARED]  # the arithmetic does not use it
+        layer.has_input_scale = False
+    if described(layer) != described(new):
         return False
     for name, tensor in {**new._buffers, **new._parameters}.items():
         if tensor is not None:
