@@ -63,9 +63,11 @@ VALUES["SymInt"] = VALUES["int"]
 
 
 def like(tensor, shape, dtype=None, device=None):
-    """Return zeros of another shape, dtype or device."""
+    """Return zeros of another shape, dtype or device; a transposed view if ``tensor`` is one, such as a weight."""
     dtype = dtype or tensor.dtype
     zeros = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device or tensor.device)
+    if len(shape) > 1 and tensor.dim() > 1 and tensor.stride(-2) == 1 != tensor.stride(-1):
+        return zeros.view(dtype).view(*shape[:-2], shape[-1], shape[-2]).mT
     return zeros.view(dtype).view(shape)
 
 
@@ -86,10 +88,13 @@ def shapes_near(draw, shape):
 
 def strided(draw, tensor):
     """Return a tensor of the same shape with other strides."""
-    kind = draw(st.sampled_from(("columns first", "step", "offset", "expanded", "overlapping")))
+    kind = draw(st.sampled_from(("columns first", "transposed", "step", "offset", "expanded", "overlapping")))
     shape, strides, offset = tensor.shape, list(torch.empty(tensor.shape, device="meta").stride()), 0
     if kind == "columns first":
         strides = list(torch.empty(tuple(reversed(shape)), device="meta").stride())[::-1]
+    elif kind == "transposed" and len(shape) > 1:
+        pitch = shape[-2] + 16 * draw(st.integers(0, 2))
+        strides = [*torch.empty((*shape[:-2], shape[-1], pitch), device="meta").stride()[:-2], 1, pitch]
     elif kind == "step":
         strides = [2 * stride for stride in strides]
     elif kind == "offset":

@@ -116,9 +116,10 @@ def test_a_wrong_step_fails(
     right = getattr(fp8_moe_layer.torch_cute_ops, name)
 
     def of_another(rows: torch.Tensor) -> torch.Tensor:
-        # torch cannot roll FP8 on a GPU.
+        # torch cannot roll FP8 on a GPU, and a rolled tensor is contiguous.
         codes = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-        return codes.roll(1, dims=0).view(rows.dtype)
+        rolled = codes.mT.roll(1, dims=0).mT if codes.dim() == 3 else codes.roll(1, dims=0)
+        return rolled.view(rows.dtype)
 
     def wrong(*args, **kwargs) -> object:
         args = [of_another(arg) if i == place else arg for i, arg in enumerate(args)]

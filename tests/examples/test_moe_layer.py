@@ -147,8 +147,9 @@ def test_a_wrong_gemm_fails(
     right = getattr(layers, op)
 
     def wrong(a, w, *args, **kwargs) -> torch.Tensor:
-        rolled = w.roll(1, 0) if w.dim() == 3 else w.unflatten(1, (10, -1)).roll(1, 1).flatten(1)
-        return right(a, rolled, *args, **kwargs)
+        rows = w.mT
+        rolled = rows.roll(1, 0) if w.dim() == 3 else rows.unflatten(1, (10, -1)).roll(1, 1).flatten(1)
+        return right(a, rolled.mT, *args, **kwargs)
 
     monkeypatch.setattr(layers, op, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
