@@ -9,6 +9,7 @@ import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from support.cancelling import cancelling_matrix
 from support.emulated import CPU, HOPPER, KERNEL_WAIT, PASSED, POISON, WAIT, changed, poisoned, written_late
+from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 
@@ -359,6 +360,21 @@ def test_synchronisation_of_a_gated_gemm_is_needed(one: Gated, edit: Any) -> Non
 def test_synchronisation_of_a_gated_gemm_is_enough() -> None:
     for seed, one in enumerate((ORDERED, SHORT, SHARED)):
         check(one._replace(seed=seed))
+
+
+@pytest.mark.parametrize("name", ["b_stride", "b_scale_stride"])
+def test_nothing_is_launched_for_experts_apart(name: str) -> None:
+    """Check that the host function refuses experts apart: the kernel reads the stack as one matrix."""
+    kernel = gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", True))
+    kernel = kernel.kernel_for(512)
+    sizes = {"m": 24, "experts": 2, "rows": 128, "k_bytes": 256, "blocks": 32, "a_bytes": 256, "a_scale_rows": 24}
+    sizes |= {"a_blocks": 32, "b_stride": 128 * 256, "b_scale_stride": 128 * 32, "alpha_stride": 2}
+    sizes |= {"alpha_column_stride": 1, "y_width": 64, "y_scale_rows": 24, "y_blocks": 8, "workspace_bytes": 1 << 20}
+    numbers = {"num_ctas": 3, "swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 1.0}
+    usual = grids(kernel, ARCHS["sm_90a"], *call_apart(kernel, sizes, numbers))
+    assert len(usual) == 2 and all(0 not in grid for grid in usual)
+    apart = grids(kernel, ARCHS["sm_90a"], *call_apart(kernel, sizes | {name: 2 * sizes[name]}, numbers))
+    assert len(apart) == 1 and 0 in apart[0]
 
 
 def test_silu_and_nan() -> None:

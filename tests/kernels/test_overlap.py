@@ -15,7 +15,7 @@ from support.host_grids import Placed, call_apart, grids
 from support.kernel_grid import BF16, FP8_TARGETS, WHAT, Case, MoeCase
 
 from ptx_emulator.adapter import run_kernel
-from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.launch import ctas_if_adjacent, ctas_unless_overlapping
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -125,6 +125,46 @@ def test_overlaps_by_the_byte(call: tuple[Placed, Placed, Placed, Placed]) -> No
     """A launch has CTAs exactly if the rule, applied to each byte, allows it."""
     x, sums, weight, out = call
     assert grids(Probe(), HOPPER, x, sums, None, weight, out) == [(1, CTAS if may_launch(*call) else 0, 1)]
+
+
+class StackProbe:
+    """Kernel that reads a transposed and a row-major stack of matrices as one matrix each."""
+
+    config = "stack probe"
+
+    def arguments(self) -> tuple:
+        experts, rows, columns = (Dim(name) for name in ("experts", "rows", "columns"))
+        return (
+            TensorArg("Uint8", (experts, columns, rows), (Dim("b_stride", bits=64), 1, columns), align=1),
+            TensorArg("Uint8", (experts, rows, columns), (Dim("scale_stride", bits=64), columns, 1), align=1),
+            TensorArg("Float32", (Dim("count"),), (1,), align=4),
+        )
+
+    @cute.jit
+    def __call__(self, b, scale, out, stream):
+        self.kernel(out).launch(grid=[1, ctas_if_adjacent(CTAS, b, scale), 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, out):
+        out[0] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("experts", "b_stride", "scale_stride", "ctas"),
+    [
+        (3, 24, 24, CTAS),
+        (3, 48, 24, 0),
+        (3, 24, 48, 0),
+        (2, 0, 24, 0),
+        (2, 24, 24 + 2**32, 0),
+        (1, 0, 7, CTAS),
+    ],
+)
+def test_experts_apart(experts: int, b_stride: int, scale_stride: int, ctas: int) -> None:
+    """Check that nothing is launched if the experts of a stack are apart, and that a single expert has any stride."""
+    b = Placed(4096, 1, (experts, 4, 6), (b_stride, 1, 4))
+    scale = Placed(8192, 1, (experts, 6, 4), (scale_stride, 4, 1))
+    assert grids(StackProbe(), HOPPER, b, scale, FAR[0]) == [(1, ctas, 1)]
 
 
 def test_addresses_of_64_bits() -> None:

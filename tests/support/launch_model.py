@@ -111,6 +111,7 @@ class Launches:
                 fit(f"argument {i}", value, argument, dims)
             refuse_overlap(kernel, args)
             refuse_scale_rows(kernel, args)
+            refuse_stacks_apart(kernel, args)
             self.calls.append((kernel, args))
             COMPUTE[type(kernel).__name__](kernel.config, *args)
 
@@ -203,6 +204,15 @@ def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
         call = row_quant.Arguments(*args)
         if len(call.scale) != kernel.config.spec.layout.padded_rows(len(call.input)):
             raise LaunchFailed(f"{len(call.scale)} rows of scales")
+
+
+def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Raise as a launch does if the experts' weights or linear scales are not adjacent in memory."""
+    if type(kernel).__name__ == "FP4GatedExpertsKernel":
+        call = fp4_gated_experts.Arguments(*args)
+        for stack in (call.b, call.b_scale):
+            if stack.dim() == 3 and len(stack) > 1 and stack.stride(0) != stack[0].numel():
+                raise LaunchFailed("experts are apart")
 
 
 # Results of the kernels, by the reference

@@ -251,7 +251,6 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         self.fmt = problem.b.format
         self.layout = None if problem.quantised is None else problem.quantised.scale_layout
         self.scale_columns = 0
-        self.bytes_of_expert = 2 * problem.expert_n * (problem.k // 2)
         if self.layout is not None:
             self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)
 
@@ -261,9 +260,6 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
         m, layout = a.shape[0], self.layout
         if not m:
-            return None
-        # The compiled function takes any distance between experts, and reads experts that follow each other.
-        if (b.shape[0] > 1 and b.stride(0) != self.bytes_of_expert) or not b_scale.is_contiguous():
             return None
         # The compiled function takes any number of scale rows.
         if layout is not None and (a_scale is None or a_scale.shape != (layout.padded_rows(m), self.scale_columns)):

@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import factor_counts, factors_argument
-from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
+from torch_cute_ops.kernels.common.core.launch import ctas_if_adjacent, ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
@@ -204,6 +204,8 @@ class FP4GatedExpertsKernel:
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
         listed = ctas_unless_overlapping(grid[0], (y, scale, workspace), read)
+        stacks = (b, b_scale) if const_expr(c.operands.layout.is_linear) else (b,)
+        listed = ctas_if_adjacent(listed, *stacks)
         self.list_kernel(a, a_scale, routing, lists, partial_sums).launch(
             grid=[listed, *grid[1:]], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )

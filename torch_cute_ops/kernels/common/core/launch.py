@@ -70,6 +70,18 @@ def ctas_unless_overlapping(
     return ptx.select(overlaps, Int32(0), Int32(ctas))
 
 
+def ctas_if_adjacent(ctas: Int32, *stacks: cute.Tensor) -> Int32:
+    """Return ``ctas``, or 0 if the matrices of a stack (E, rows, columns), in either order, are not adjacent in memory.
+
+    Call this function as ``ctas_unless_overlapping``, for kernels that read a stack as one matrix.
+    """
+    are_apart = Boolean(False)
+    for stack in stacks:
+        experts, rows, columns = stack.shape
+        are_apart |= (Int32(experts) > 1) & (Int64(stack.stride[0]) != Int64(rows) * Int64(columns))
+    return ptx.select(are_apart, Int32(0), Int32(ctas))
+
+
 class _Memory(NamedTuple):
     """Memory of a tensor.
 
