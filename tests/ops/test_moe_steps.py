@@ -178,13 +178,13 @@ def calls_of_experts(device="cpu"):
     def multiply(offsets, counts):
         a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 128, dtype=FP8)
         a_scale, b_scale = (torch.ones(*size, 1, device=device) for size in (lead[offsets is not None], (2, 1)))
-        return torch_cute_ops.grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts)
+        return torch_cute_ops.grouped_mm_fp8(a, b.mT, a_scale, b_scale, offsets, counts)
 
     def multiply_fp4(offsets, counts):
         a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 64)
         a_scale = torch.ones(*lead[offsets is not None], 1, device=device)
         b_scale = zeros(128, 8, dtype=FP8)
-        return torch_cute_ops.grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts)
+        return torch_cute_ops.grouped_mm_fp8_fp4(a, b.mT, a_scale, b_scale, offsets, counts)
 
     def gate(offsets, counts):
         rows = torch.ones(*lead[offsets is not None], 128, device=device)

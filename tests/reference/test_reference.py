@@ -77,7 +77,7 @@ def test_float16_with_mxfp4_is_rounded_to_bfloat16():
         given = {"block_size": block_size, "scale_layout": "linear", "out_dtype": torch.float32}
         assert torch.equal(OPS["mm_fp4_weight_only"].reference(a, ones.t(), scale, **given), want)
         alpha = torch.ones(len(a), 1)
-        assert torch.equal(OPS["moe_fc2_fp4_weight_only"].reference(a, ones, scale, alpha, **given), want)
+        assert torch.equal(OPS["moe_fc2_fp4_weight_only"].reference(a, ones.t(), scale, alpha, **given), want)
     assert not torch.equal(rounded_to_bfloat16(a), a.float())
 
 
