@@ -377,16 +377,18 @@ def test_experts_that_are_replaced(make):
 
 
 def test_experts_with_hooks_or_shared_weights():
-    hooked, replaced, first, second = (Experts() for _ in range(4))
+    hooked, replaced, first, second, within = (Experts() for _ in range(5))
+    within.act_fn.register_forward_hook(nothing)
     hooked.register_forward_hook(lambda module, args, out: out * 2)
     replaced.forward = lambda *given: given[0]
     second.down_proj = first.down_proj
-    left = left_by(nn.ModuleList([hooked, replaced, first, second, Experts()]))
+    left = left_by(nn.ModuleList([hooked, replaced, first, second, within, Experts()]))
     assert left == {
         "0": "it has a forward hook",
         "1": "its forward was replaced",
         "2": "it shares a parameter with 3",
         "3": "it shares a parameter with 2",
+        "4": "it has a forward hook",
     }
 
 

@@ -24,7 +24,9 @@ TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial."""
 _BUILT_IN: Final = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 """transformers' own implementations of a forward, which all compute what the class itself computes."""
-_SHIFT_OF_EXPERT, _SHIFT_OF_ROW = 101, 3
+_SHIFT, _PERIOD = 101, 65537
+"""Distance between experts' windows, and length of the vector that the weights repeat: prime numbers, so that neither
+rows nor columns are equal."""
 
 _FOUND: dict[Hashable, SwiGLU | str] = {}
 """Results of earlier trials, by everything that a trial depends on."""
@@ -36,7 +38,7 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
     none were found.
 
     A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
-    clamps. Therefore the trial also works for modules on the meta device, and needs memory for one expert's layer only.
+    clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
     """
     key = _key_of(given.module)
     if key is None:
@@ -122,17 +124,18 @@ class _OneExpertAtATime(TorchDispatchMode):
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return small tensors in the shapes of the module's parameters.
+    """Return tensors in the shapes of the module's parameters.
 
-    The weights of all experts are overlapping windows of one random vector, so that they take no memory.
+    The weights of the experts are overlapping windows of one vector, which repeats a shorter random vector. All experts
+    together need little more memory than one expert, and each matrix is still different and ready for a GEMM.
     """
     made = {}
     for name, k in (("gate_up_proj", given.hidden), ("down_proj", given.width)):
-        shape = given.module._parameters[name].shape
-        strides = (_SHIFT_OF_EXPERT, _SHIFT_OF_ROW, 1)
-        length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        values = torch.randn(length, generator=generator, dtype=dtype) / k**0.5
-        made[name] = values.as_strided(shape, strides)
+        experts, rows, columns = given.module._parameters[name].shape
+        length = (experts - 1) * _SHIFT + rows * columns
+        values = torch.randn(_PERIOD, generator=generator, dtype=dtype) / k**0.5
+        windows = values.repeat(-(-length // _PERIOD))
+        made[name] = windows.as_strided((experts, rows, columns), (_SHIFT, columns, 1))
         if given.has_bias:
             shape = given.module._parameters[f"{name}_bias"].shape
             made[f"{name}_bias"] = torch.randn(shape, generator=generator, dtype=dtype)
@@ -171,13 +174,14 @@ def _results(
     """Return the computation of ``QuantExperts`` with each gate, from the weights that quantisation would read."""
     totals = [torch.zeros_like(tokens) for _ in gates]
     gate_up_bias, down_bias = (
-        torch.zeros(given.experts, 1, dtype=tokens.dtype) if bias is None else bias.view(given.experts, -1)
-        for bias in given.biases()
+        torch.zeros(given.experts, parts, dtype=tokens.dtype) if bias is None else bias.view(given.experts, -1)
+        for bias, parts in zip(given.biases(), (2, 1), strict=True)
     )
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        gate, up, down = given.weights(expert)
-        gate, up = (tokens[rows] @ torch.cat((gate, up)).t() + gate_up_bias[expert]).chunk(2, -1)
+        *halves, down = given.weights(expert)
+        biases = gate_up_bias[expert].chunk(2)
+        gate, up = (tokens[rows] @ half.t() + bias for half, bias in zip(halves, biases, strict=True))
         hidden = torch.cat([swiglu.of(gate, up) for swiglu in gates])
         for total, result in zip(totals, (hidden @ down.t() + down_bias[expert]).chunk(len(gates)), strict=True):
             total[rows] += weights[rows, slots, None] * result

@@ -57,7 +57,8 @@ class FloatExperts(NamedTuple):
         The module's forward runs on random tokens, so that nothing is assumed about its code: gate, order of gate and
         up, biases, norms, factors, and the order of its arguments are compared.
         """
-        return reason_bound(self.module) or self._reason_more_parameters() or found_swiglu(self)
+        bound = next(filter(None, map(reason_bound, self.module.modules())), None)
+        return bound or self._reason_more_parameters() or found_swiglu(self)
 
     def _reason_more_parameters(self) -> str | None:
         known = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if self.has_bias else set())
