@@ -12,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import spec, weights
-from support.interpreters import python
 from support.layers import assert_product
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._inductor import config
 from torch.utils import _pytree as pytree
 
 import torch_cute_ops
@@ -222,33 +220,6 @@ def test_export(name, device):
     for rows in (2, 9, 300):
         x, q = torch.randn(rows, K, device=device).bfloat16(), quantize(torch.randn(N, K, device=device), name)
         assert torch.equal(program(x, q), linear(x, q) * 2)
-
-
-# An optimised wrapper takes a minute to compile.
-QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
-LOADED = """
-import sys, torch, torch_cute_ops
-package, given, results = sys.argv[1:]
-program = torch._inductor.aoti_load_package(package)
-torch.save([program(*call) for call in torch.load(given)], results)
-"""
-
-
-@pytest.mark.slow
-def test_package(tmp_path):
-    """Check a package of AOTInductor with a dynamic number of rows, in a process without the program."""
-    q, x = quantize(torch.randn(N, K)), torch.randn(5, K).bfloat16()
-    shapes = {"x": {0: torch.export.Dim("rows", min=1, max=512)}, "q": [None] * 4}
-    exported = torch.export.export(Program(), (x, q), dynamic_shapes=shapes)
-    package, given_calls, results = (str(tmp_path / name) for name in ("program.pt2", "calls.pt", "results.pt"))
-    with config.patch(QUICKLY):
-        torch._inductor.aoti_compile_and_package(exported, package_path=package)
-    calls = [(torch.randn(rows, K).bfloat16(), quantize(torch.randn(N, K) * rows)) for rows in (2, 9, 300)]
-    torch.save(calls, given_calls)
-    done = python(LOADED, arguments=(package, given_calls, results), PYTHONFAULTHANDLER="1")
-    assert done.returncode == 0, done.stderr
-    for (x, q), got in zip(calls, torch.load(results), strict=True):
-        assert torch.equal(got, linear(x, q) * 2)
 
 
 @pytest.mark.slow

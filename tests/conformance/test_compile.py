@@ -1,7 +1,5 @@
 """``torch.compile`` of every op: full graphs, equal results, and few compilations."""
 
-import importlib
-
 import pytest
 import torch
 from expected import assert_same
@@ -9,15 +7,16 @@ from support.cases import (
     choices_of,
     copy_updated,
     defined,
+    dynamic_shapes,
     form_groups,
     get_sample,
-    make_call,
     named,
     op_cases,
     out_for,
     overload,
     run,
     sample_cases,
+    split_call,
     updated,
 )
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -89,14 +88,6 @@ def test_inductor(op, name, device):
 # Compilations
 
 ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
-
-
-def split_call(op, *lead, device, **choices):
-    """Return the tensors and the other arguments of a call with these leading dimensions."""
-    width = 256 if choices.get("granularity") == "block128" else 80
-    given = make_call(op, *lead, width, device=device, **choices)
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in given.items() if name not in tensors}
 
 
 def compilations(op, device, sequence, choices, dynamic=None, lead=()):
@@ -178,10 +169,7 @@ def test_export(op, device):
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
     rows = torch.export.Dim("rows", max=512)
-    samples = importlib.import_module(f"samples.{op.name}")
-    where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
-    where = getattr(samples, "ROW_DIMENSIONS", where)
-    shapes = {name: {where[name]: rows} if name in where else None for name in tensors}
+    shapes = dynamic_shapes(op, tensors, rows)
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
     for count in (2, 9, 300):
         tensors, _ = split_call(op, count, device=device, **choices)

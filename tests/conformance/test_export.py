@@ -6,11 +6,23 @@ import inspect
 import pytest
 import torch
 from expected import assert_same
-from support.cases import arguments, copied, defined, named, plain_sample, run, updated
+from support.cases import (
+    arguments,
+    choices_of,
+    copied,
+    defined,
+    dynamic_shapes,
+    named,
+    plain_sample,
+    run,
+    split_call,
+    updated,
+)
 from support.interpreters import python
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor import config
 
+import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
@@ -65,11 +77,14 @@ def assert_eager(samples, tensors, outputs):
 
 LOADED = """
 import sys, torch, torch_cute_ops
-package, tensors, results = sys.argv[1:]
-tensors = torch.load(tensors)
-outputs = torch._inductor.aoti_load_package(package)(tensors)
-torch.save((tensors, outputs), results)
+package, calls, results = sys.argv[1:]
+program, calls = torch._inductor.aoti_load_package(package), torch.load(calls)
+outputs = [program(*call) for call in calls]
+torch.save((calls, outputs), results)
 """
+ROWS = (5, 1, 2, 128, 300)
+"""Numbers of rows of a package's calls; the program is exported with the first."""
+N, K = 64, 128
 
 
 class Doubled(torch.nn.Module):
@@ -79,28 +94,71 @@ class Doubled(torch.nn.Module):
         return {name: x * 2 for name, x in tensors.items()}
 
 
-def loaded(module, tensors, folder):
+def loaded(module, calls, shapes, folder):
     """Compile a program's package with AOTInductor, load it in a process, and return the process and the results'
     file."""
     folder.mkdir()
-    program = torch.export.export(module, (tensors,))
-    package, given, results = (str(folder / name) for name in ("program.pt2", "tensors.pt", "results.pt"))
-    torch.save(tensors, given)
+    program = torch.export.export(module, calls[0], dynamic_shapes=shapes)
+    package, given, results = (str(folder / name) for name in ("program.pt2", "calls.pt", "results.pt"))
+    torch.save(calls, given)
     with config.patch(QUICKLY):
         torch._inductor.aoti_compile_and_package(program, package_path=package)
     return python(LOADED, arguments=(package, given, results), PYTHONFAULTHANDLER="1"), results
 
 
+class Everything(torch.nn.Module):
+    """Module that calls every op, and chains in which GEMMs read tiles of scales that the program itself writes.
+
+    All weights and scales are inputs, one weight as one object.
+    """
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, tensors, x, gates, q, up, up_scale):
+        codes, scale = torch_cute_ops.fp4_quantize(x)
+        hidden, hidden_scale = torch_cute_ops.moe_fc1_fp4(codes, up.mT, scale, up_scale, gates)
+        chains = (
+            torch_cute_ops.linear(x, q),
+            torch_cute_ops.linear(x, q, activations="fp8"),
+            torch_cute_ops.mm_fp4(codes, q.codes.t(), scale, q.scale, q.alpha),
+            torch_cute_ops.fp4_dequantize(codes, scale),
+            torch_cute_ops.moe_fc2_fp4(hidden, q.codes.t(), hidden_scale, q.scale, gates),
+        )
+        each = {name: as_tuple(OPS[name].function(**given, **self.numbers[name])) for name, given in tensors.items()}
+        return chains, each
+
+
+def call_of_everything(rows):
+    """Return the tensors and numbers of a call of each op by name, and the arguments of ``Everything``."""
+    split = {name: split_call(op, rows, device="cpu", **choices_of(op)[0]) for name, op in OPS.items()}
+    tensors, numbers = ({name: both[i] for name, both in split.items()} for i in range(2))
+    x, gates = torch.randn(rows, K).bfloat16(), torch.rand(rows, 2)
+    up = torch_cute_ops.fp4_quantize(torch.randn(2, K, K))
+    return numbers, (tensors, x, gates, torch_cute_ops.quantize(torch.randn(N, K)), *up)
+
+
 @pytest.mark.slow
 def test_package(tmp_path):
-    """Check a package in a process that imports the ops, but not the program."""
-    samples = default_calls()
-    done, results = loaded(EveryOp(samples), tensors_of(samples), tmp_path / "ours")
-    if done.returncode < 0 and loaded(Doubled(), {"x": torch.ones(4)}, tmp_path / "plain")[0].returncode < 0:
+    """Check a package with a symbolic number of rows, in a process that imports the ops, but not the program."""
+    every = [call_of_everything(rows) for rows in ROWS]
+    (numbers, first), calls = every[0], [call for _, call in every]
+    rows = torch.export.Dim("rows", max=512)
+    by_op = {name: dynamic_shapes(OPS[name], given, rows) for name, given in first[0].items()}
+    shapes = (by_op, {0: rows}, {0: rows}, [None] * 4, None, None)
+    done, results = loaded(Everything(numbers), calls, shapes, tmp_path / "ours")
+    if done.returncode < 0 and loaded(Doubled(), [({"x": torch.ones(4)},)], None, tmp_path / "plain")[0].returncode < 0:
         # If the C++ compiler links its standard library statically, torch's own check of the device crashes.
         pytest.skip("no package of AOTInductor can be loaded on this machine, not even one of PyTorch's ops alone")
     assert done.returncode == 0, done.stderr
-    assert_eager(samples, *torch.load(results))
+    after, outputs = torch.load(results)
+    for (numbers, before), (updated_tensors, *_), (chains, each) in zip(every, after, outputs, strict=True):
+        assert_same(chains, Everything(numbers)({}, *before[1:])[0])
+        for name, op in OPS.items():
+            sample = named(op, {**before[0][name], **numbers[name]})
+            given = named(op, {**updated_tensors[name], **numbers[name]})
+            assert_same((*defined(op, sample, each[name]), *updated(op, given)), run(op, sample))
 
 
 @pytest.mark.slow

@@ -543,6 +543,22 @@ def make_call(
     return given
 
 
+def split_call(op: OpSpec, *lead: int, device: str, **choices: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the other arguments of a call with these leading dimensions."""
+    width = 256 if choices.get("granularity") == "block128" else 80
+    given = make_call(op, *lead, width, device=device, **choices)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in given.items() if name not in tensors}
+
+
+def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, dict[int, Any] | None]:
+    """Return the dimensions of a call's tensors that are ``rows``, as ``torch.export`` takes them."""
+    samples = importlib.import_module(f"samples.{op.name}")
+    where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
+    where = getattr(samples, "ROW_DIMENSIONS", where)
+    return {name: {where[name]: rows} if name in where else None for name in tensors}
+
+
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
     """Return arguments by name of an NVFP4 GEMM with random data. ``a`` (M, K) has the flattened ``shape``; the result
     has 136 columns, or five experts of 64 columns with a gate."""
