@@ -96,6 +96,15 @@ def test_automatic_activations(name):
 
 
 @by_format
+def test_autocast(name):
+    """Cast float32 activations as ``nn.functional.linear`` does."""
+    q, x = quantize(torch.randn(N, K), name), torch.randn(3, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = linear(x, q)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, linear(x.bfloat16(), q))
+
+
+@by_format
 @given(power=st.integers(-60, 60))
 def test_relative_error_at_any_magnitude(name, power):
     """A global scale that is forgotten or inverted would give errors of 100 % and more."""

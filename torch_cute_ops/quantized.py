@@ -225,11 +225,12 @@ def linear(
 ) -> Tensor:
     """Compute ``x · Wᵀ + bias`` with a quantised weight, accumulated in fp32 and rounded once.
 
-    Layers of :mod:`torch_cute_ops.nn` compute the same, and also merge projections, prefetch weights, and quantise
-    activations to NVFP4, which needs calibration.
+    Layers of :mod:`torch_cute_ops.nn` compute the same, and also merge projections, prefetch weights, pass gradients to
+    their input, and quantise activations to NVFP4, which needs calibration.
 
     Args:
-        x: (..., K) bfloat16 or float16; also float32 if the activations are quantised.
+        x: (..., K) bfloat16 or float16; also float32 if the activations are quantised. Under ``torch.autocast`` it is
+            cast as for ``nn.functional.linear``.
         q: weight (N, K), as :func:`quantize` returns it.
         bias: (N,) float32 or the dtype of ``x``.
         activations: ``"16bit"`` multiplies ``x`` as it is (FP4 weights); ``"fp8"`` quantises it with a scale for each
@@ -256,6 +257,7 @@ def linear(
     _check_record("linear", q)
     n, k = q.shape
     _check_is_tensor("linear", "x", x)
+    x = autocast(x)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"linear: got x with shape {tuple(x.shape)}; expected (..., {k}) for q of shape {(n, k)}")
     if x.device != q.codes.device:
@@ -316,6 +318,14 @@ def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations:
 
 
 # Shared with the layers
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return ``x`` as ``nn.functional.linear`` casts it under ``torch.autocast``."""
+    kind = x.device.type
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def encode(

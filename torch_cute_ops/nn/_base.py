@@ -16,6 +16,7 @@ from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.quantized import autocast
 from torch_cute_ops.runtime.dispatch import is_proxy
 
 Activations = Literal["auto", "16bit", "fp4", "fp8"]
@@ -322,9 +323,7 @@ class QuantLinear(nn.Module):
         if is_proxy(input):
             return one_node(self, input)
         if isinstance(input, Tensor):
-            kind = input.device.type
-            if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-                input = input.to(torch.get_autocast_dtype(kind))
+            input = autocast(input)
             if torch.is_grad_enabled() and needs_gradient(input, self.bias, *self._buffers.values()):
                 return _straight_through.linear(self, input)
         return self.compute(input)
