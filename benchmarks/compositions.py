@@ -38,19 +38,19 @@ def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_128x4(scale: torch.Tensor) -> torch.Tensor:
-    """(M, K/16) float8_e4m3fn scales, row-major → the "128x4" layout of cuBLAS, rows and columns padded with zero."""
+    """(M, K/16) float8_e4m3fn scales, row-major → (⌈M/128⌉, ⌈K/64⌉, 32, 4, 4), the "128x4" layout of cuBLAS with
+    zero padding."""
     rows, columns = scale.shape
     row_tiles, column_tiles = (rows + 127) // 128, (columns + 3) // 4
     padding = (0, column_tiles * 4 - columns, 0, row_tiles * 128 - rows)
     padded = torch.nn.functional.pad(scale.view(torch.uint8), padding)
     tiles = padded.view(row_tiles, 4, 32, column_tiles, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(row_tiles * 128, column_tiles * 4).view(torch.float8_e4m3fn)
+    return tiles.contiguous().view(torch.float8_e4m3fn)
 
 
 def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return the row-major (rows, columns) scales from the layout of `to_128x4`."""
-    tiles = scale.view(torch.uint8).view(scale.shape[0] // 128, scale.shape[1] // 4, 32, 4, 4)
-    padded = tiles.permute(0, 3, 2, 1, 4).reshape(scale.shape)
+    padded = scale.view(torch.uint8).permute(0, 3, 2, 1, 4).reshape(scale.shape[0] * 128, scale.shape[1] * 4)
     return padded[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
 
 

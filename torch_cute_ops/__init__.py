@@ -4,7 +4,7 @@ Importing the package registers the ops as ``torch.ops.cute.*``. It neither init
 """
 
 from torch_cute_ops._version import __version__
-from torch_cute_ops.formats import convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats import as_tiles, convert_scales, nvfp4_global_scale
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.ops.add_rmsnorm import add_rmsnorm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
@@ -54,6 +54,7 @@ __all__ = [
     "add_rmsnorm_fp4quant_with_norm",
     "add_rmsnorm_fp4quant_with_norm_both_layouts",
     "add_rmsnorm_fp8quant",
+    "as_tiles",
     "autotune",
     "backends",
     "convert_scales",

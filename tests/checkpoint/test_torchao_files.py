@@ -31,7 +31,7 @@ FP4 = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
 def tiled(scale: torch.Tensor) -> torch.Tensor:
     """Convert linear scales (N, blocks) to 128x4, in torchao's shape."""
     tiles = torch.from_numpy(spec.arrange(weights.raw(scale), "128x4")).view(scale.dtype)
-    return tiles.view(tiles.shape[0] // 4, tiles.shape[1] * 4)
+    return tiles.view(tiles.shape[0] * 32, tiles.shape[1] * 16)
 
 
 class Stored:

@@ -16,9 +16,16 @@ def decoded(codes, scale, layout, block_size) -> np.ndarray:
     return spec.dequantise(spec.unpack(packed), scales).astype(np.float64).reshape(rows, width)
 
 
+def layout_of(given) -> str:
+    """Return the layout of the activations' scales, or of the weight's if the activations have none."""
+    weight = given["b_scale"] if "b_scale" in given else given["w_scale"]
+    is_fp4 = "a_scale" in given and given["a_scale"].dtype.itemsize == 1
+    return spec.layout_named(given["scale_layout"], given["a_scale"] if is_fp4 else weight)
+
+
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
     """Return ``a`` (M, K) and ``b`` (N, K)."""
-    layout, block = given["scale_layout"], given["block_size"]
+    layout, block = layout_of(given), given["block_size"]
     b = decoded(given["b"].t(), given["b_scale"], "128x4" if layout == "8x4" else layout, block)
     if "a_scale" not in given:
         return sixteen_bit(given["a"], block), b

@@ -7,14 +7,14 @@ from support import spec
 
 from expected import Tensors, gated, quantised
 from expected._epilogue import EPS
-from expected._fp4_gemm import decoded, sixteen_bit
+from expected._fp4_gemm import decoded, layout_of, sixteen_bit
 from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.testing import assert_fp4_close
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
     """Return ``a`` (M, H) and ``w`` (E, 2·I, H)."""
-    layout, block = given["scale_layout"], given["block_size"]
+    layout, block = layout_of(given), given["block_size"]
     experts, _, lines = given["w"].shape
     w = decoded(given["w"].mT.flatten(0, 1), given["w_scale"], "128x4" if layout == "8x4" else layout, block)
     a = decoded(given["a"], given["a_scale"], layout, block) if "a_scale" in given else sixteen_bit(given["a"], block)
@@ -71,7 +71,7 @@ def results(given) -> Tensors:
     # Unwritten scales count as zero; padding is zero.
     routed = given["routing"].cpu() != 0
     scales = scales * routed.repeat_interleave(scales.shape[1] // routed.shape[1], 1)
-    arranged = torch.from_numpy(spec.arrange(scales.numpy(), given["scale_layout"]))
+    arranged = torch.from_numpy(spec.arrange(scales.numpy(), layout_of(given)))
     return codes, arranged.view(parts[0][1].dtype)
 
 
@@ -81,7 +81,7 @@ def assert_results(actual, expected, given) -> None:
     if len(expected) == 2:
         fmt = resolve_fp4_format(given["block_size"], given["scale_format"])
         y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
-        assert_fp4_close((y, scale), expected, fmt, resolve_scale_layout(given["scale_layout"]))
+        assert_fp4_close((y, scale), expected, fmt, resolve_scale_layout(layout_of(given)))
         return
     (got,), (want,) = actual, expected
     assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
@@ -112,7 +112,7 @@ def moved(given) -> np.ndarray:
 
 def rows_alone(given, outputs):
     """Yield calls with one row each, and the expected row of ``outputs``."""
-    m, block, layout = len(given["a"]), given["block_size"], given["scale_layout"]
+    m, block, layout = len(given["a"]), given["block_size"], layout_of(given)
     for row in {0, m // 3, m - 1} if m else ():
         alone = given | {"a": given["a"][row : row + 1], "routing": given["routing"][row : row + 1]}
         want = [outputs[0][row : row + 1]]

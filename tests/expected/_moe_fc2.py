@@ -5,12 +5,12 @@ import torch
 
 from expected import Tensors
 from expected._epilogue import EPS
-from expected._fp4_gemm import decoded, out_dtype, sixteen_bit
+from expected._fp4_gemm import decoded, layout_of, out_dtype, sixteen_bit
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
-    layout, block = given["scale_layout"], given["block_size"]
+    layout, block = layout_of(given), given["block_size"]
     alpha = given["alpha"].cpu().numpy()
     w = decoded(given["w"].mT, given["w_scale"], "128x4" if layout == "8x4" else layout, block)
     a = decoded(given["a"], given["a_scale"], layout, block) if "a_scale" in given else sixteen_bit(given["a"], block)

@@ -6,7 +6,7 @@ from expected import Tensors, _fp4_gemm, quantised
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor b_scale, Tensor? global_scale=None, Tensor? alpha=None, Tensor? bias=None, "
-    "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
+    "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str? scale_layout=None, "
     "str backend='auto', bool static_weight=False, Tensor? prefetch=None"
 )
 
@@ -18,6 +18,7 @@ def schemas(op: str) -> tuple[str, str]:
 
 def multiplied(value: np.ndarray, given) -> dict:
     """Return the arguments of ``mm_fp4`` for these fp32 rows (M, K)."""
+    given = {**given, "scale_layout": _fp4_gemm.layout_of(given)}
     codes, scale = quantised(value, value.shape[:1], given)
     return {**given, "a": codes, "a_scale": scale, "out_dtype": _fp4_gemm.out_dtype(given)}
 

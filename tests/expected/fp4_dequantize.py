@@ -7,7 +7,7 @@ from expected import Tensors, assert_same, scalar_of
 
 _ARGUMENTS = (
     "Tensor y, Tensor scale, Tensor? global_scale=None, int block_size=16, str? scale_format=None, "
-    "str scale_layout='128x4', ScalarType? out_dtype=None"
+    "str? scale_layout=None, ScalarType? out_dtype=None"
 )
 SCHEMA = f"cute::fp4_dequantize({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::fp4_dequantize.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -20,7 +20,10 @@ def results(given) -> Tensors:
     lead, width = packed.shape[:-1], packed.shape[-1] * 2
     rows, blocks = lead.numel(), width // given["block_size"]
     scale = given["scale"].cpu().contiguous().view(torch.uint8).numpy()
-    scales = spec.collect(scale, given["scale_layout"], rows, blocks)
+    layout = given["scale_layout"]
+    if layout is None:  # linear scales have the leading dimensions of the codes
+        layout = "linear" if scale.shape == (*lead, blocks) else spec.layout_named(None, scale)
+    scales = spec.collect(scale, layout, rows, blocks)
     codes = spec.unpack(packed.reshape(rows, width // 2).numpy())
     value = spec.dequantise(codes, scales, scalar_of(given["global_scale"]))
     return (torch.from_numpy(value).to(given["out_dtype"] or torch.bfloat16).reshape(*lead, width),)

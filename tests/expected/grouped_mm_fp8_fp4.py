@@ -1,5 +1,6 @@
 """``grouped_mm_fp8_fp4``: results within the error bound of tensor-core sums; zero in rows of padding."""
 
+from expected._fp4_gemm import layout_of
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import Weight
 from expected.grouped_mm_fp8 import assert_results, grouped, rows_alone
@@ -7,7 +8,7 @@ from expected.grouped_mm_fp8 import assert_results, grouped, rows_alone
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
     "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, "
-    "str scale_layout='128x4', str backend='auto', bool static_weight=False"
+    "str? scale_layout=None, str backend='auto', bool static_weight=False"
 )
 SCHEMA = f"cute::grouped_mm_fp8_fp4({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::grouped_mm_fp8_fp4.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -17,7 +18,7 @@ __all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
 
 def results(given):
     n = given["b"].shape[2]
-    every = fp4_weight(given["b"].mT.flatten(0, 1), given["b_scale"], given["scale_layout"], given["block_size"])
+    every = fp4_weight(given["b"].mT.flatten(0, 1), given["b_scale"], layout_of(given), given["block_size"])
 
     def weight_of(expert):
         rows = slice(expert * n, (expert + 1) * n)

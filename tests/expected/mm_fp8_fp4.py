@@ -1,13 +1,14 @@
 """``mm_fp8_fp4``: results within the error bound of tensor-core sums."""
 
 from expected._epilogue import of_rows
+from expected._fp4_gemm import layout_of
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import gemm
 from expected.mm_fp8_block import assert_results, rows_alone
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
-    "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
+    "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str? scale_layout=None, "
     "str backend='auto', bool static_weight=False, Tensor? prefetch=None"
 )
 SCHEMA = f"cute::mm_fp8_fp4({_ARGUMENTS}) -> Tensor"
@@ -19,6 +20,6 @@ __all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
 def results(given):
     """Return the sums and their bounds."""
     device = given["a"].device.type
-    weight = fp4_weight(given["b"].t(), given["b_scale"], given["scale_layout"], given["block_size"])
+    weight = fp4_weight(given["b"].t(), given["b_scale"], layout_of(given), given["block_size"])
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
     return (gemm(given["a"], weight, given["a_scale"], *epilogue, device),)

@@ -4,7 +4,7 @@ from expected._moe_fc1 import assert_results, results, rows_alone
 
 _ARGUMENTS = (
     "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor routing, Tensor? alpha=None, Tensor? bias=None, "
-    "Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
+    "Tensor? global_scale=None, int block_size=16, str? scale_format=None, str? scale_layout=None, "
     "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, str backend='auto', "
     "bool static_weight=False"
 )

@@ -4,7 +4,7 @@ from expected._moe_fc2 import assert_results, results
 
 _ARGUMENTS = (
     "Tensor a, Tensor w, Tensor a_scale, Tensor w_scale, Tensor alpha, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "int block_size=16, str? scale_format=None, str scale_layout='128x4', str backend='auto', bool static_weight=False"
+    "int block_size=16, str? scale_format=None, str? scale_layout=None, str backend='auto', bool static_weight=False"
 )
 SCHEMA = f"cute::moe_fc2_fp4({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::moe_fc2_fp4.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"

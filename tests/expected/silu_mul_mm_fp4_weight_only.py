@@ -9,7 +9,7 @@ from torch_cute_ops.testing import GATE_ERROR
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "int block_size=16, str? scale_format=None, str scale_layout='128x4', str backend='auto', "
+    "int block_size=16, str? scale_format=None, str? scale_layout=None, str backend='auto', "
     "bool static_weight=False, Tensor? prefetch=None"
 )
 SCHEMA = f"cute::silu_mul_mm_fp4_weight_only({_ARGUMENTS}) -> Tensor"

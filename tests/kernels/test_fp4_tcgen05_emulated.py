@@ -145,7 +145,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
     """Check the number of CTAs: at most one for each SM, in whole pairs; with split-K, a cluster for each tile."""
     case = COVERING[covering].case
-    call = gemm_call(case.kernel, n=400, m=300, a_rows=384, b_rows=512, num_ctas=sms)
+    call = gemm_call(case.kernel, n=400, m=300, a_tile_rows=3, b_tile_rows=4, num_ctas=sms)
     assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
 
 

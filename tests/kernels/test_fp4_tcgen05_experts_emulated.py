@@ -194,7 +194,7 @@ def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
     last kernel enough threads for the result.
     """
     case = COVERING[covering].case
-    dims = {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512, "experts": 70, "alpha_stride": 70}
+    dims = {"n": 400, "m": 300, "a_tile_rows": 3, "b_tile_rows": 4, "experts": 70, "alpha_stride": 70}
     call = gemm_call(case.kernel, **dims, num_ctas=sms)
     every = [(*one, 1) if isinstance(one, tuple) else (one, 1, 1) for one in launched]
     assert grids(case.kernel, ARCHS[case.arch], *call) == every

@@ -230,14 +230,14 @@ class Call(NamedTuple):
 
 def rows_call(what: str, target: tuple[str, str], *written: str) -> Call:
     kernel = Case(WHAT[what], (BF16, BF16), 128, target, "sm_90a").kernel
-    dims = {"rows": 3, "scale_rows": 128, "row_stride": 256, "residual_stride": 256}
+    dims = {"rows": 3, "tile_rows": 1, "row_stride": 256, "residual_stride": 256}
     alias = ("residual", "input") if what.startswith("add") else None
     return Call(kernel, dims, {"eps": 0.0, "max_ctas": 4}, ("y", "scale", *written), alias)
 
 
 def dequantize_call() -> Call:
     kernel = Case(WHAT["dequantize"], (BF16, BF16), 128, ("nvfp4-g", "128x4"), "sm_90a").kernel
-    return Call(kernel, {"rows": 3, "scale_rows": 128}, {"max_ctas": 4}, ("out",))
+    return Call(kernel, {"rows": 3, "tile_rows": 1}, {"max_ctas": 4}, ("out",))
 
 
 def swiglu_call() -> Call:

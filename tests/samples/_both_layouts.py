@@ -32,7 +32,7 @@ def both_layouts_errors(device: torch.device, returns_norm: bool = False) -> Ite
     rows, weight = random_rows(4, 512, device=device), random_weight(512, torch.bfloat16, device)
     outputs = {
         "y": good["y"],
-        "scale_128x4": scale.new_zeros(128, 32, dtype=torch.uint8).view(scale.dtype),
+        "scale_128x4": scale.new_zeros(1, 8, 32, 4, 4, dtype=torch.uint8).view(scale.dtype),
         "scale_linear": scale.new_zeros(4, 32, dtype=torch.uint8).view(scale.dtype),
         **({"norm": torch.zeros_like(rows)} if returns_norm else {}),
     }

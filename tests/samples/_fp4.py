@@ -143,7 +143,7 @@ def _positional(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[A
 def _outputs(device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return {"scale_layout": "8x4"}, {
         "y": torch.zeros(4, 256, dtype=torch.uint8, device=device),
-        "scale": torch.zeros(8, 32, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
+        "scale": torch.zeros(1, 8, 8, 4, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
     }
 
 

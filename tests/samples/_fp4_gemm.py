@@ -13,7 +13,7 @@ from samples._epilogue import (
     exact_epilogue,
     special_epilogues,
 )
-from samples._fp4 import FORMATS, named
+from samples._fp4 import FORMATS
 from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
@@ -82,7 +82,7 @@ class FP4Samples:
         columns unless ``experts`` is given."""
         experts = experts or n // 64
         b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
-        kwargs = {**self.defaults(m, k, experts, fmt, device), **named(fmt, layout), **kwargs}
+        kwargs = {**self.defaults(m, k, experts, fmt, device), "block_size": fmt.block_size, **kwargs}
         if not self.has_a_scale:
             return Sample(name, (torch.randn(m, self.a_width(k), device=device).to(dtype), b, b_scale), kwargs)
         a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
@@ -132,10 +132,29 @@ class FP4Samples:
             yield sample
             name = fmt.scale_format
             yield self.sample(f"format-named-{name}", *self.sizes, fmt, "128x4", device, scale_format=name)
+        for layout in self.layouts:
+            yield self.sample(f"layout-named-{layout}", *self.sizes, NVFP4, layout, device, scale_layout=layout)
+            if layout != "linear":
+                yield from self._foreign_tiles(layout, device)
         values = (*self.sizes, NVFP4, "128x4", device)
         for backend in ("auto", "reference"):
             yield self.sample(f"backend-{backend}", *values, backend=backend)
         yield self.sample("static-weight", *values, static_weight=True)
+
+    def _foreign_tiles(self, layout: str, device: torch.device) -> Iterator[Sample]:
+        """Yield calls with tiles in the shapes of other libraries, flat and as a padded matrix; and with gaps between
+        rows of tiles."""
+        sample = self.sample("", *self.sizes, NVFP4, layout, device, scale_layout=layout)
+        for name in self.names[2:]:
+            scale = self.by_name(sample)[name]
+            rows = 8 if scale.dim() == 4 else 128
+            matrix = scale.reshape(scale.shape[0] * rows, scale.shape[1] * 4)
+            short_name = name.replace("_", "-")
+            yield self.changed(sample, f"{short_name}-{layout}-flat", **{name: scale.flatten()})
+            yield self.changed(sample, f"{short_name}-{layout}-matrix", **{name: matrix})
+            bytes_ = scale.view(torch.uint8)
+            gaps = torch.cat((bytes_, bytes_), 1)[:, : scale.shape[1]].view(scale.dtype)
+            yield self.changed(sample, f"{short_name}-{layout}-gaps", **{name: gaps})
 
     def common_errors(
         self, tensors: dict[str, torch.Tensor], bad: Callable[..., ErrorInput], device: torch.device
@@ -153,10 +172,19 @@ class FP4Samples:
             for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
                 text = f"got {name} with dtype {short(wrong.dtype)}; expected float8_e4m3fn"
                 yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
-            yield bad(f"{name}-rows", ValueError, f"got {name} with shape .*, the linear scales", **{name: scale[:-1]})
+            text = f"got {name} with shape .*, the (linear )?scales"
+            yield bad(f"{name}-rows", ValueError, text, **{name: scale[:-1]})
+            yield bad(f"{name}-narrow", ValueError, text, **{name: scale[..., :-1]})
+            for layout, shape in (("128x4", (1, 3, 32, 4, 4)), ("8x4", (1, 3, 8, 4))):
+                tiles = torch.zeros(shape, dtype=torch.uint8, device=device).view(scale.dtype)
+                yield bad(f"{name}-{layout}", ValueError, "got .*_scale with shape", **{name: tiles})
+                given = {"scale_layout": "linear"}
+                yield bad(f"{name}-not-linear-{layout}", ValueError, "the linear scales", given, **{name: tiles})
             yield bad(f"{name}-flat", ValueError, f"got {name} with shape", **{name: scale.reshape(-1)})
             yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
-        yield bad("scales-not-tiled", ValueError, "with shape .*, the 128x4 scales", {"scale_layout": "128x4"})
+        text = "with shape .*, which are not the 128x4 scales"
+        narrow = {name: tensors[name][..., :-1] for name in self.names[2:]}
+        yield bad("scales-not-tiled", ValueError, text, {"scale_layout": "128x4"}, **narrow)
         for value in ("tiled", ""):
             yield bad(f"layout-{value}", ValueError, f"scale_layout='{value}' is unknown", {"scale_layout": value})
         yield bad("block-size", ValueError, "block_size", {"block_size": 8})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from samples._fp4 import FORMATS, named
+from samples._fp4 import FORMATS
 from samples._fp4_gemm import random_matrix
 from samples._inputs import ErrorInput, Sample
 from samples._rows import short
@@ -60,7 +60,7 @@ def with_fp4_weight(
         tiled = from_linear(bytes_, SCALE_LAYOUTS[layout])
         placed = torch.where(is_real, tiled, SCALE_NAN[fmt]).to(torch.uint8).view(fmt.scale_dtype)
     b = codes.view(*lead, k // 2).mT
-    return replace(sample, args=(a, b, a_scale, placed, *rest), kwargs={**sample.kwargs, **named(fmt, layout)})
+    return replace(sample, args=(a, b, a_scale, placed, *rest), kwargs={**sample.kwargs, "block_size": fmt.block_size})
 
 
 def formats_and_layouts() -> Iterator[tuple[FP4Format, str, str]]:
@@ -113,7 +113,7 @@ def weight_errors(good: Sample, bad: Callable[..., ErrorInput], names: tuple[str
     for name in ("b", "b_scale"):
         yield bad(f"{name}-device", ValueError, f"{name} is on meta|a on meta", **{name: by_name[name].to("meta")})
         yield bad(f"{name}-flat", ValueError, f"got {name} with shape", **{name: by_name[name].reshape(-1)})
-    yield bad("scale-narrow", ValueError, "got b_scale with shape .*, the 128x4 scales", b_scale=scale[:, :-1])
+    yield bad("scale-narrow", ValueError, "got b_scale with shape .*, the scales of b", b_scale=scale[:, :-1])
     for value, given in (
         ("block_size=8", {"block_size": 8}),
         ("scale_format='ue8m0'", {"scale_format": "ue8m0"}),

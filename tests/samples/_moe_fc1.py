@@ -189,7 +189,7 @@ class GatedSamples(FP4Samples):
         given = self.by_name(sample)
         w_scale, w_layout = given["w_scale"], weight_layout(SCALE_LAYOUTS[layout])
         unused = torch.arange(experts * 128, device=device)[:, None] < 128
-        nan = with_nan_scales(w_scale.view(-1, w_scale.shape[-1]), unused, k, fmt, w_layout.name)
+        nan = with_nan_scales(w_scale, unused, k, fmt, w_layout.name)
         given["w_scale"] = nan.view(w_scale.shape)
         idle = (routing == 0).all(1, keepdim=True)
         if self.has_a_scale:

@@ -60,7 +60,7 @@ def scalar_errors(
 def out_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], good: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad outputs of an op that returns these ``good`` 2-D outputs, by name, for ``args`` and ``kwargs``.
+    """Yield bad outputs of an op that returns these ``good`` outputs, by name, for ``args`` and ``kwargs``.
 
     float32 scales are FP8 block scales, which may be in either layout.
     """
@@ -76,7 +76,9 @@ def out_errors(
             out = tuple({**good, name: value}.values())
             return ErrorInput(f"out-{name}-{what}", args, kwargs, error, rf"{name} {match}", out)
 
-        dtype, (rows, columns) = tensor.dtype, tensor.shape
+        dtype, (rows, *rest) = tensor.dtype, tensor.shape
+        *inner, columns = rest
+        size, right = tensor.numel(), ", ".join(map(str, tensor.shape))
         others = {
             torch.uint8: (torch.int8, torch.float32),
             torch.float8_e4m3fn: (torch.uint8, torch.float32),
@@ -85,16 +87,16 @@ def out_errors(
         }
         for wrong in others[dtype]:
             text = f"with dtype {short(wrong)}; expected "
-            yield bad(short(wrong), TypeError, text, blank(rows, columns, dtype=wrong))
+            yield bad(short(wrong), TypeError, text, blank(*tensor.shape, dtype=wrong))
         for shape in (
-            (rows + 1, columns),
-            (rows - 1, columns),
-            (rows, columns + 4),
-            (rows * columns,),
+            (rows + 1, *rest),
+            (rows - 1, *rest),
+            (rows, *inner, columns + 4),
+            (size,),
             (),
-            (1, rows, columns),
+            (1, rows, *rest),
         ):
-            text = rf"with shape \({', '.join(map(str, shape))},?\); expected \({rows}, {columns}\)"
+            text = rf"with shape \({', '.join(map(str, shape))},?\); expected \({right}\)"
             yield bad(f"shape-{'x'.join(map(str, shape))}", ValueError, text, blank(*shape, dtype=dtype))
         if name in block_scales:
             text = "with shape .* and strides .* row-major or column-major"
@@ -104,16 +106,18 @@ def out_errors(
             yield bad("columns-overlap", ValueError, text, overlapping)
         else:
             text = "with strides .* contiguous"
-            yield bad("columns-first", ValueError, text, blank(columns, rows, dtype=dtype).t())
-            yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
-        yield bad("device", ValueError, "is on meta", blank(rows, columns, dtype=dtype, device=torch.device("meta")))
+            order = tuple(reversed(range(tensor.dim())))
+            columns_first = blank(*reversed(tensor.shape), dtype=dtype).permute(order)
+            yield bad("columns-first", ValueError, text, columns_first)
+            yield bad("row-strided", ValueError, text, blank(rows, *inner, columns + 16, dtype=dtype)[..., :columns])
+        yield bad("device", ValueError, "is on meta", blank(*tensor.shape, dtype=dtype, device=torch.device("meta")))
         if dtype.is_floating_point:
-            leaf = blank(rows, columns, dtype=dtype).requires_grad_()
+            leaf = blank(*tensor.shape, dtype=dtype).requires_grad_()
             yield bad("requires-grad", ValueError, "requires grad", leaf)
         if device.type == "cuda":
-            yield bad("cpu", ValueError, "is on cpu", blank(rows, columns, dtype=dtype, device=torch.device("cpu")))
+            yield bad("cpu", ValueError, "is on cpu", blank(*tensor.shape, dtype=dtype, device=torch.device("cpu")))
             if name not in ("scale_linear", "scale_out"):
-                offset = blank(rows * columns + 16, dtype=dtype)[1 : 1 + rows * columns].view(rows, columns)
+                offset = blank(size + 16, dtype=dtype)[1 : 1 + size].view(tensor.shape)
                 unaligned = bad("unaligned", ValueError, ".* multiple of 16 bytes", offset)
                 yield replace(unaligned, is_address=True)
 

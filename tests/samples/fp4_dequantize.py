@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from samples._fp4 import FORMATS, FP4, named, random_global_scale
+from samples._fp4 import FORMATS, FP4, random_global_scale
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import out_errors
 from samples._rows import DTYPES
@@ -37,7 +37,7 @@ def _grid(device: torch.device) -> Iterator[Sample]:
         for layout in SCALE_LAYOUTS:
             for dtype in DTYPES:
                 blocks = random_blocks(rows[layout], 5 * fmt.block_size, fmt=fmt, layout=layout, device=device)
-                kwargs = {**named(fmt, layout), "out_dtype": dtype}
+                kwargs: dict[str, Any] = {"block_size": fmt.block_size, "out_dtype": dtype}
                 if fmt.has_global_scale and dtype is not torch.float16:
                     kwargs["global_scale"] = random_global_scale(device)
                 yield Sample(f"{fmt.name}-{layout}-{str(dtype).removeprefix('torch.')}", blocks, kwargs)
@@ -45,9 +45,8 @@ def _grid(device: torch.device) -> Iterator[Sample]:
 
 def _shapes(device: torch.device) -> Iterator[Sample]:
     def sample(name: str, fmt: FP4Format, layout: str, *shape: int, **kwargs: Any) -> Sample:
-        return Sample(
-            name, random_blocks(*shape, fmt=fmt, layout=layout, device=device), {**named(fmt, layout), **kwargs}
-        )
+        blocks = random_blocks(*shape, fmt=fmt, layout=layout, device=device)
+        return Sample(name, blocks, {"block_size": fmt.block_size, **kwargs})
 
     for fmt in FORMATS:
         b = fmt.block_size
@@ -63,6 +62,19 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     yield sample("empty-3d-tiled", MXFP4, "8x4", 0, 3, 64)
     yield sample("1d-tiled", NVFP4, "128x4", 96)
     yield sample("4d-tiled", NVFP4, "128x4", 2, 2, 67, 64)
+    yield sample("4d", NVFP4, "linear", 2, 2, 8, 64)
+    yield sample("5d-tiled", NVFP4, "8x4", 2, 1, 3, 4, 64)
+    # Shapes of scales that fit two layouts need a name.
+    yield sample("linear-like-8x4", NVFP4, "linear", 3, 1, 8, 64, scale_layout="linear")
+    yield sample("8x4-like-linear", NVFP4, "8x4", 3, 1, 8, 64, scale_layout="8x4")
+    yield sample("linear-like-128x4", MXFP4, "linear", 2, 1, 32, 4, 128, scale_layout="linear")
+    yield sample("128x4-like-linear", MXFP4, "128x4", 2, 1, 32, 4, 128, scale_layout="128x4")
+    for layout, rows in (("128x4", 130), ("8x4", 19)):
+        y, scale = random_blocks(rows, 96, fmt=NVFP4, layout=layout, device=device)
+        tile_rows = 128 if layout == "128x4" else 8
+        matrix = scale.reshape(scale.shape[0] * tile_rows, scale.shape[1] * 4)
+        for name, given in (("tiles", scale), ("flat", scale.flatten()), ("matrix", matrix)):
+            yield Sample(f"named-{layout}-{name}", (y, given), {"scale_layout": layout})
     yield sample("many-rows", NVFP4, "128x4", 2500, 48)
     yield sample("widest", NVFP4, "linear", 1, 65536)
     for shape in ((), (1, 1)):
@@ -77,7 +89,7 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     for fmt in FORMATS:
         codes = every_byte[:, None].expand(256, 256) if fmt == NVFP4 else every_byte.repeat(256, 1)
         scale = every_byte.repeat_interleave(512 // fmt.block_size).view(256, -1)
-        kwargs = {**named(fmt, "linear"), "out_dtype": torch.float32}
+        kwargs = {"block_size": fmt.block_size, "out_dtype": torch.float32}
         yield Sample(f"every-code-and-scale-{fmt.name}", (codes.t().contiguous(), scale.view(fmt.scale_dtype)), kwargs)
     g = torch.full((1,), 100.0, device=device)
     blocks = random_blocks(4, 64, fmt=NVFP4, layout="8x4", device=device)
@@ -88,7 +100,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 
     def sample(name: str, fmt: FP4Format, layout: str, y: torch.Tensor, scale: torch.Tensor) -> Sample:
-        return Sample(name, (y, scale), named(fmt, layout))
+        return Sample(name, (y, scale), {"block_size": fmt.block_size})
 
     y, scale = random_blocks(6, 128, fmt=NVFP4, layout="linear", device=device)
     linear = (NVFP4, "linear")
@@ -107,9 +119,9 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield sample("y-float4-scale-e8m0", MXFP4, "linear", y.view(fp4), scale.view(e8m0))
     y, scale = random_blocks(5, 96, fmt=MXFP4, layout="128x4", device=device)
     yield sample("scale-e8m0-tiled", MXFP4, "128x4", y, scale.view(e8m0))
-    padded = random_blocks(128, 192, fmt=NVFP4, layout="128x4", device=device)[1]
-    y, scale = random_blocks(5, 96, fmt=NVFP4, layout="128x4", device=device)
-    yield sample("scale-tiled-strided", NVFP4, "128x4", y, padded[:, :8])
+    padded = random_blocks(256, 192, fmt=NVFP4, layout="128x4", device=device)[1]
+    y, scale = random_blocks(130, 96, fmt=NVFP4, layout="128x4", device=device)
+    yield sample("scale-tiled-strided", NVFP4, "128x4", y, padded[:, :2])
     yield Sample("defaults", (y, scale))
 
 
@@ -154,10 +166,22 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         ("0d", scale[0, 0], r"\(\); expected \(4, 4\)"),
     ):
         yield bad(f"scale-shape-{name}", ValueError, f"got scale with shape {text}, the linear scales", scale=wrong)
+        text = (
+            r"expected \(4, 4\) \(linear\) or \(1, 1, 32, 4, 4\) \(128x4\) or \(1, 1, 8, 4\) \(8x4\), the scales of y"
+        )
+        yield bad(f"scale-read-{name}", ValueError, text, scale=wrong, scale_layout=None)
+    for name, shape, fits in (("8x4", (3, 1, 8), "linear and 8x4"), ("128x4", (2, 1, 32, 4), "linear and 128x4")):
+        both = random_blocks(*shape, 64, fmt=NVFP4, layout="linear", device=device)
+        text = f"got scale with shape .*, which {fits} scales of y with shape .* both have; name scale_layout"
+        yield bad(f"scale-ambiguous-{name}", ValueError, text, *both, scale_layout=None)
+    for shape in ((1, 2, 8, 4), (1, 1, 32, 4, 4)):
+        tiles = torch.zeros(shape, dtype=torch.uint8, device=device).view(scale.dtype)
+        text = r"got scale with shape .*; expected \(4, 4\), the linear scales of y"
+        yield bad(f"scale-tiled-{len(shape)}d", ValueError, text, scale=tiles)
     yield bad("scale-requires-grad", ValueError, "no gradient", scale=scale.clone().requires_grad_())
-    text = r"got scale with shape \(4, 4\); expected \(128, 4\), the 128x4 scales"
+    text = r"got scale with shape \(4, 4\), which are not the 128x4 scales of y: expected \(1, 1, 32, 4, 4\), or the "
     yield bad("scale-not-tiled", ValueError, text, scale_layout="128x4")
-    text = r"got scale with shape \(4, 4\); expected \(8, 4\)"
+    text = r"got scale with shape \(4, 4\), which are not the 8x4 scales of y: expected \(1, 1, 8, 4\), or the same "
     yield bad("scale-not-tiled-8x4", ValueError, text, scale_layout="8x4")
     yield bad("scale-device", ValueError, "scale is on meta, y on", scale=scale.to(meta))
     if device.type == "cuda":

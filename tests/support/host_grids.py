@@ -75,8 +75,17 @@ def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tu
 # GEMM kernels
 
 DIMS = {
-    **{"m": 24, "n": 136, "k": 512, "k_bytes": 256, "blocks": 32, "scale_rows": 256},
-    **{"a_rows": 128, "b_rows": 256, "a_bytes": 256, "a_scale_rows": 128, "a_blocks": 32, "workspace_bytes": 4096},
+    **{"m": 24, "n": 136, "k": 512, "k_bytes": 256, "blocks": 32},
+    **{"a_bytes": 256, "a_scale_rows": 24, "a_blocks": 32, "scale_rows": 136, "workspace_bytes": 4096},
+    **{
+        "tile_rows": 2,
+        "tile_columns": 8,
+        "tile_pitch": 4096,
+        "a_tile_rows": 1,
+        "a_tile_columns": 8,
+        "a_tile_pitch": 4096,
+    },
+    **{"b_tile_rows": 2, "b_tile_columns": 8, "b_tile_pitch": 4096},
     **{"experts": 2, "alpha_stride": 2, "alpha_column_stride": 1},
     **{"rows": 12, "offsets": 3, "rows_of_expert": 6144, "out_of_expert": 1632, "a_scale_pitch": 24},
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},

@@ -112,6 +112,7 @@ class Launches:
             refuse_overlap(kernel, args)
             refuse_scale_rows(kernel, args)
             refuse_stacks_apart(kernel, args)
+            refuse_gaps(args)
             self.calls.append((kernel, args))
             COMPUTE[type(kernel).__name__](kernel.config, *args)
 
@@ -202,8 +203,15 @@ def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
     """Raise as a launch does if the number of scale rows does not match the tiles: its grid then has no CTAs."""
     if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.spec.layout.is_linear:
         call = row_quant.Arguments(*args)
-        if len(call.scale) != kernel.config.spec.layout.padded_rows(len(call.input)):
-            raise LaunchFailed(f"{len(call.scale)} rows of scales")
+        if len(call.scale) != -(-len(call.input) // kernel.config.spec.layout.tile_rows):
+            raise LaunchFailed(f"{len(call.scale)} rows of tiles")
+
+
+def refuse_gaps(args: tuple[Any, ...]) -> None:
+    """Raise as a launch does if there are gaps between rows of tiles of scales."""
+    for value in args:
+        if isinstance(value, torch.Tensor) and value.shape[2:] in ((32, 4, 4), (8, 4)) and not value.is_contiguous():
+            raise LaunchFailed("rows of tiles have gaps")
 
 
 def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:

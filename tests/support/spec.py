@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -135,12 +136,20 @@ def scale_value(byte: np.ndarray, scale_format: str) -> np.ndarray:
 # Layouts
 
 
-def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, int]:
-    """Return the shape of the scale matrix for ``rows`` rows of ``blocks`` scales."""
+def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, ...]:
+    """Return the shape of the scales of ``rows`` rows of ``blocks`` scales."""
     if layout == "linear":
         return rows, blocks
-    tile = {"128x4": 128, "8x4": 8}[layout]
-    return math.ceil(rows / tile) * tile, math.ceil(blocks / 4) * 4
+    rows_of_tile, *inner = {"128x4": (128, 32, 4, 4), "8x4": (8, 8, 4)}[layout]
+    return math.ceil(rows / rows_of_tile), math.ceil(blocks / 4), *inner
+
+
+def layout_named(name: str | None, scale: Any) -> str:
+    """Return the layout that a call names, or that the shape of the scales of a GEMM's operand shows."""
+    if name is not None:
+        return name
+    shape = tuple(scale.shape)
+    return "128x4" if shape[2:] == (32, 4, 4) else "8x4" if shape[2:] == (8, 4) else "linear"
 
 
 def layout_offset(layout: str, m: int | np.ndarray, k: int | np.ndarray, blocks: int) -> int | np.ndarray:
@@ -160,7 +169,7 @@ def _offsets(layout: str, rows: int, blocks: int) -> np.ndarray:
 def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
     """Arrange a (rows, blocks) matrix of scale bytes in ``layout``, with padding zero."""
     shape = layout_shape(layout, *scale.shape)
-    flat = np.zeros(shape[0] * shape[1], np.uint8)
+    flat = np.zeros(math.prod(shape), np.uint8)
     flat[_offsets(layout, *scale.shape)] = scale
     return flat.reshape(shape)
 

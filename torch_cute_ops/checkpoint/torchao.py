@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint._values import check_factors, check_scales, check_zeros
 from torch_cute_ops.checkpoint.spec import LayerScheme
-from torch_cute_ops.formats import convert_scales
+from torch_cute_ops.formats import as_tiles, convert_scales
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts
@@ -118,7 +118,9 @@ def linear_tensors(weight: Weight) -> dict[str, Tensor]:
 
 def _linear_scales(weight: Weight, n: int, k: int) -> Tensor:
     scale = weight.scale.contiguous()
-    return convert_scales(scale, n, k, "128x4" if weight.is_swizzled else "linear", "linear")
+    if weight.is_swizzled:
+        return convert_scales(as_tiles(scale.flatten(), n, k, "128x4"), n, k, "128x4", "linear")
+    return convert_scales(scale, n, k, "linear", "linear")
 
 
 def expert_stacks(

@@ -13,7 +13,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
 from torch_cute_ops.formats.fp8 import ROW
-from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
+from torch_cute_ops.formats.scale_layout import (
+    TILE_BLOCKS,
+    ScaleLayout,
+    fitting_layouts,
+    layout_of_operand,
+    weight_layout,
+)
 from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.ops._row_quant import RowQuant
@@ -154,20 +160,24 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         yield Rule("rows", inputs, outputs, multiples, refusal)
     if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
         return  # each row, or its gate and up halves, must stay on one rank
-    refusal = None
-    if is_fp4 and not layout.is_linear:
-        refusal = (
-            f"{layout.name} scales are tiles in memory, which sharding over K would break; use scale_layout='linear'"
-        )
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
+    if is_fp4 and not layout.is_linear:
+        scale, block = Shard(1), TILE_BLOCKS * block
     multiples = [Multiple("the last dimension of input", shape[last], block or 1)]
-    yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples, refusal)
+    yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples)
 
 
 def _dequantize(call: Call) -> Iterator[Rule]:
-    shape, layout = call["y"].shape, SCALE_LAYOUTS[call["scale_layout"]]
+    shape, scale_shape = call["y"].shape, call["scale"].shape
     block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
     last = len(shape) - 1
+    if call["scale_layout"] is None:
+        fitting = fitting_layouts(scale_shape, shape[:-1], 2 * shape[last] // block)
+        if len(fitting) != 1:
+            return  # the op refuses the call
+        (layout,) = fitting
+    else:
+        layout = SCALE_LAYOUTS[call["scale_layout"]]
     for dim in range(last):
         refusal = None
         if not layout.is_linear and _rows_before((*shape[:dim], 1), 0) != 1:
@@ -177,28 +187,29 @@ def _dequantize(call: Call) -> Iterator[Rule]:
             multiples.append(Multiple(f"dimension {dim} of y", shape[dim], 1))
         scale = Shard(dim if layout.is_linear else 0)
         yield Rule("rows", {"y": Shard(dim), "scale": scale}, {"out": Shard(dim)}, multiples, refusal)
-    refusal = None if layout.is_linear else _tiled_k(layout)
-    multiples = [Multiple("K", 2 * shape[last], block)]
-    yield Rule("columns", {"y": Shard(last), "scale": Shard(last)}, {"out": Shard(last)}, multiples, refusal)
+    scale = Shard(last if layout.is_linear else 1)
+    multiples = [Multiple("K", 2 * shape[last], block * _blocks_together(layout))]
+    yield Rule("columns", {"y": Shard(last), "scale": scale}, {"out": Shard(last)}, multiples)
 
 
 # GEMMs
 
 
-def _tiled_k(layout: ScaleLayout) -> str:
-    return (
-        f"{layout.name} scales are tiles in memory, which sharding over K would break; use scale_layout='linear', or "
-        "tile each rank's linear scales with convert_scales"
-    )
+def _blocks_together(layout: ScaleLayout) -> int:
+    """Return the number of a row's blocks that must stay on one rank."""
+    return 1 if layout.is_linear else TILE_BLOCKS
 
 
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
     """Return the scale layouts of FP4 activations and of an FP4 weight, and the required divisor of K."""
     if path.b == "fp8":
         return None, None, BLOCK
-    layout = SCALE_LAYOUTS[call["scale_layout"]]
-    block = BLOCK if path.a == "fp8" else resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
-    return (layout if path.a == "fp4" else None), weight_layout(layout), max(block, 32)
+    if call["scale_layout"] is None:
+        layout = layout_of_operand(call["a_scale"] if path.a == "fp4" else call[f"{path.b_name}_scale"])
+    else:
+        layout = SCALE_LAYOUTS[call["scale_layout"]]
+    block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size * _blocks_together(layout)
+    return (layout if path.a == "fp4" else None), weight_layout(layout), max(block, BLOCK if path.a == "fp8" else 32)
 
 
 def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
@@ -227,13 +238,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     if path.prologue_gate:
         return  # the gate and up halves of a row must stay on one rank
     sums = _given(call, a=Shard(1), a_scale=Shard(1), b=Shard(0), b_scale=Shard(1))
-    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
-
-
-def _sum_refusal(call: Call, b_layout: ScaleLayout | None) -> str | None:
-    if b_layout is not None and not b_layout.is_linear:
-        return _tiled_k(b_layout)
-    return _bias_refusal(call)
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
 
 
 def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
@@ -268,30 +273,29 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
     multiples = [Multiple("N", n, BLOCK if b_layout is None else 8)]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
-    sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(2))
-    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
+    sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(1 if is_tiled else 2))
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
 
 
 def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
     """Yield the rules of ``moe_fc2_*``, whose experts lie one after the other along K."""
     (m, _), (held, n), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
-    a_layout, w_layout, _ = _layouts(path, call)
+    a_layout, w_layout, block = _layouts(path, call)
     assert w_layout is not None
     rows = _given(call, a=Shard(0), a_scale=Shard(0), alpha=Shard(0))
     yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
     columns = _given(call, w=Shard(1), w_scale=Shard(0), bias=Shard(1))
     yield Rule("columns", columns, {"out": Shard(1)}, _tiles("N", n, w_layout))
-    refusal = None if w_layout.is_linear else _tiled_k(w_layout)
     own = _given(call, a=Shard(1), a_scale=Shard(1), w=Shard(0), w_scale=Shard(1), alpha=Shard(1), bias=Shard(0))
-    multiples = [Multiple("E", experts, 1), Multiple("E · I", 2 * held, EXPERT_MULTIPLE)]
-    yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
+    multiples = [Multiple("E", experts, 1), Multiple("E · I", 2 * held, max(EXPERT_MULTIPLE, block))]
+    yield Rule("experts", own, {"out": Partial()}, multiples)
 
 
 def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
     """Yield the rules of ``moe_fc1_*``. Experts lie one after the other along N, and an expert's gate and up must stay
     on one rank."""
     m, experts = call["routing"].shape
-    a_layout, w_layout, _ = _layouts(path, call)
+    a_layout, w_layout, block = _layouts(path, call)
     assert w_layout is not None
     results = ("out",) if a_layout is None else ("y", "scale")
     rows = _given(call, a=Shard(0), a_scale=Shard(0), routing=Shard(0))
@@ -301,8 +305,10 @@ def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
     global_scale = call.get("global_scale")
     if global_scale is not None and global_scale.numel() > 1:
         own["global_scale"] = Shard(0)
-    refusal = None if a_layout is None or a_layout.is_linear else _tiled_k(a_layout)
-    yield Rule("experts", own, dict.fromkeys(results, Shard(1)), [Multiple("E", experts, 1)], refusal)
+    multiples = [Multiple("E", experts, 1)]
+    if a_layout is not None:
+        multiples.append(Multiple("E · I", experts * (call["w"].shape[2] // 2), block))
+    yield Rule("experts", own, dict.fromkeys(results, Shard(1)), multiples)
 
 
 # Steps of an expert layer

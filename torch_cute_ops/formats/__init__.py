@@ -10,7 +10,13 @@ from torch_cute_ops.formats.fp8 import (
     FP8Format,
     resolve_fp8_format,
 )
-from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, ScaleLayout, convert_scales, resolve_scale_layout
+from torch_cute_ops.formats.scale_layout import (
+    SCALE_LAYOUTS,
+    ScaleLayout,
+    as_tiles,
+    convert_scales,
+    resolve_scale_layout,
+)
 
 __all__ = [
     "FP8_BLOCK128",
@@ -24,6 +30,7 @@ __all__ = [
     "FP4Format",
     "FP8Format",
     "ScaleLayout",
+    "as_tiles",
     "convert_scales",
     "nvfp4_global_scale",
     "resolve_fp4_format",

@@ -1,16 +1,30 @@
-"""Offset of the scale of (row, block): the linear layout, and the tiled layouts that block-scaled MMA units read.
+"""Layouts of FP4 block scales: the linear layout, and the tiled layouts that block-scaled MMA units read.
 
 A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
 stores tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
 layout"). ``8x4`` is its variant for few rows. Padding bytes are zero.
+
+The shape of a scale tensor names its layout. For M rows of K elements in blocks of B, the scale of row m and block k
+is at these indices:
+
+=======  =================================  =============================================
+layout   shape                              index of (m, k)
+=======  =================================  =============================================
+128x4    (⌈M/128⌉, ⌈K/B/4⌉, 32, 4, 4)       [m // 128, k // 4, m % 32, m % 128 // 32, k % 4]
+8x4      (⌈M/8⌉, ⌈K/B/4⌉, 8, 4)             [m // 8, k // 4, m % 8, k % 4]
+linear   (…, K/B), as the matrix's rows     [m, k]
+=======  =================================  =============================================
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
 TILE_BLOCKS: Final = 4
+DEFAULT_SCALE_LAYOUT: Final = "128x4"
+"""Layout that quantising ops write by default."""
 FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 
 
@@ -30,6 +44,17 @@ class ScaleLayout:
     def is_linear(self) -> bool:
         """True if the scales are a plain row-major matrix, without tiles and padding."""
         return self.tile_rows == 0
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Shape of one tile in memory, row-major; empty for the linear layout."""
+        return () if self.is_linear else (32, 4, 4) if self.tile_rows == 128 else (self.tile_rows, TILE_BLOCKS)
+
+    def shape(self, lead: Sequence[int], blocks: int) -> tuple[int, ...]:
+        r"""Return the shape of the scales of a tensor (\*lead, blocks · B). Sizes may be symbols."""
+        if self.is_linear:
+            return (*lead, blocks)
+        return -(-row_count(lead) // self.tile_rows), -(-blocks // TILE_BLOCKS), *self.tile
 
     def padded_rows(self, rows: int) -> int:
         """Round ``rows`` up to whole tiles."""
@@ -64,6 +89,14 @@ SCALE_LAYOUTS: Final = {
 }
 
 
+def row_count(lead: Sequence[int]) -> int:
+    """Return the number of rows of a tensor with leading dimensions ``lead``."""
+    rows = 1
+    for extent in lead:
+        rows = rows * extent
+    return rows
+
+
 def weight_layout(layout: ScaleLayout) -> ScaleLayout:
     """Return the layout of a weight's scales, given the layout of the activations' scales. 8x4 is for few rows only."""
     return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
@@ -81,8 +114,103 @@ def resolve_scale_layout(name: str) -> ScaleLayout:
     return layout
 
 
+def layout_of_operand(scale: torch.Tensor) -> ScaleLayout:
+    """Return the layout of the scales of a GEMM's operand, by the number of dimensions.
+
+    An operand has at most three dimensions (a stack of experts' weights), and so have its linear scales. The sizes may
+    still be wrong.
+    """
+    return _BY_DIMENSIONS.get(len(scale.shape), SCALE_LAYOUTS["linear"])
+
+
+_BY_DIMENSIONS: Final = {2 + len(layout.tile): layout for layout in SCALE_LAYOUTS.values() if not layout.is_linear}
+
+
+def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> list[ScaleLayout]:
+    r"""Return the layouts whose shape for a tensor (\*lead, blocks · B) is ``shape``."""
+    return [layout for layout in SCALE_LAYOUTS.values() if tuple(shape) == layout.shape(lead, blocks)]
+
+
+def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layout: ScaleLayout) -> str | None:
+    r"""Return the reason that ``scale`` cannot be the tiles of a tensor (\*lead, blocks · B), or None if it can.
+
+    Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks). A
+    tensor of stacked matrices, whose ``lead`` has two dimensions, may also have a dimension for the matrices in front,
+    if no matrix has padding rows: then the bytes are equal.
+    """
+    tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
+    count = row_count(tiles)
+    shape = tuple(scale.shape)
+    if shape == tiles:
+        return None
+    rows = layout.padded_rows(row_count(lead))
+    if len(lead) == 2 and lead[0] != 1:
+        experts, own = lead
+        padded_own = layout.padded_rows(own)
+        separate = (experts, padded_own, padded_blocks), (experts, *layout.shape((own,), blocks))
+        if own % layout.tile_rows:
+            of_experts = experts * padded_own * padded_blocks
+            if shape in separate or (scale.numel() == of_experts and len(shape) <= 2):
+                return (
+                    f"they may be padded expert by expert, {own} rows to whole tiles of {layout.tile_rows}; expected "
+                    f"tiles over the rows of all experts, {tiles}. Convert each expert's scales to linear: "
+                    f"torch.stack([convert_scales(one, {own}, K, {layout.name!r}, 'linear') for one in scale])"
+                )
+        elif shape in separate:
+            return None
+    if shape in ((count,), (rows, padded_blocks)):
+        return None
+    return f"expected {tiles}, or the same tiles as a matrix {(rows, padded_blocks)} or flat, {(count,)}"
+
+
+def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> torch.Tensor:
+    """View tiles of another library's shape in the shape that names their layout, without a copy.
+
+    Ops read the layout from the shape: pass ``as_tiles(scale, rows, k, "128x4")`` for the two-dimensional padded scales
+    of FlashInfer, vLLM and cuBLAS, or for the flat scales of torchao. Nothing can tell whether the bytes are in that
+    layout.
+
+    Args:
+        scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``: flat, (padded rows, padded blocks),
+            or already in the shape of tiles. float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu (MXFP4). Scales of experts,
+            (experts, padded rows, padded blocks), are accepted if the rows of an expert are whole tiles.
+        rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
+        k: number of elements of a row.
+        layout: ``"128x4"`` or ``"8x4"``.
+
+    Returns:
+        A view of ``scale``: (⌈rows/128⌉, ⌈k/B/4⌉, 32, 4, 4) for 128x4, (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4, with B the
+        block size of the dtype, 16 for float8_e4m3fn and otherwise 32.
+
+    Raises:
+        ValueError: for an unknown or linear layout, a ``k`` that is no multiple of B, a wrong shape, or scales that are
+            not contiguous.
+        TypeError: for a wrong dtype or type of argument.
+
+    Example:
+        >>> import torch
+        >>> from torch_cute_ops import as_tiles
+        >>> scale = torch.zeros(256 * 8, dtype=torch.uint8).view(torch.float8_e4m3fn)  # flat, as torchao holds it
+        >>> tuple(as_tiles(scale, 200, 128, "128x4").shape)
+        (2, 2, 32, 4, 4)
+    """
+    blocks = _blocks_of("as_tiles", scale, rows, k)
+    resolved = resolve_scale_layout(layout)
+    if resolved.is_linear:
+        raise ValueError("as_tiles: linear scales have no tiles; use convert_scales, or scale.view(rows, -1)")
+    lead: tuple[int, ...] = (rows,)
+    if scale.dim() in (3, 3 + len(resolved.tile)) and scale.shape[0] > 1 and rows % scale.shape[0] == 0:
+        lead = scale.shape[0], rows // scale.shape[0]
+    reason = reason_no_tiles(scale, lead, blocks, resolved)
+    if reason is not None:
+        raise ValueError(f"as_tiles: got scale with shape {tuple(scale.shape)}; {reason}")
+    if not scale.is_contiguous():
+        raise ValueError(f"as_tiles: got scale with strides {scale.stride()}; pass scale.contiguous()")
+    return scale.view(resolved.shape((rows,), blocks))
+
+
 def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """Convert a (rows, blocks) scale matrix to ``layout``: the padded matrix, with zeros as padding."""
+    """Convert a (rows, blocks) scale matrix to ``layout``: whole tiles, with zeros as padding."""
     if layout.is_linear:
         return scale
     rows, blocks = scale.shape
@@ -98,7 +226,7 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
         tiles = quads.view(row_tiles, 4, 32, block_tiles, width).permute(0, 3, 2, 1, 4)
     else:
         tiles = quads.view(row_tiles, layout.tile_rows, block_tiles, width).transpose(1, 2)
-    return tiles.contiguous().view(torch.uint8).view(sizes).view(scale.dtype)
+    return tiles.contiguous().view(torch.uint8).view(layout.shape((rows,), blocks)).view(scale.dtype)
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
@@ -130,40 +258,68 @@ def convert_scales(
 ) -> torch.Tensor:
     """Convert block scales of an FP4 matrix from one layout to another.
 
-    Most checkpoints store linear scales; the ops expect 128x4 by default.
+    Most checkpoints store linear scales; quantisers write 128x4 by default.
 
     Args:
         scale: scales of a matrix (rows, k) in the layout ``source``: float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu
-            (MXFP4); any shape with the right number of elements.
+            (MXFP4). Linear: (…, k / B) for rows in any leading dimensions. Tiled: the shape of :func:`as_tiles`, or
+            another library's flat or padded matrix if that is not the shape of linear scales too.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         source: ``"linear"``, ``"128x4"`` or ``"8x4"``.
         target: ``"linear"``, ``"128x4"`` or ``"8x4"``.
 
     Returns:
-        Scales of the same dtype, with zeros as padding: (rows, k / block size) if linear, else
-        (⌈rows/128⌉·128 or ⌈rows/8⌉·8, ⌈k/block size/4⌉·4).
+        Scales of the same dtype, with zeros as padding: (rows, k/B) if linear, (⌈rows/128⌉, ⌈k/B/4⌉, 32, 4, 4) for
+        128x4, (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4. B is 16 for float8_e4m3fn and otherwise 32.
 
     Raises:
-        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a wrong number of elements.
+        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a shape that is not the
+            shape of ``source``, or that fits linear scales as well as tiles.
         TypeError: for a wrong dtype or type of argument.
     """
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
-    for name, value in (("rows", rows), ("k", k)):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
-    blocks = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
-    block_size = blocks.get(scale.dtype)
-    if block_size is None:
-        raise TypeError(f"got scale with dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
-    if rows < 0 or k < 0 or k % block_size:
-        raise ValueError(f"rows={rows} and k={k}; expected rows of whole blocks of {block_size} elements")
+    blocks = _blocks_of("convert_scales", scale, rows, k)
     before, after = resolve_scale_layout(source), resolve_scale_layout(target)
-    count = before.padded_rows(rows) * before.padded_blocks(k // block_size)
-    if scale.numel() != count:
-        raise ValueError(
-            f"got scale with shape {tuple(scale.shape)}; expected {count} elements: {source} scales of "
-            f"{rows} rows of {k}"
+    shape = tuple(scale.shape)
+    fits_linear = scale.dim() > 0 and shape[-1] == blocks and scale.numel() == rows * blocks
+    if before.is_linear:
+        tiles = [each.name for each in fitting_layouts(shape, (rows,), blocks) if not each.is_linear]
+        if tiles:
+            raise ValueError(
+                f"convert_scales: got scale with shape {shape}, the shape of {tiles[0]} scales; for linear scales pass "
+                f"scale.reshape({rows}, {blocks})"
+            )
+        if not fits_linear:
+            raise ValueError(f"convert_scales: got scale with shape {shape}; expected linear scales, {(rows, blocks)}")
+    elif shape != before.shape((rows,), blocks):
+        reason = reason_no_tiles(scale, (rows,), blocks, before)
+        if reason is not None:
+            raise ValueError(f"convert_scales: got scale with shape {shape}; {reason}")
+        if fits_linear:
+            raise ValueError(
+                f"convert_scales: got scale with shape {shape}, which linear scales of {rows} rows of {k} elements "
+                f"have too; if it holds tiles, pass as_tiles(scale, {rows}, {k}, {source!r})"
+            )
+    return from_linear(to_linear(scale, before, rows, blocks), after)
+
+
+def _blocks_of(name: str, scale: torch.Tensor, rows: int, k: int) -> int:
+    """Check arguments of the function ``name``, and return the number of blocks in a row of ``k`` elements."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name}: scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
+    for argument, value in (("rows", rows), ("k", k)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name}: {argument} is {value!r}, a {type(value).__name__}; expected an int")
+    block_size = _BLOCK_SIZES.get(scale.dtype)
+    if block_size is None:
+        raise TypeError(
+            f"{name}: got scale with dtype {scale.dtype}; expected float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu "
+            "(MXFP4)"
         )
-    return from_linear(to_linear(scale, before, rows, k // block_size), after)
+    if rows < 0 or k < 0 or k % block_size:
+        raise ValueError(f"{name}: rows={rows} and k={k}; expected rows of whole blocks of {block_size} elements")
+    return k // block_size
+
+
+_BLOCK_SIZES: Final = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
+"""Elements of a block, by the dtype of its scale."""

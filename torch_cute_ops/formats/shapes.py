@@ -33,21 +33,10 @@ OutputShapes = Sequence[tuple[Shape, torch.dtype] | Output]
 """Shape and dtype of each output of an op, as ``Output`` if the strides of an output are not contiguous."""
 
 
-def row_count(lead: Sequence[int]) -> int:
-    """Return the number of rows of a tensor with leading dimensions ``lead``."""
-    rows = 1
-    for extent in lead:
-        rows = rows * extent
-    return rows
-
-
 def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tuple[Shape, Shape]:
     """Return the shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
     *lead, width = shape
-    blocks = width // fmt.block_size
-    if layout.is_linear:
-        return (*lead, width // 2), (*lead, blocks)
-    return (*lead, width // 2), (layout.padded_rows(row_count(lead)), layout.padded_blocks(blocks))
+    return (*lead, width // 2), layout.shape(lead, width // fmt.block_size)
 
 
 def fp8_outputs(

@@ -265,12 +265,13 @@ def _multiply_quantised(node: Node) -> bool:
         return False
     readers = [user for item in made.users for user in readers_of(item)]
     quantisation = named_arguments(made)
-    source, fmt = quantisation["input"], ("block_size", "scale_format", "scale_layout")
+    source, layout = quantisation["input"], named["scale_layout"]
     rows, value = value_of(node).shape[0], value_of(source)
     gate = [quantisation[name] for name in _GATE if name in quantisation]
     if (
         any(user is not node for user in readers)
-        or any(quantisation[name] != named[name] for name in fmt)
+        or any(quantisation[name] != named[name] for name in ("block_size", "scale_format"))
+        or layout not in (None, quantisation["scale_layout"])
         or (gate and not gates_plainly(*gate))
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
@@ -278,7 +279,7 @@ def _multiply_quantised(node: Node) -> bool:
         or not quantises_with_gemm(rows, value.device, named["block_size"], gated=bool(gate))
     ):
         return False
-    named["scale_layout"] = weight_layout(SCALE_LAYOUTS[named["scale_layout"]]).name
+    named["scale_layout"] = None if layout is None else weight_layout(SCALE_LAYOUTS[layout]).name
     named |= {"global_scale": quantisation["global_scale"], "out_dtype": named["out_dtype"] or torch.bfloat16}
     _multiply_made(node, _IN_ONE_LAUNCH[made.target], source, named)
     return True

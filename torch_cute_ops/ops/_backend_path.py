@@ -1,19 +1,23 @@
 """The parts of a GEMM's call path that GEMMs with and without a gate share."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, TILE_BLOCKS, layout_of_operand, weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import CallPath, Launcher
+from torch_cute_ops.ops._operands import aligned
+from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.allocate import contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -83,22 +87,38 @@ class BackendPath(CallPath[Call]):
         return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-        """Return the FP4 format, and the scale layouts of the activations and of the weight."""
-        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+        """Return the FP4 format, and the scale layouts of the activations and of the weight.
+
+        If the call names no layout, it is the layout of the activations' scales, or else of the weight's, by their
+        number of dimensions.
+        """
+        name = call.scale_layout
+        if name is None:
+            name = layout_of_operand(call.a_scale if self.a == "fp4" else call.b_scale).name
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, name)
         b_layout = weight_layout(layout)
         if self.a != "fp4" and layout != b_layout:
-            raise ValueError(
-                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
-            )
+            given = f"scale_layout={layout.name!r} is"
+            if call.scale_layout is None:
+                given = (
+                    f"got {self.b_name}_scale with shape {tuple(call.b_scale.shape)}, {layout.name} tiles, which are"
+                )
+            raise ValueError(f"cute::{self.op}: {given} for activations; use '128x4' or 'linear'")
         return fmt, layout, b_layout
 
     def check_fp4_scale(
-        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
+        self,
+        name: str,
+        scale: Tensor,
+        matrix: tuple[int, ...],
+        fmt: FP4Format,
+        layout: ScaleLayout,
+        call: Any,
     ) -> None:
-        """Check that ``scale`` has the dtype and shape of an FP4 matrix's block scales."""
+        """Check that ``scale`` has the dtype and shape of an FP4 matrix's block scales in ``layout``."""
         _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
-        shape = fp4_shapes(matrix, fmt, layout)[1]
-        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+        follows = "a_scale" if self.a == "fp4" and name != "a_scale" else None
+        _checks.check_fp4_scale(self.op, name, scale, matrix, fmt, layout, call.scale_layout, follows)
 
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         """Check that ``a`` has rows of ``k`` elements in 16 bits, or in FP4 with block scales."""
@@ -117,7 +137,7 @@ class BackendPath(CallPath[Call]):
         else:
             _checks.check_packed(op, "a", a, fmt)
             _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
-            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout, call)
 
     def a_width(self, k: int) -> int:
         """Return the elements of a row of ``a`` for ``k`` elements of a sum."""
@@ -128,6 +148,19 @@ class BackendPath(CallPath[Call]):
         packed = self.b == "fp4" and self.a != "fp4"
         fits = self.a_width(call.b.shape[-1] * (2 if packed else 1)) == call.a.shape[-1]
         return f"; pass {self.b_name} as weight.mT" if fits else ""
+
+    def example_format(self, given: Any) -> tuple[FP4Format, ScaleLayout]:
+        """Return the FP4 format and the scale layout of an example's activations; 128x4 if it names no layout."""
+        return _checks.check_fp4_format(
+            self.op, given.block_size, given.scale_format, given.scale_layout or DEFAULT_SCALE_LAYOUT
+        )
+
+    def declare_layout(self) -> dict[str, Property]:
+        """Return the property ``scale_layout``, if the op has scales of FP4: the layout that a call has."""
+        (declared,) = self.arguments_as_properties("scale_layout").values() if self.b == "fp4" else (None,)
+        if declared is None:
+            return {}
+        return {"scale_layout": replace(declared, of=lambda call: self.fp4_format(call)[1].name)}
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
         """Return the entry of ``choices`` for a property's value.
@@ -158,7 +191,9 @@ class BackendPath(CallPath[Call]):
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
         # Nothing is tuned in a capture, so that a later call may have to tune.
-        return self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
+        launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
+        launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
+        return launcher  # type: ignore[no-any-return]
 
     def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
         problem, m = self.problem(call), bucket(call.a.shape[-2])
@@ -186,7 +221,13 @@ class BackendLauncher(Launcher[Call]):
         problem, choice, target: problem, chosen backend and tactic, and device.
         kernels: kernels that the tactic launches.
         is_kept: attribute of ``Launcher``.
+
+    Attributes:
+        b_scale_shape: shape of the tiles of an FP4 weight's scales, as kernels take them; None for other scales.
+        views_b_scale: True if the calls pass these tiles in another library's shape.
     """
+
+    views_b_scale: bool = False
 
     def __init__(
         self,
@@ -201,6 +242,66 @@ class BackendLauncher(Launcher[Call]):
         self.compute = choice.backend.launcher(problem, choice.tactic, target)
         self.is_direct = choice.backend.checks_operands(problem, choice.tactic)
         self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
+        a, b, quantised = problem.a, problem.b, problem.quantised
+        self.b_scale_shape: tuple[int, ...] | None = None
+        if isinstance(b.format, FP4Format) and b.scale_layout is not None and not b.scale_layout.is_linear:
+            rows = problem.weight_rows * (problem.experts if problem.grouping.over == "rows" else 1)
+            self.b_scale_shape = b.scale_layout.shape((rows,), problem.k // b.format.block_size)
+        self.a_scales = self.y_scales = None
+        if isinstance(a.format, FP4Format) and a.scale_layout is not None:
+            self.a_scales = ScaleRows.of(a.scale_layout, problem.k // a.format.block_size)
+        if quantised is not None and isinstance(quantised.format, FP4Format) and quantised.scale_layout is not None:
+            self.y_scales = ScaleRows.of(quantised.scale_layout, problem.n // quantised.format.block_size)
+
+    def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
+        """Return the scales of ``rows`` activations as kernels take them, or None if they have no accepted shape.
+
+        That is for tiles in another library's shape, of calls that name the layout, on the fast path.
+        """
+        scales = self.a_scales
+        assert scales is not None
+        count = scales.count(rows)
+        matrix = count * scales.tile_rows, scales.columns * TILE_BLOCKS
+        if scales.is_linear or tuple(scale.shape) not in (matrix, (matrix[0] * matrix[1],)):
+            return None
+        return scale.view(count, *scales.tail)
+
+    def stored_scales(self, a_scale: Tensor | None, b_scale: Tensor, rows: int, fmt: FP4Format) -> Any:
+        """Return checked FP4 scales as kernels take them: in the format's dtype, contiguous, in the shape of tiles."""
+        b_scale = aligned(seen_as(b_scale, fmt.scale_dtype))
+        if self.b_scale_shape is not None:
+            b_scale = b_scale.view(self.b_scale_shape)
+        if self.a_scales is not None and a_scale is not None:
+            a_scale = aligned(seen_as(a_scale, fmt.scale_dtype)).view(self.a_scales.count(rows), *self.a_scales.tail)
+        return a_scale, b_scale
+
+
+class ScaleRows(NamedTuple):
+    """Shape of the scales of any number of rows.
+
+    Attributes:
+        tile_rows: rows of a tile; 1 for linear scales.
+        columns: second extent of the scales: tiles along k, or blocks of a row.
+        tail: all extents except the first.
+        strides: strides of contiguous scales.
+        is_linear: True for linear scales.
+    """
+
+    tile_rows: int
+    columns: int
+    tail: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_linear: bool
+
+    @classmethod
+    def of(cls, layout: ScaleLayout, blocks: int) -> "ScaleRows":
+        """Return the shape for rows of ``blocks`` blocks in ``layout``."""
+        shape = layout.shape((1,), blocks)
+        return cls(layout.tile_rows or 1, shape[1], shape[1:], contiguous_strides(shape), layout.is_linear)
+
+    def count(self, rows: int) -> int:
+        """Return the first extent of the scales of ``rows`` rows."""
+        return (rows + self.tile_rows - 1) // self.tile_rows
 
 
 def fp4_zeros(

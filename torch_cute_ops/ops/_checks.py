@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.formats import (
+    SCALE_LAYOUTS,
     FP4Format,
     FP8Format,
     ScaleLayout,
@@ -18,6 +19,7 @@ from torch_cute_ops.formats import (
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
+from torch_cute_ops.formats.scale_layout import reason_no_tiles
 from torch_cute_ops.formats.shapes import Output
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
@@ -65,6 +67,54 @@ def check_fp4_format(
         return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
     except ValueError as error:
         raise ValueError(f"cute::{op}: {error}") from None
+
+
+def check_fp4_scale(
+    op: str,
+    name: str,
+    scale: torch.Tensor,
+    matrix: tuple[int, ...],
+    fmt: FP4Format,
+    layout: ScaleLayout,
+    given: str | None,
+    follows: str | None = None,
+) -> None:
+    """Check that ``scale`` has the shape of the block scales of a tensor of shape ``matrix`` in ``layout``.
+
+    Args:
+        op: name of the op.
+        name: argument that holds the scales.
+        scale: block scales.
+        matrix: shape (..., K) of the unpacked tensor.
+        fmt: FP4 format.
+        layout: layout that the call names, or that the shape of a tensor shows.
+        given: ``scale_layout`` of the call. If it is a name, tiles may have another library's shape.
+        follows: argument whose shape showed the layout, if it is another one than ``name``.
+    """
+    lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
+    expected = layout.shape(lead, blocks)
+    if scale.shape == expected:
+        return
+    got, of = f"cute::{op}: got {name} with shape {tuple(scale.shape)}", name.removesuffix("_scale")
+    if of == "scale":
+        of = "y"
+    if given is not None:
+        if layout.is_linear:
+            raise ValueError(f"{got}; expected {expected}, the linear scales of {of}")
+        reason = reason_no_tiles(scale, lead, blocks, layout)
+        if reason is not None:
+            raise ValueError(f"{got}, which are not the {layout.name} scales of {of}: {reason}")
+        return
+    if follows is not None:
+        shown = "linear scales" if layout.is_linear else "tiles"
+        raise ValueError(
+            f"{got}; expected {expected}, the {layout.name} scales of {of}, since {follows} has the shape of {shown}"
+        )
+    shapes = " or ".join(f"{each.shape(lead, blocks)} ({each.name})" for each in SCALE_LAYOUTS.values())
+    raise ValueError(
+        f"{got}; expected {shapes}, the scales of {of}. For tiles in another library's shape, name scale_layout, or "
+        "pass torch_cute_ops.as_tiles(…)"
+    )
 
 
 def check_global_scale(

@@ -6,6 +6,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.ops import _checks
@@ -49,7 +50,7 @@ class GatedCall(NamedTuple):
     swiglu_limit: float | None = None
     block_size: int = 16
     scale_format: str | None = None
-    scale_layout: str = "128x4"
+    scale_layout: str | None = None
     backend: str = AUTO
     static_weight: bool = False
 
@@ -89,6 +90,7 @@ class GatedGemm(BackendPath[GatedCall]):
             b_scale.shape,
             b_scale.dtype,
             None if a_scale is None else a_scale.dtype,
+            None if a_scale is None else a_scale.dim(),
             routing.shape[1],
             None if alpha is None else alpha.shape,
             None if bias is None else bias.dtype,
@@ -122,7 +124,7 @@ class GatedGemm(BackendPath[GatedCall]):
                 f"{EXPERT_MULTIPLE}"
             )
         self.check_activations(call, k, fmt, layout)
-        self.check_fp4_scale("w_scale", call.b_scale, (experts, columns, k), fmt, b_layout)
+        self.check_fp4_scale("w_scale", call.b_scale, (experts, columns, k), fmt, b_layout, call)
         _checks.check_dtype(op, "routing", call.routing, (torch.float32,))
         matrix = a.shape[0], experts
         _checks.check_shape(op, "routing", call.routing, matrix, "a row for each of a, an element an expert of w")
@@ -202,16 +204,16 @@ class GatedGemm(BackendPath[GatedCall]):
         if self.a == "fp4":
             declared["global_scales"] = choice(GlobalScaleKind, _global_scale_kind)
         declared["swiglu"] = flag(lambda call: not gates_plainly(*call.gate))
-        names = "block_size", "scale_format", "scale_layout", "backend", "static_weight"
-        return declared | self.arguments_as_properties(*names)
+        declared |= self.arguments_as_properties("block_size", "scale_format") | self.declare_layout()
+        return declared | self.arguments_as_properties("backend", "static_weight")
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         n, k, m, experts = given.n, given.k, given.m, given.experts
         if n % experts:
             raise ValueError(f"cute::{self.op}: n is {n}; expected as many columns for each of {experts} experts")
         rows = 2 * (n // experts)
-        formats = {name: getattr(given, name) for name in ("block_size", "scale_format", "scale_layout")}
-        fmt, layout, b_layout = self.fp4_format(GatedCall(None, None, **formats))  # type: ignore[arg-type]
+        fmt, layout = self.example_format(given)
+        b_layout = weight_layout(layout)
 
         def ones(*shape: int) -> Tensor:
             return torch.ones(shape, dtype=torch.float32, device=device)
@@ -249,31 +251,32 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         super().__init__(problem, *how, **named)
         assert isinstance(problem.b.format, FP4Format)
         self.fmt = problem.b.format
-        self.layout = None if problem.quantised is None else problem.quantised.scale_layout
-        self.scale_columns = 0
-        if self.layout is not None:
-            self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)
 
     def run(self, call: GatedCall, out: Any) -> Any:
         if not self.is_direct:
             return None
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
-        m, layout = a.shape[0], self.layout
+        m, scales = a.shape[0], self.a_scales
         if not m:
             return None
-        # The compiled function takes any number of scale rows.
-        if layout is not None and (a_scale is None or a_scale.shape != (layout.padded_rows(m), self.scale_columns)):
-            return None
+        if self.views_b_scale:
+            b_scale = b_scale.view(self.b_scale_shape)
+        if scales is not None:
+            # The compiled function takes any number of scale rows.
+            extents = a_scale.shape  # type: ignore[union-attr]
+            if extents[0] != scales.count(m) or extents[1] != scales.columns:
+                a_scale = self.tiles(a_scale, m)  # type: ignore[arg-type]
+                if a_scale is None:
+                    return None
         if out is None:
             new = allocator(self.device)
-            if self.layout is None:
+            if self.y_scales is None:
                 out = new((m, self.n), (self.n, 1), self.dtype)
             else:
-                rows = self.layout.padded_rows(m)
-                blocks = self.layout.padded_blocks(self.n // self.fmt.block_size)
                 codes = new((m, self.n // 2), (self.n // 2, 1), self.dtype)
-                out = codes, new((rows, blocks), (blocks, 1), self.fmt.scale_dtype)
-        results = (out, None) if self.layout is None else out
+                shape = self.y_scales.count(m), *self.y_scales.tail
+                out = codes, new(shape, self.y_scales.strides, self.fmt.scale_dtype)
+        results = (out, None) if self.y_scales is None else out
         if global_scale is not None and global_scale.dim() != 1:
             global_scale = global_scale.reshape(1)
         gate = gate_arguments(*call.gate)
@@ -283,14 +286,12 @@ class GatedLauncher(BackendLauncher[GatedCall]):
 
     def launch(self, call: GatedCall, out: Any) -> None:
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
-        if a_scale is not None:
-            a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
-        else:
-            a = aligned(a)
-        b, b_scale = aligned(seen_as(b, torch.uint8).mT).mT, aligned(seen_as(b_scale, self.fmt.scale_dtype))
+        a = aligned(a if a_scale is None else seen_as(a, torch.uint8))
+        b = aligned(seen_as(b, torch.uint8).mT).mT
+        a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
         alpha, bias = (None if tensor is None else aligned(tensor) for tensor in (alpha, bias))
         if global_scale is not None:
             global_scale = aligned(global_scale.reshape(-1))
-        results = (out, None) if self.layout is None else out
+        results = (out, None) if self.y_scales is None else out
         gate = gate_arguments(*call.gate)
         self.compute(GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate), results)

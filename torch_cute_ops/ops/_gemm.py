@@ -56,7 +56,7 @@ class GemmCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     block_size: int = 16
     scale_format: str | None = None
-    scale_layout: str = "128x4"
+    scale_layout: str | None = None
     backend: str = AUTO
     static_weight: bool = False
 
@@ -103,6 +103,7 @@ class Gemm(BackendPath[GemmCall]):
             b_scale.shape,
             b_scale.dtype,
             None if a_scale is None else a_scale.dtype,
+            None if a_scale is None else a_scale.dim(),
             None if alpha is None else alpha.shape[-1] if self.over == "k" else alpha.shape,
             None if bias is None else bias.dtype,
             offsets is not None,
@@ -220,7 +221,9 @@ class Gemm(BackendPath[GemmCall]):
             **self.declare_kind(),
             "bias_dtype": dtype(lambda call: None if call.bias is None else call.bias.dtype),
             "out_dtype": dtype(lambda call: call.result_dtype),
-            **self.arguments_as_properties("block_size", "scale_format", "scale_layout", "backend", "static_weight"),
+            **self.arguments_as_properties("block_size", "scale_format"),
+            **self.declare_layout(),
+            **self.arguments_as_properties("backend", "static_weight"),
         }
         if "prefetch" in self.signature.names:
             declared["prefetch"] = flag(lambda call: call.prefetch is not None)
@@ -265,7 +268,7 @@ class FP4Gemm(Gemm):
         self.check_weight(call.b, fmt)
         n, k = call.b.shape[1], call.b.shape[0] * 2
         self.check_activations(call, k, fmt, layout)
-        self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
+        self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout, call)
         return n, k
 
     def check_weight(self, b: Tensor, fmt: FP4Format) -> None:
@@ -289,7 +292,7 @@ class FP4Gemm(Gemm):
         return declared | super().declare_kind()
 
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
-        fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+        fmt, layout = self.example_format(given)
         weight, weight_scale = fp4_zeros((given.n, given.k), fmt, weight_layout(layout), device)
         made = {self.b_name: weight.mT, f"{self.b_name}_scale": weight_scale}
         if self.a == "fp4":
@@ -368,7 +371,7 @@ class FP8Gemm(Gemm):
         _checks.check_shape(op, "a_scale", a_scale, (*a.shape[:-1], blocks), "a scale for 128 elements of a row of a")
         lead = tuple(b.shape[:-2])
         if fmt is not None and layout is not None:
-            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
+            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout, call)
         else:
             meaning = "a scale for 128 rows of the weight and 128 elements of k"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
@@ -439,7 +442,7 @@ class FP8Gemm(Gemm):
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
         else:
-            fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+            fmt, layout = self.example_format(given)
             made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)
         made["b"] = made["b"].mT
         return made
@@ -532,10 +535,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
         self.tile_rows = self.scale_columns = 0
-        if isinstance(problem.a.format, FP4Format) and problem.a.scale_layout is not None:
-            layout = problem.a.scale_layout
-            self.tile_rows = layout.tile_rows or 1
-            self.scale_columns = layout.padded_blocks(problem.k // problem.a.format.block_size)
+        if self.a_scales is not None:
+            self.tile_rows, self.scale_columns = self.a_scales.tile_rows, self.a_scales.columns
 
     def run(self, call: GemmCall, out: Any) -> Any:
         if not self.is_direct:
@@ -545,11 +546,18 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         m = shape[-2]
         if not m or not self.n:
             return None
+        # A call has all fields of Operands, so a call without a changed field is passed itself.
+        is_changed = False
+        if self.views_b_scale:
+            b_scale, is_changed = b_scale.view(self.b_scale_shape), True
         if self.tile_rows:
             tile = self.tile_rows
             # The compiled function takes any number of scale rows.
-            if a_scale is None or a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
-                return None
+            extents = a_scale.shape  # type: ignore[union-attr]
+            if extents[0] != (m + tile - 1) // tile or extents[1] != self.scale_columns:
+                a_scale, is_changed = self.tiles(a_scale, m), True  # type: ignore[arg-type]
+                if a_scale is None:
+                    return None
         copies_scale = False
         if self.has_fp8_rows:
             if a_scale is None or (self.scale_blocks and a_scale.shape[-1] != self.scale_blocks):
@@ -565,9 +573,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             and (out is None or out.is_contiguous())
         ):
             return None
-        # A call has all fields of Operands, so a call without a changed field is passed itself.
-        is_changed = False
         if copies_scale:
+            assert a_scale is not None
             a_scale, is_changed = new_column_scales(a_scale).copy_(a_scale), True
         if alpha is not None and alpha.dim() == 0:
             alpha, is_changed = alpha.reshape(1), True
@@ -601,12 +608,13 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
-        elif self.fmt is not None and a_scale is not None:
-            a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
+        elif self.tile_rows:
+            a = aligned(seen_as(a, torch.uint8))
         else:
             a = aligned(a)
         if self.fmt is not None:
-            b, b_scale = seen_as(b, torch.uint8), aligned(seen_as(b_scale, self.fmt.scale_dtype))
+            b = seen_as(b, torch.uint8)
+            a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
         else:
             b_scale = b_scale.contiguous()
         b = aligned(b.mT).mT

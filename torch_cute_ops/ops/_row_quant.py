@@ -20,7 +20,7 @@ from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.dispatch import mark_written
@@ -84,7 +84,11 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
         self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm)
-        self.y_strides, self.scale_strides = (self.y_width, 1), (self.scale_width, 1)
+        self.y_strides = self.y_width, 1
+        self.scale_tail: tuple[int, ...] = (self.scale_width,)
+        if isinstance(fmt, FP4Format):
+            self.scale_tail = self.layout.shape((1,), self.blocks)[1:]
+        self.scale_strides = contiguous_strides((1, *self.scale_tail))
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
@@ -95,8 +99,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             return y
         if self.has_scale_rows:
             tile = self.tile_rows
-            scale_rows = (rows + tile - 1) // tile * tile
-            scale = new((scale_rows, self.scale_width), self.scale_strides, self.scale_dtype)
+            scale = new(((rows + tile - 1) // tile, *self.scale_tail), self.scale_strides, self.scale_dtype)
         elif self.is_column:
             scale = new((rows, self.scale_width), (1, rows), torch.float32)
         else:

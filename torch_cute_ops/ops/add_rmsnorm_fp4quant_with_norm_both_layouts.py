@@ -44,8 +44,8 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
 
     Returns:
         ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale_128x4``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), (⌈M/128⌉·128, ⌈H/block_size/4⌉·4) for the M flattened
-        rows; padding is zero.
+        ``scale_128x4``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), (⌈M/128⌉, ⌈H/block_size/4⌉, 32, 4, 4) for the M
+        flattened rows; padding is zero.
         ``scale_linear``: the same scales, (..., H/block_size).
         ``norm``: (..., H) in the dtype of ``input``.
 

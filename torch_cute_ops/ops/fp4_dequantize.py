@@ -1,11 +1,13 @@
 """``fp4_dequantize``: FP4 blocks to floating-point numbers."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, fitting_layouts
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath
@@ -23,7 +25,7 @@ class _Call(NamedTuple):
     global_scale: Tensor | None
     block_size: int
     scale_format: str | None
-    scale_layout: str
+    scale_layout: str | None
     out_dtype: torch.dtype | None
 
 
@@ -34,9 +36,10 @@ class _Launcher(KernelLauncher[_Call]):
         from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM
 
         hidden = out.shape[-1]
-        blocks = self.config.layout.padded_blocks(hidden // self.config.fmt.block_size)
         packed = aligned(call.y.view(torch.uint8).reshape(-1, hidden // 2))
-        scales = aligned(call.scale.view(torch.uint8).reshape(-1, blocks))
+        blocks = hidden // self.config.fmt.block_size
+        shape = self.config.layout.shape((packed.shape[0],), blocks)
+        scales = aligned(call.scale.view(torch.uint8)).view(shape)
         factor = None if call.global_scale is None else call.global_scale.reshape(1)
         self.function(packed, scales, factor, out.view(-1, hidden), self.sms * CTAS_PER_SM)
 
@@ -46,19 +49,33 @@ class _Dequantize(KernelPath[_Call]):
     launcher_type = _Launcher
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
-        formats = call.block_size, call.scale_format, call.scale_layout
+        formats = call.block_size, call.scale_format, self._formats(call)[1].name
         return call.y.shape[-1], call.global_scale is not None, *formats, call.out_dtype, device
 
     def _formats(self, call: _Call) -> tuple[FP4Format, ScaleLayout]:
-        return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+        """Return the format, and the layout that the call names or that the shape of the scales shows."""
+        name = DEFAULT_SCALE_LAYOUT if call.scale_layout is None else call.scale_layout
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, name)
+        if call.scale_layout is not None:
+            return fmt, layout
+        lead, blocks = call.y.shape[:-1], call.y.shape[-1] * 2 // fmt.block_size
+        fitting = fitting_layouts(call.scale.shape, lead, blocks)
+        if len(fitting) > 1:
+            names = " and ".join(each.name for each in fitting)
+            raise ValueError(
+                f"cute::{self.op}: got scale with shape {tuple(call.scale.shape)}, which {names} scales of y with "
+                f"shape {tuple(call.y.shape)} both have; name scale_layout"
+            )
+        return fmt, fitting[0] if fitting else layout
 
     def check(self, call: _Call) -> None:
         op, y, scale = self.op, call.y, call.scale
-        fmt, layout = self._formats(call)
+        fmt, _ = _checks.check_fp4_format(op, call.block_size, call.scale_format, DEFAULT_SCALE_LAYOUT)
         _checks.check_packed(op, "y", y, fmt)
+        _, layout = self._formats(call)
         _checks.check_dtype(op, "scale", scale, fmt.scale_dtypes)
-        _, shape = fp4_shapes((*y.shape[:-1], y.shape[-1] * 2), fmt, layout)
-        _checks.check_shape(op, "scale", scale, shape, f"the {layout.name} scales of y")
+        matrix = *y.shape[:-1], y.shape[-1] * 2
+        _checks.check_fp4_scale(op, "scale", scale, matrix, fmt, layout, call.scale_layout)
         _checks.check_device(op, "scale", scale, "y", y.device)
         _checks.check_global_scale(op, call.global_scale, fmt, "y", y.device)
         _checks.check_out_dtype(op, call.out_dtype)
@@ -74,11 +91,17 @@ class _Dequantize(KernelPath[_Call]):
         return {
             "hidden": size(lambda call: call.y.shape[-1] * 2),
             "global_scale": flag(lambda call: call.global_scale is not None),
-            **self.arguments_as_properties("block_size", "scale_format", "scale_layout", "out_dtype"),
+            **self.arguments_as_properties("block_size", "scale_format"),
+            "scale_layout": replace(
+                *self.arguments_as_properties("scale_layout").values(), of=lambda call: self._formats(call)[1].name
+            ),
+            **self.arguments_as_properties("out_dtype"),
         }
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
-        fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
+        fmt, layout = _checks.check_fp4_format(
+            self.op, given.block_size, given.scale_format, given.scale_layout or DEFAULT_SCALE_LAYOUT
+        )
         y, scale = fp4_shapes((1, given.hidden), fmt, layout)
         return {
             "y": torch.zeros(y, dtype=torch.uint8, device=device),
@@ -95,7 +118,7 @@ def fp4_dequantize(
     global_scale: Tensor | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: FP4ScaleLayout = "128x4",
+    scale_layout: FP4ScaleLayout | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,
@@ -108,14 +131,18 @@ def fp4_dequantize(
 
     Args:
         y: (..., K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
-        scale: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), in the shape that :func:`fp4_quantize`
-            returns.
+        scale: block scales in the shape that :func:`fp4_quantize` returns: 128x4 (⌈M/128⌉, ⌈K/B/4⌉, 32, 4, 4) or 8x4
+            (⌈M/8⌉, ⌈K/B/4⌉, 8, 4) for the M flattened rows, or linear (..., K/B), with B the block size; float8_e4m3fn
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         global_scale: float32 tensor of one element by which the values were multiplied before they were encoded.
             ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of ``scale``: ``"128x4"``, ``"8x4"`` or ``"linear"``.
+        scale_layout: name of the layout of the scales, ``"128x4"``, ``"8x4"`` or ``"linear"``, which is checked.
+            ``None`` reads the layout from the shape. With a name, tiles may have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If ``y`` has more than three dimensions, the shape
+            may fit two layouts; the op then raises and asks for the name.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         out: contiguous tensor to write the result into.
 
@@ -131,7 +158,7 @@ def fp4_dequantize(
         >>> from torch_cute_ops import fp4_dequantize
         >>> y = torch.tensor([[0x10, 0x32, 0x54, 0x76] * 2], dtype=torch.uint8)  # codes 0 to 7, twice
         >>> scale = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
-        >>> fp4_dequantize(y, scale, scale_layout="linear")[0, :8].tolist()
+        >>> fp4_dequantize(y, scale)[0, :8].tolist()
         [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
 
     References:

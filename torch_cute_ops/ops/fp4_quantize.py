@@ -46,8 +46,8 @@ def fp4_quantize(
 
     Returns:
         ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
-        ⌈H/block_size/4⌉·4) for the M flattened rows; padding is zero.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
+        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -21,7 +21,7 @@ def grouped_mm_fp8_fp4(
     out_dtype: torch.dtype | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: WeightScaleLayout = "128x4",
+    scale_layout: WeightScaleLayout | None = None,
     backend: str = "auto",
     static_weight: bool = False,
     *,
@@ -51,9 +51,9 @@ def grouped_mm_fp8_fp4(
             the quantising ops write them, are read in place, also with padding between the columns; other strides are
             copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
             transposed.
-        b_scale: block scales of the stacked weights, as :func:`fp4_quantize` of a 3-D weight writes them: linear (E, N,
-            K/block_size), or tiled over the E·N rows, so that a tile may span two experts. float8_e4m3fn (NVFP4), or
-            uint8 or float8_e8m0fnu (MXFP4).
+        b_scale: block scales of the weights: tiles over the rows of all experts, 128x4 (⌈(E·N)/128⌉, ⌈K/B/4⌉, 32, 4,
+            4), as :func:`fp4_quantize` of the weights (E, N, K) writes them, so that a tile may span two experts; or
+            linear (E, N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
@@ -65,8 +65,11 @@ def grouped_mm_fp8_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
-            same shape cannot be detected and give wrong results.
+        scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
+            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
+            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
+            linear. Tiles that are padded expert by expert are accepted with a name if the rows of an expert are a
+            multiple of 128.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The

@@ -18,7 +18,7 @@ def mm_fp4_weight_only(
     out_dtype: torch.dtype | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: WeightScaleLayout = "128x4",
+    scale_layout: WeightScaleLayout | None = None,
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
@@ -41,8 +41,9 @@ def mm_fp4_weight_only(
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2). Strides reveal a weight passed as it is stored; nothing reveals the
             transposed view of a square weight that is stored transposed.
-        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4).
+        b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
+            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
+            or float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column, e.g. of
             merged projections with different global scales. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -50,8 +51,10 @@ def mm_fp4_weight_only(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
-            same shape cannot be detected and give wrong results.
+        scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
+            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
+            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
+            linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The

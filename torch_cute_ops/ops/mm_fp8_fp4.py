@@ -19,7 +19,7 @@ def mm_fp8_fp4(
     out_dtype: torch.dtype | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: WeightScaleLayout = "128x4",
+    scale_layout: WeightScaleLayout | None = None,
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
@@ -52,8 +52,9 @@ def mm_fp8_fp4(
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
             M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
-        b_scale: block scales of the weight as an (N, K) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4).
+        b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
+            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
+            or float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
             ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -61,8 +62,10 @@ def mm_fp8_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of the weight's scales: ``"128x4"`` or ``"linear"``. Scales in another layout of the
-            same shape cannot be detected and give wrong results.
+        scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
+            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
+            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
+            linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The

@@ -19,7 +19,7 @@ def moe_fc1_fp4(
     global_scale: Tensor | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: FP4ScaleLayout = "128x4",
+    scale_layout: FP4ScaleLayout | None = None,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
@@ -48,11 +48,12 @@ def moe_fc1_fp4(
             view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 512 experts, the rows of
             gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
             reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
-        a_scale: block scales of ``a`` as an (M, H) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4).
-        w_scale: block scales of ``w``, as :func:`fp4_quantize` of the 3-D weight writes them, in ``scale_layout`` (in
-            128x4 if ``scale_layout`` is ``"8x4"``): linear (E, 2·I, H/block_size), or tiled over the E·2·I rows.
-            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        a_scale: block scales of ``a`` as an (M, H) matrix: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8,
+            4) or linear (M, H/B), as :func:`fp4_quantize` writes them, with B the block size; float8_e4m3fn (NVFP4), or
+            uint8 or float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w``, in the layout of ``a_scale``, or in 128x4 if that is 8x4: tiles over the rows of
+            all experts, 128x4 (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as :func:`fp4_quantize` of the weight (E, 2·I, H)
+            writes them, or linear (E, 2·I, H/B); float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if its element is not 0
             (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4`. For an element of 0 or -0 nothing is computed or
             written, and the weight of an expert without tokens is not read.
@@ -64,8 +65,11 @@ def moe_fc1_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of the scales of ``a`` and of the result: ``"128x4"``, ``"8x4"`` or ``"linear"``.
-            Scales in another layout of the same shape cannot be detected and give wrong results.
+        scale_layout: name of the layout of the scales, ``"128x4"``, ``"8x4"`` or ``"linear"``, which is checked.
+            ``None`` reads the layout from the shape. With a name, tiles may have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size
+            is read as linear. Tiles of ``w_scale`` that are padded expert by expert are accepted with a name if the
+            rows of an expert are a multiple of 128.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
@@ -76,9 +80,9 @@ def moe_fc1_fp4(
 
     Returns:
         ``y``: (M, E·I/2) uint8, a token's codes for every expert, one expert after another.
-        ``scale``: block scales of ``y`` as an (M, E·I) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4) or uint8
-        (MXFP4). Padding is zero. For pairs that are not routed, ``y`` and ``scale`` keep the previous content of the
-        memory.
+        ``scale``: block scales of ``y`` as an (M, E·I) matrix, in the layout of ``a_scale``: float8_e4m3fn (NVFP4) or
+        uint8 (MXFP4). Padding is zero. For pairs that are not routed, ``y`` and ``scale`` keep the previous content of
+        the memory.
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong; if the backend is unknown or cannot

@@ -19,7 +19,7 @@ def moe_fc2_fp4(
     out_dtype: torch.dtype | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
-    scale_layout: FP4ScaleLayout = "128x4",
+    scale_layout: FP4ScaleLayout | None = None,
     backend: str = "auto",
     static_weight: bool = False,
     *,
@@ -43,10 +43,12 @@ def moe_fc2_fp4(
             view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. Strides
             reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
             stored transposed.
-        a_scale: block scales of ``a`` as an (M, E·I) matrix, in ``scale_layout``: float8_e4m3fn (NVFP4), or uint8 or
+        a_scale: block scales of ``a`` as an (M, E·I) matrix: 128x4 (⌈M/128⌉, ⌈E·I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉,
+            ⌈E·I/B/4⌉, 8, 4) or linear (M, E·I/B), as :func:`fp4_quantize` writes them, with B the block size;
+            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w`` as an (N, E·I) matrix, in the layout of ``a_scale``, or in 128x4 if that is 8x4:
+            128x4 (⌈N/128⌉, ⌈(E·I)/B/4⌉, 32, 4, 4) or linear (N, E·I/B); float8_e4m3fn (NVFP4), or uint8 or
             float8_e8m0fnu (MXFP4).
-        w_scale: block scales of ``w.mT`` as an (N, E·I) matrix, in ``scale_layout`` (in 128x4 if ``scale_layout`` is
-            ``"8x4"``): float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / (g_a · g_w)``, as
             :func:`moe_route_dense` writes it. Pairs with 0 or -0 are skipped, whatever ``a``, ``w`` and the scales hold
             for them, NaN and uninitialised memory included.
@@ -56,8 +58,10 @@ def moe_fc2_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: memory layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. Scales in another layout of
-            the same shape cannot be detected and give wrong results.
+        scale_layout: name of the layout of the scales, ``"128x4"``, ``"8x4"`` or ``"linear"``, which is checked.
+            ``None`` reads the layout from the shape. With a name, tiles may have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size
+            is read as linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The

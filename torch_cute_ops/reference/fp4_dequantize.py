@@ -4,7 +4,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.formats.fp4 import decode_e2m1, decode_scale, unpack_e2m1
-from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.formats.scale_layout import fitting_layouts, to_linear
 
 
 def fp4_dequantize(
@@ -13,12 +13,16 @@ def fp4_dequantize(
     global_scale: torch.Tensor | None,
     block_size: int,
     scale_format: str | None,
-    scale_layout: str,
+    scale_layout: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """Decode the values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)
-    value = decode_rows(y, scale, fmt, resolve_scale_layout(scale_layout))
+    if scale_layout is None:
+        (layout,) = fitting_layouts(scale.shape, y.shape[:-1], 2 * y.shape[-1] // fmt.block_size)
+    else:
+        layout = resolve_scale_layout(scale_layout)
+    value = decode_rows(y, scale, fmt, layout)
     if global_scale is not None:
         value = value / global_scale.reshape(())
     return value.to(out_dtype or torch.bfloat16)

@@ -13,6 +13,6 @@ __all__ = ["defined", "grouped_mm_fp8_fp4"]
 
 def grouped_mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
     """Apply ``mm_fp8_fp4`` to each expert's rows with the expert's weight, alpha and bias; see the op's docstring."""
-    fmt, _, layout = formats_of(**named)
+    fmt, _, layout = formats_of(b_scale, **named)
     weights, factors = fp8_weight(b.mT, b_scale, fmt, layout)
     return grouped_gemm(weights=weights, factors=factors, **named)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
-from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.scale_layout import layout_of_operand, weight_layout
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
 
 
@@ -21,14 +21,19 @@ def mm_fp4(
 ) -> torch.Tensor:
     """Compute ``alpha · a @ b + bias``, (M, N); see the op's docstring. 16-bit activations need no scales."""
     dtype = out_dtype or default_dtype(a, a_scale)
-    return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(**formats))
+    return fp4_gemm(
+        a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(b_scale if a_scale is None else a_scale, **formats)
+    )
 
 
 def formats_of(
-    block_size: int, scale_format: str | None, scale_layout: str, **_: Any
+    scale: torch.Tensor, *, block_size: int, scale_format: str | None, scale_layout: str | None, **_: Any
 ) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-    """Return the format of both operands, the scale layout of the activations, and the scale layout of the weight."""
-    layout = resolve_scale_layout(scale_layout)
+    """Return the format of both operands, the scale layout of the activations, and the scale layout of the weight.
+
+    If ``scale_layout`` is None, the shape of ``scale`` shows the layout: the activations' scales, or else the weight's.
+    """
+    layout = layout_of_operand(scale) if scale_layout is None else resolve_scale_layout(scale_layout)
     return resolve_fp4_format(block_size, scale_format), layout, weight_layout(layout)
 
 

@@ -13,7 +13,7 @@ from torch_cute_ops.reference.mm_fp8_block import BLOCK, block_scaled_gemm
 
 def mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
     """Compute ``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring."""
-    fmt, _, layout = formats_of(**named)
+    fmt, _, layout = formats_of(b_scale, **named)
     weight, factors = fp8_weight(b.t(), b_scale, fmt, layout)
     return block_scaled_gemm(weight=weight, factors=factors, **named)
 

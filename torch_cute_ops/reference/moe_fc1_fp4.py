@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
     """Quantise each expert's gated columns to FP4, zero for tokens that are not routed; see the op's docstring."""
-    fmt, layout, _ = formats_of(**named)
+    fmt, layout, _ = formats_of(named["a_scale"], **named)
     return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
 
 
@@ -36,7 +36,8 @@ def gated_columns(
 ) -> Tensor:
     """Call ``gated_experts`` with an op's arguments. 16-bit activations need no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
-    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *formats_of(**formats))
+    resolved = formats_of(w_scale if a_scale is None else a_scale, **formats)
+    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *resolved)
 
 
 def gated_experts(
@@ -97,5 +98,5 @@ def written_parts(
 
 def written(outputs: tuple[Tensor, ...], routing: Tensor, **named: Any) -> tuple[Tensor, ...]:
     """Return a mask of the written elements for each output."""
-    fmt, layout, _ = formats_of(**named)
+    fmt, layout, _ = formats_of(named["a_scale"], **named)
     return written_parts(outputs, routing, fmt, layout)

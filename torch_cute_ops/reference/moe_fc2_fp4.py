@@ -25,7 +25,8 @@ def moe_fc2_fp4(
     See the op's docstring. 16-bit activations need no scales.
     """
     dtype = out_dtype or default_dtype(a, a_scale)
-    return expert_gemm(a, a_scale, w.mT, w_scale, alpha, bias, dtype, *formats_of(**formats))
+    resolved = formats_of(w_scale if a_scale is None else a_scale, **formats)
+    return expert_gemm(a, a_scale, w.mT, w_scale, alpha, bias, dtype, *resolved)
 
 
 def expert_gemm(

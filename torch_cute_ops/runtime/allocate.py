@@ -1,6 +1,7 @@
 """Allocation of tensors at the lowest cost for the host."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +18,11 @@ except ImportError:
         return -1
 
     _empty_strided_cuda = None
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def allocator(device: torch.device) -> New:

@@ -13,7 +13,7 @@ from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
@@ -118,7 +118,7 @@ def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, t
 
     def quantise(rows: torch.Tensor, global_scale: torch.Tensor | None) -> Activations:
         shapes, new = fp4_shapes((rows.shape[0], k), fmt, layout), allocator(device)
-        codes, scale = (new(shape, (shape[1], 1), kind) for shape, kind in zip(shapes, dtypes, strict=True))
+        codes, scale = (new(shape, contiguous_strides(shape), kind) for shape, kind in zip(shapes, dtypes, strict=True))
         function(rows, None, None, global_scale, codes, scale, None, None, None, None, *scalars)
         return codes, scale
 

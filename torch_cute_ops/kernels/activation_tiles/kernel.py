@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_cute_ops.kernels.activation_tiles.config import THREADS, Arguments, Config
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -31,7 +32,7 @@ class ActivationTilesKernel:
     @cute.jit
     def __call__(self, a, scale, tiles, flags, alpha, factors, stream):
         ctas = ctas_unless_overlapping(self.ctas(a), (tiles, flags, factors), (a, scale, alpha))
-        self.launch(ctas, a, scale, tiles, flags, alpha, factors, stream)
+        self.launch(ctas, a, scale_matrix(scale, self.config.layout), tiles, flags, alpha, factors, stream)
 
     def ctas(self, a):
         """Return the number of CTAs for these activations."""

@@ -8,6 +8,7 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words, words_per
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
 from torch_cute_ops.kernels.fp4_dequant.config import THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -22,11 +23,9 @@ class FP4DequantKernel:
     def arguments(self) -> Arguments:
         c = self.config
         rows = Dim("rows")
-        scale_rows = rows if c.layout.is_linear else Dim("scale_rows")
-        scale_columns = c.layout.padded_blocks(c.blocks)
         return Arguments(
             y=TensorArg("Uint8", (rows, c.width // 2), (c.width // 2, 1), align=16),
-            scale=TensorArg("Uint8", (scale_rows, scale_columns), (scale_columns, 1), align=16),
+            scale=scale_argument(c.fmt, c.layout, rows, c.blocks)._replace(dtype="Uint8"),
             global_scale=TensorArg("Float32", (1,), (1,), align=4) if c.global_scale else None,
             out=TensorArg(self.out_dtype.__name__, (rows, c.width), (c.width, 1), align=16),
             max_ctas=ScalarArg("Int32"),
@@ -36,7 +35,9 @@ class FP4DequantKernel:
     def __call__(self, y, scale, global_scale, out, max_ctas: Int32, stream):
         ctas = cutlass.min(cute.ceil_div(y.shape[0], self.config.rows_per_cta), max_ctas)
         ctas = ctas_unless_overlapping(ctas, written=(out,), read=(y, scale, global_scale))
-        self.kernel(y, scale, global_scale, out).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        self.kernel(y, scale_matrix(scale, self.config.layout), global_scale, out).launch(
+            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(self, y, scale, global_scale, out):

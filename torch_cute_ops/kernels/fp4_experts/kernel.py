@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.codes import acc_scale
+from torch_cute_ops.kernels.common.fp4.codes import acc_scale, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
@@ -95,6 +95,7 @@ class FP4ExpertsKernel:
         counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((num_blocks * experts,)))
         lists = TokenLists(arranged, pairs, counts)
         listed = ctas_unless_overlapping(experts, (out, workspace), (a, a_scale, b, b_scale, alpha, bias))
+        a_scale = scale_matrix(a_scale, c.operands.a_layout)
         self.list_kernel(a, a_scale, alpha, lists, partial_sums, out.shape[0]).launch(
             grid=[listed, num_blocks, 1], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )

@@ -66,7 +66,7 @@ class GatedEpilogueOps:
         dtype = "Uint8" if self.is_fp4 else DSL_DTYPES[f.out].__name__
         scale = None
         if self.is_fp4:
-            scale = scale_argument(f.out, Dim("y_scale_rows"), Dim("y_blocks", divisibility=2))
+            scale = scale_argument(f.out, f.out_layout, Dim("y_scale_rows"), Dim("y_blocks", divisibility=2), name="y_")
         return {
             "alpha": None if f.alpha is None else TensorArg("Float32", *factors[f.alpha], align=4),
             "bias": bias,

@@ -16,6 +16,7 @@ from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_w
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
+from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, K_TILE, SCALE_TILE_ROWS
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
@@ -201,11 +202,12 @@ class FP4GatedExpertsKernel:
             list_ctas = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_LIST_CTAS)))
             grid = experts, num_blocks, list_ctas
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.swiglu) else None
-        outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
+        outputs = Outputs(alpha, bias, global_scale, y, scale_matrix(scale, c.epilogue.out_layout), gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
         listed = ctas_unless_overlapping(grid[0], (y, scale, workspace), read)
         stacks = (b, b_scale) if const_expr(c.operands.layout.is_linear) else (b,)
         listed = ctas_if_adjacent(listed, *stacks)
+        a_scale = scale_matrix(a_scale, c.operands.a_layout)
         self.list_kernel(a, a_scale, routing, lists, partial_sums).launch(
             grid=[listed, *grid[1:]], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )

@@ -18,6 +18,7 @@ from torch_cute_ops.kernels.common.fp4.codes import (
     rows_of_bytes,
     scale_argument,
     scale_factors,
+    scale_matrix,
 )
 from torch_cute_ops.kernels.fp4_mma.config import K_TILE, THREADS, TILE_N, Arguments, Config
 from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, multiply_codes
@@ -73,12 +74,15 @@ class FP4MmaKernel:
         k, half = Dim("k", divisibility=32), Dim("k_bytes", divisibility=16)
         alpha, bias = self.epilogue.arguments(n)
         columns = half if self.native else k
-        a_scales = scale_argument(self.config.fmt, Dim("a_scale_rows"), Dim("a_blocks")) if self.native else None
+        c = self.config
+        a_scales = None
+        if self.native:
+            a_scales = scale_argument(c.fmt, c.a_layout, Dim("a_scale_rows"), Dim("a_blocks"), name="a_")
         return Arguments(
             a=TensorArg(self.dtype.__name__, (m, columns), (columns, 1), align=16),
             a_scale=a_scales,
             b=TensorArg("Uint8", (half, n), (1, half), align=16),
-            b_scale=scale_argument(self.config.fmt, Dim("scale_rows"), Dim("blocks")),
+            b_scale=scale_argument(c.fmt, c.layout, Dim("scale_rows"), Dim("blocks")),
             alpha=alpha,
             bias=bias,
             out=TensorArg(self.epilogue.out_dtype.__name__, (m, n), (n, 1), align=16),
@@ -87,12 +91,13 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, stream):
         c = self.config
-        b, scale = rows_of_bytes(b, b_scale)
-        if const_expr(self.native):
-            a_scale = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         # A one-dimensional grid may have 2^31 CTAs. All n tiles of an m tile come first, then the next m tile's.
-        tiles = cute.ceil_div(b.shape[0], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
-        ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, scale, alpha, bias))
+        tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
+        ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias))
+        b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
+        if const_expr(self.native):
+            a_scale = scale_matrix(a_scale, c.a_layout)
+            a_scale = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         self.kernel(a, a_scale, b, scale, alpha, bias, out).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],

@@ -23,7 +23,7 @@ from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, r
 from torch_cute_ops.kernels.common.core.memory import pack
 from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
-from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
@@ -84,9 +84,9 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         else:
             num_ctas = cutlass.min(tiles, cutlass.max(num_ctas // c.cta_group, Int32(1))) * c.cta_group
         num_ctas = ctas_unless_overlapping(num_ctas, (out,), (a, a_scale, b, b_scale, alpha, bias))
-        b_rows, b_bytes = rows_of_bytes(b, b_scale)
+        b_rows, b_bytes = rows_of_bytes(b, scale_matrix(b_scale, self.stage.layout))
         maps = self.mma.map(a, self.stage.cta_mma_n), self.mma.map(b_rows, MMA_M)
-        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out).launch(
+        self.kernel(*maps, as_bytes(a_scale, self.stage.layout), b_bytes, alpha, bias, out).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,

@@ -20,7 +20,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import biases_argument, factor_counts, factors_argument, load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
     COLUMNS_PER_LOAD,
@@ -130,14 +130,14 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             )
         else:
             num_ctas = ctas_unless_overlapping(num_ctas, written, read)
-        b_rows, b_bytes = rows_of_bytes(b, b_scale)
+        b_rows, b_bytes = rows_of_bytes(b, scale_matrix(b_scale, self.stage.layout))
         maps = (
             self.mma.map(self._by_expert(a, experts), MMA_M),
             self.mma.map(self._by_expert(b_rows, experts), c.tile_n),
         )
-        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out, touched, partial_sums).launch(
-            grid=[num_ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
-        )
+        self.kernel(
+            *maps, as_bytes(a_scale, self.stage.layout), b_bytes, alpha, bias, out, touched, partial_sums
+        ).launch(grid=[num_ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl)
         if const_expr(c.has_partial_sums):
             self.reduce_kernel(out, partial_sums).launch(
                 grid=[cute.ceil_div(m * (n // STORE_COLUMNS), REDUCE_THREADS), 1, 1],

@@ -14,6 +14,7 @@ from torch_cute_ops.kernels.common.core.memory import clear, prefetch_argument
 from torch_cute_ops.kernels.common.core.partial_sums import reduced_rows
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, K_TILE
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, K_SLICES, Arguments, Config
@@ -93,6 +94,7 @@ class FP4WgmmaKernel:
         c = self.config
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
+        a_scale = scale_matrix(a_scale, c.arranged.layout)
         shared = None
         if const_expr(not c.rearranges):
             k_tiles = cute.ceil_div(b.shape[0], self.weight.row_bytes)

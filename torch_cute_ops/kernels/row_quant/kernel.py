@@ -11,8 +11,8 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
-from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.experts import fill_table, table_at
@@ -56,11 +56,9 @@ class RowQuantKernel:
         y = scale = linear = None
         if isinstance(spec.fmt, FP4Format):
             y = matrix("Uint8", rows, spec.width // 2)
-            scale_dtype = DSL_DTYPES[spec.fmt.scale_dtype].__name__
-            scale_rows = rows if spec.layout.is_linear else Dim("scale_rows")
-            scale = matrix(scale_dtype, scale_rows, spec.layout.padded_blocks(self.config.blocks))
+            scale = scale_argument(spec.fmt, spec.layout, rows, self.config.blocks)
             if spec.also_linear:
-                linear = matrix(scale_dtype, rows, self.config.blocks, align=1)
+                linear = matrix(scale.dtype, rows, self.config.blocks, align=1)
         elif spec.fmt is not None:
             y = matrix("Float8E4M3FN", rows, spec.width)
             scales = spec.fmt.scales_per_row(spec.width)
@@ -121,7 +119,8 @@ class RowQuantKernel:
         if const_expr(not layout.is_linear):
             # TVM-FFI does not check this extent. A launch of no CTAs fails, as for overlapping tensors.
             tile = layout.tile_rows
-            allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile) * tile, allowed, Int32(0))
+            allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
+        scale = scale_matrix(scale, layout)
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
         given = input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate
         if const_expr(self.few_rows_config is None):

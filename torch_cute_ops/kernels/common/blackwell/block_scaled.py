@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats import MXFP4, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import (
@@ -33,7 +33,7 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
-from torch_cute_ops.kernels.common.fp4.codes import scale_argument
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -53,14 +53,12 @@ class BlockScaledMma:
     def arguments(self, m: Dim, n: Dim) -> tuple[TensorArg, ...]:
         """Return ``a``, ``a_scale``, ``b`` and ``b_scale`` for M rows of activations and N rows of a weight."""
         half = Dim("k_bytes", divisibility=MMA_K // 2)
-        blocks = Dim("blocks", divisibility=TILE_BLOCKS)
-        linear = self.stage.has_scale_loaders
-        a_rows, b_rows = (m, n) if linear else (Dim(name, divisibility=MMA_M) for name in ("a_rows", "b_rows"))
+        blocks, layout = Dim("blocks", divisibility=TILE_BLOCKS), self.stage.layout
         return (
             TensorArg("Uint8", (m, half), (half, 1), align=16),
-            scale_argument(self.stage.fmt, a_rows, blocks),
+            scale_argument(self.stage.fmt, layout, m, blocks, name="a_"),
             TensorArg("Uint8", (half, n), (1, half), align=16),
-            scale_argument(self.stage.fmt, b_rows, blocks),
+            scale_argument(self.stage.fmt, layout, n, blocks, name="b_"),
         )
 
     # Codes, by tensor maps
@@ -449,6 +447,7 @@ class BlockScaledKernel:
             ptx.arrive_if(barrier, leads)
 
 
-def as_bytes(scales: cute.Tensor) -> cute.Tensor:
-    """Return a matrix of scales as bytes."""
+def as_bytes(scales: cute.Tensor, layout: ScaleLayout) -> cute.Tensor:
+    """Return scales as a matrix of bytes."""
+    scales = scale_matrix(scales, layout)
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Uint8), scales.layout)

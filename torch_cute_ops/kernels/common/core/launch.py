@@ -26,16 +26,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 
 Tensors = Sequence[cute.Tensor | None]
+_TILES = frozenset(layout.tile for layout in SCALE_LAYOUTS.values() if not layout.is_linear)
 
 
 def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
-    """Return ``ctas``, or 0 if a written tensor overlaps another tensor of the call or if its own rows overlap.
+    """Return ``ctas``, or 0 if a written tensor overlaps another tensor of the call or if its own rows overlap, or if
+    tiles of scales have gaps between their rows, which TVM-FFI does not check.
 
     Call this function in the host function (``__call__``) and launch with the result as one extent of the grid. A
     tensor extends from its first to its last element, gaps between its rows included. An empty tensor overlaps nothing.
@@ -54,6 +57,9 @@ def ctas_unless_overlapping(
     outputs, inputs = ([_memory_of(tensor) for tensor in some if tensor is not None] for some in (written, read))
     allowed = {frozenset(map(id, pair)) for pair in may_alias}
     overlaps = Boolean(False)
+    for memory in (*outputs, *inputs):
+        if _are_tiles(memory.tensor):
+            overlaps |= _have_gaps(memory.tensor)
     for i, output in enumerate(outputs):
         if len(output.tensor.shape) == 2:
             overlaps |= _rows_overlap(output.tensor)
@@ -104,6 +110,18 @@ def _memory_of(tensor: cute.Tensor) -> _Memory:
         is_occupied &= Int64(extent) > 0
     begin = Int64(tensor.iterator.toint())
     return _Memory(tensor, begin, begin + (last + 1) * _itemsize(tensor), is_occupied)
+
+
+def _are_tiles(tensor: cute.Tensor) -> bool:
+    """Return True if a tensor has the shape of tiled FP4 scales."""
+    tile = tuple(tensor.shape[2:])
+    return all(isinstance(extent, int) for extent in tile) and tile in _TILES
+
+
+def _have_gaps(tiles: cute.Tensor) -> Boolean:
+    """Return whether rows of tiles do not follow one another."""
+    is_apart = Int64(tiles.stride[0]) != Int64(tiles.shape[1]) * Int64(tiles.stride[1])
+    return is_apart & (Int64(tiles.shape[0]) > 1)
 
 
 def _itemsize(tensor: cute.Tensor) -> int:

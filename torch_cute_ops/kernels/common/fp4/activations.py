@@ -65,7 +65,7 @@ class Activations:
             return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), scale
         half = Dim("a_bytes", divisibility=16)
         a = TensorArg("Uint8", (m, half), (half, 1), align=16)
-        return a, scale_argument(c.fmt, Dim("a_scale_rows"), Dim("a_blocks"), align=1)
+        return a, scale_argument(c.fmt, c.layout, Dim("a_scale_rows"), Dim("a_blocks"), align=1, name="a_")
 
     def width(self, a):
         """Return K."""

@@ -31,13 +31,15 @@ This takes 3 floating-point and 2.4 integer instructions per element, and is exa
 compare the encoder with the definition over all bf16 and fp16 values and the fp32 neighbours of each boundary.
 """
 
+import math
 from typing import Final
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8, Uint32, const_expr
 
-from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
@@ -62,9 +64,41 @@ def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
     return 1.0 / DECODED_SCALE[fmt] ** (2 if decodes_both else 1)
 
 
-def scale_argument(fmt: FP4Format, rows: Dim, columns: Dim, align: int = 16) -> TensorArg:
-    """Return the argument for a matrix of scales in the format's dtype."""
-    return TensorArg(DSL_DTYPES[fmt.scale_dtype].__name__, (rows, columns), (columns, 1), align)
+def scale_argument(
+    fmt: FP4Format, layout: ScaleLayout, rows: Dim, blocks: Dim | int, align: int = 16, name: str = ""
+) -> TensorArg:
+    """Return the argument for the scales of a matrix, in the format's dtype and the shape of the layout.
+
+    Args:
+        fmt, layout: format and scale layout.
+        rows: rows of linear scales; tiled scales have a number of tiles of their own.
+        blocks: blocks of a row, a multiple of a tile's blocks in tiled layouts.
+        align: alignment of the first scale, bytes.
+        name: prefix of the names of the extents of tiled scales.
+    """
+    dtype = DSL_DTYPES[fmt.scale_dtype].__name__
+    if layout.is_linear:
+        return TensorArg(dtype, (rows, blocks), (blocks, 1), align)
+    tile = math.prod(layout.tile)
+    # TVM-FFI compares an extent with a stride only if they are equal; ``ctas_unless_overlapping`` compares these.
+    pitch: Dim | int = Dim(f"{name}tile_pitch", divisibility=tile)
+    columns: Dim | int = Dim(f"{name}tile_columns")
+    if isinstance(blocks, int):
+        columns = -(-blocks // TILE_BLOCKS)
+        pitch = columns * tile
+    shape = Dim(f"{name}tile_rows"), columns, *layout.tile
+    strides = pitch, *(math.prod(layout.tile[i:]) for i in range(len(layout.tile) + 1))
+    return TensorArg(dtype, shape, strides, align)
+
+
+def scale_matrix(scale: cute.Tensor, layout: ScaleLayout | None) -> cute.Tensor:
+    """Return the tiles of ``scale`` as a matrix of the same bytes, (padded rows, padded blocks), whose rows are no rows
+    of scales; return other scales unchanged."""
+    if layout is None or layout.is_linear:
+        return scale
+    rows = cute.assume(scale.shape[0] * layout.tile_rows, divby=layout.tile_rows)
+    columns = cute.assume(scale.shape[1] * TILE_BLOCKS, divby=TILE_BLOCKS)
+    return cute.make_tensor(scale.iterator, cute.make_layout((rows, columns), stride=(columns, 1)))
 
 
 def rows_of_bytes(b: cute.Tensor, scale: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:

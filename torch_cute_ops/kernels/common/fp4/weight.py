@@ -22,7 +22,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp4.activations import QUAD
-from torch_cute_ops.kernels.common.fp4.codes import decode, rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.kernels.common.fp4.codes import decode, rows_of_bytes, scale_argument, scale_factors, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import SCALE_TILE_BYTES, SCALE_TILE_ROWS, WeightTile
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -65,15 +65,12 @@ class WeightStages:
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
         """Return the arguments for the weight (K/2, N) and its scales."""
         half = Dim("k_bytes", divisibility=16)
-        linear = self.layout.is_linear
-        blocks = Dim("blocks", divisibility=16 if linear else TILE_BLOCKS)
-        scale_rows = n if linear else Dim("scale_rows", divisibility=SCALE_TILE_ROWS)
         codes = TensorArg("Uint8", (half, n), (1, half), align=16)
-        return codes, scale_argument(self.fmt, scale_rows, blocks)
+        return codes, scale_argument(self.fmt, self.layout, n, Dim("blocks", divisibility=16))
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
         """Return tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
-        b, scale = rows_of_bytes(b, scale)
+        b, scale = rows_of_bytes(b, scale_matrix(scale, self.layout))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
         scale_copy, scales = None, scale

@@ -15,11 +15,10 @@ from cutlass import Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
-from torch_cute_ops.kernels.common.fp4.codes import scale_argument
+from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
 from torch_cute_ops.kernels.common.fp8.gemm import Smem, k_tiles, k_tiles_layout, token_scales
 from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, FP8GemmConfig
 from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
@@ -98,16 +97,16 @@ class FP4Weight:
             of_expert = Dim("b_of_expert", bits=64, divisibility=16)
             b = TensorArg("Uint8", (experts, half, n), (of_expert, 1, half), align=16)
         if not self.scale_layout.is_linear:
-            rows = Dim("b_scale_rows", divisibility=self.scale_layout.tile_rows)
-            return b, scale_argument(self.fmt, rows, Dim("b_blocks", divisibility=TILE_BLOCKS))
+            return b, scale_argument(self.fmt, self.scale_layout, n, scales, name="b_")
         if experts is None:
-            return b, scale_argument(self.fmt, n, scales)
+            return b, scale_argument(self.fmt, self.scale_layout, n, scales)
         dtype = DSL_DTYPES[self.fmt.scale_dtype].__name__
         of_expert = Dim("b_scale_of_expert", bits=64, divisibility=4)
         return b, TensorArg(dtype, (experts, n, scales), (of_expert, scales, 1), align=16)
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
         """Return the codes (N, K/2, E), and the scales as bytes: linear (N, K/B, E), tiled unchanged."""
+        b_scale = scale_matrix(b_scale, self.scale_layout)
         scale = cute.make_tensor(cute.recast_ptr(b_scale.iterator, dtype=Uint8), b_scale.layout)
         if self.scale_layout.is_linear:
             scale = by_expert(scale)
