@@ -1,5 +1,6 @@
 """Names that transformers gives to the tensors of a checkpoint, such as older names of vision-language models."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -7,8 +8,8 @@ from typing import Any, Final
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-_EXPERT: Final = re.compile(r"(.*\.experts)\.\d+\..*")
-"""Layer of one expert; transformers keeps all experts in one parameter."""
+_EXPERT: Final = re.compile(r"(.*\.experts)\.\d+\.")
+"""Beginning of the name of a tensor of one expert; transformers keeps all experts in one parameter."""
 
 
 def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -22,25 +23,24 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
         names: names of the checkpoint's tensors.
     """
     rename, known = _renaming(model, with_converters=False), model.state_dict().keys()
-    modules: dict[str, str] = {}
 
+    @functools.cache
     def module_of(module: str) -> str:
-        if module not in modules:
-            experts = _EXPERT.match(f"{module}.")
-            prefixes = [module, *([experts[1]] if experts else [])]
-            probes = [(prefix, key) for prefix in prefixes for key in ("weight", "gate_up_proj")]
-            found = [(prefix, key, rename(f"{prefix}.{key}")) for prefix, key in probes]
-            prefix, key, renamed = next((each for each in found if each[2] in known), found[0])
-            is_same = renamed.endswith(f".{key}")
-            modules[module] = renamed[: -len(key) - 1] + module[len(prefix) :] if is_same else module
-        return modules[module]
+        """Return the model's name of a module, by a parameter that the unquantised module has."""
+        found = [(key, rename(f"{module}.{key}")) for key in ("weight", "gate_up_proj")]
+        key, renamed = next((each for each in found if each[1] in known), found[0])
+        return renamed[: -len(key) - 1] if renamed.endswith(f".{key}") else module
 
-    result = {}
-    for name in names:
-        whole = rename(name)
+    def name_of(name: str) -> str:
+        # A checkpoint can hold 100,000 tensors of experts: their common prefix is renamed once.
+        experts = _EXPERT.match(name)
+        if experts and f"{module_of(experts[1])}.gate_up_proj" in known:
+            return module_of(experts[1]) + name[len(experts[1]) :]
         module, _, last = name.rpartition(".")
-        result[name] = whole if whole in known or not module else f"{module_of(module)}.{last}"
-    return result
+        whole = rename(name)
+        return whole if whole in known or not module else f"{module_of(module)}.{last}"
+
+    return {name: name_of(name) for name in names}
 
 
 def converted_names(model: Any, names: Iterable[str]) -> set[str]:
