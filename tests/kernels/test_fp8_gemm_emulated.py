@@ -79,7 +79,12 @@ class Run(NamedTuple):
 
 
 def execute(
-    run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
+    run: Run,
+    edit: Any = None,
+    late: tuple[str, ...] | None = None,
+    offsets_given: list[int] | None = None,
+    offsets_used: list[int] | None = None,
+    **changes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
 
@@ -87,9 +92,12 @@ def execute(
         run: launch.
         edit: change of the PTX.
         late: arguments that the previous kernel, which is still running, writes.
+        offsets_given, offsets_used: offsets out of range, and the offsets that they are clipped to.
         changes: changed fields of the configuration.
     """
     a, b, a_scale, b_scale, offsets, counts = operands_of(run)
+    if offsets_used is not None:
+        offsets = torch.tensor(offsets_used, dtype=torch.int32).clamp(max=len(a))
     case, epilogue = run.case, run.case.epilogue
     if case.layout == "plain":
         alpha, bias = operands(epilogue, run.n)
@@ -99,6 +107,8 @@ def execute(
         sums = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32)
         want = finished_by_expert(sums, offsets, counts, epilogue, alpha, bias, POISON)
     out = torch.full_like(want, POISON)
+    if offsets_given is not None:
+        offsets = torch.tensor(offsets_given, dtype=torch.int32)
     kernel, arch = case.kernel, ARCHS[case.arch]
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
@@ -117,10 +127,10 @@ def operands_of(run: Run) -> list[torch.Tensor | None]:
     args = list(run.sample.args)
     if run.case.layout == "plain":
         return [*args, None, None]
-    experts, n, k = args[1].shape
+    experts, k, n = args[1].shape
     poisoned = torch.full((experts, n + 1, k), NAN, dtype=torch.uint8)
-    poisoned[:, :n] = args[1].view(torch.uint8)
-    args[1] = poisoned.view(torch.float8_e4m3fn)[:, :n]
+    poisoned[:, :n] = args[1].mT.view(torch.uint8)
+    args[1] = poisoned.view(torch.float8_e4m3fn)[:, :n].mT
     return [*args, None, run.sample.kwargs["counts"]] if run.case.layout == "masked" else args
 
 
@@ -193,6 +203,27 @@ def test_gemm(run: Run) -> None:
     alpha and bias is not read."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+END = 10**6
+WRONG_OFFSETS = {
+    "negative": ([-3, 5, 16], [0, 5, 16]),
+    "least": ([-(2**31), 4, 16], [0, 4, 16]),
+    "beyond": ([0, 7, 2**31 - 1], [0, 7, END]),
+    "descending": ([12, 4, 16], [4, 4, 16]),
+    "all-beyond": ([100, 2**30, 2**31 - 1], [END, END, END]),
+}
+"""Offsets out of range, and the offsets that they are clipped to, for 16 rows of 2 experts and padding up to END."""
+
+
+@pytest.mark.parametrize(("given", "used"), [pytest.param(*each, id=name) for name, each in WRONG_OFFSETS.items()])
+@pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
+def test_wrong_offsets(family: str, given: list[int], used: list[int]) -> None:
+    """Check that a GEMM reads and writes only rows of its buffers, whatever the offsets are."""
+    tiles = {"fp8_wgmma": wgmma("offsets", (16, 128, 1), BF16), "fp8_mma": mma("offsets", 16, BF16, arch="sm_120a")}
+    run = Run(tiles[family], (7, 9), 72, 128, 2)
+    out, want = execute(run, offsets_given=given, offsets_used=used)
+    assert torch.equal(out.nan_to_num(POISON), want.nan_to_num(POISON))  # rows of padding are NaN
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])

@@ -76,6 +76,21 @@ def test_finalize(one: Finalize, few: int) -> None:
     equal("out", out, finalized(x, index, weights, residual))
 
 
+@pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
+@pytest.mark.parametrize("beyond", [0, 2**31 - 1], ids=["first", "last"])
+def test_finalize_of_rows_that_do_not_exist(beyond: int, few: int) -> None:
+    """Check that an index after the last row adds nothing, and that nothing is read out of bounds."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 64).to(BF16), torch.rand(3, 4)
+    index = torch.tensor([[0, 5, 6, -1], [2, 6, 6, 6], [4, 4, 3, 5]], dtype=torch.int32)
+    given = torch.where(index == 6, max(6, beyond), index)
+    out = poisoned(3, 64, dtype=BF16)
+    planned = MoeCase("moe_finalize", (BF16, 64, 4, False)).kernel
+    kernel = type(planned)(dataclasses.replace(planned.config, few=few))
+    run_kernel(kernel, ARCHS["sm_90a"], *moe_finalize.Arguments(x, given, weights, None, out, 2), seed=0)
+    equal("out", out, finalized(x, torch.where(index == 6, -1, index), weights, None))
+
+
 class Rows(NamedTuple):
     """Launch of a kernel that quantises rows: dtype, width of a row, routing, largest number of CTAs, order of
     events, changes to the planned configuration, and parameters of the general gate."""
@@ -179,6 +194,48 @@ def test_pairs_of_no_token(pair: int) -> None:
     equal("y", y, torch.where(used, want[0].view(y.dtype), poisoned(*y.shape, dtype=y.dtype)))
     used[::2] = False
     equal("scale", scale, torch.where(used, want[1], poisoned(*scale.shape, dtype=scale.dtype)))
+
+
+@pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
+@pytest.mark.parametrize("beyond", [0, 2**31 - 1], ids=["first", "last"])
+def test_permute_to_rows_that_do_not_exist(beyond: int, few: int) -> None:
+    """Check that a pair after the last row is not written, and that nothing is written out of bounds."""
+    one = PERMUTE["half-a-block-more"]
+    torch.manual_seed(0)
+    routed = random_routing(device=CPU, **one.routing)
+    m, topk = routed.expanded_to_permuted.shape
+    x = random_rows(m, one.width, dtype=one.dtype, device=CPU)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    lost = torch.zeros(routed.rows, dtype=torch.bool)
+    lost[routed.expanded_to_permuted.flatten()[::3].long()] = True
+    places, pairs = routed.expanded_to_permuted.clone(), routed.permuted_to_expanded
+    places.view(-1)[::3] = max(routed.rows, beyond)
+    pairs = torch.where(lost, -1, pairs)
+    y, scale = permute(one, dataclasses.replace(routed, expanded_to_permuted=places), x, pairs, few)
+    used = (~routed.padding & ~lost)[:, None]
+    equal("y", y, torch.where(used, want[0].view(y.dtype), poisoned(*y.shape, dtype=y.dtype)))
+    equal("scale", scale, torch.where(used, want[1], poisoned(*scale.shape, dtype=scale.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "counts", "rows"),
+    [
+        ([-2, 6, 12], [4, 3], [*range(4), *range(6, 9)]),
+        ([-(2**31), 9, 12], [2, 2**31 - 1], [0, 1, 9, 10, 11]),
+        ([2**31 - 1, 12, 0], [5, 5], []),
+        ([8, 3, 12], [-1, 2], [3, 4]),
+    ],
+    ids=["negative", "extremes", "beyond", "descending"],
+)
+def test_wrong_offsets_and_counts(offsets: list[int], counts: list[int], rows: list[int]) -> None:
+    """Check that offsets and counts out of range are clipped to the buffer."""
+    torch.manual_seed(0)
+    one, x = Rows(BF16, 128, {}, 2, 0, {"groups": 2}), random_rows(12, 256, dtype=BF16, device=CPU)
+    used = torch.zeros(12, dtype=torch.bool)
+    used[rows] = True
+    want = silu_mul_fp8quant(x[used], granularity="block128", scale_layout="column")
+    given = (torch.tensor(each, dtype=torch.int32) for each in (offsets, counts))
+    assert_rows(gate(one, x, *given), used, want)
 
 
 SWIGLU = {

@@ -57,7 +57,8 @@ def grouped_mm_fp8_fp4(
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
-            of them.
+            of them. Offsets and counts out of range are refused on a CPU. On a GPU they give wrong results, but no
+            access out of bounds.
         alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
             expert. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.

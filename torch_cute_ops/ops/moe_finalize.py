@@ -123,7 +123,8 @@ def moe_finalize(
         input: (R, H) bfloat16, float16 or float32, rows in the experts' order; H is a multiple of 8. Rows may be
             strided.
         expanded_to_permuted: (M, topk) int32, the row of ``input`` of each pair of a token and one of its experts, or
-            -1, as :func:`moe_route` returns it. An index of R or more is refused on a CPU; a GPU reads out of bounds.
+            -1, as :func:`moe_route` returns it. An index of R or more is refused on a CPU; on a GPU the pair adds
+            nothing.
         weights: (M, topk) float32, routing weights.
         residual: (M, H) in the dtype of ``input``, e.g. the result of a shared expert; ``None`` means 0.
         out: contiguous tensor to write the result into. It may be ``residual``, and must not overlap ``input``.

@@ -123,8 +123,9 @@ def _inverse(permuted_to_expanded: Tensor, tokens: int, topk: int) -> Tensor:
     pairs = tokens * topk
     inverse = permuted_to_expanded.new_full((pairs + 1,), -1)
     rows = torch.arange(len(permuted_to_expanded), dtype=torch.int32, device=inverse.device)
-    # The last element receives the rows of padding.
-    places = torch.where(permuted_to_expanded < 0, pairs, permuted_to_expanded)
+    # The last element receives the rows of padding, and of pairs that do not exist.
+    is_pair = (permuted_to_expanded >= 0) & (permuted_to_expanded < pairs)
+    places = torch.where(is_pair, permuted_to_expanded, pairs)
     return inverse.scatter_(0, places.long(), rows)[:pairs].view(tokens, topk)
 
 
@@ -154,7 +155,7 @@ def moe_permute_fp8quant(
         topk: experts per token, at most 16.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
             :func:`moe_route` returns it. With any other content the result is unspecified. An index of R or more is
-            refused on a CPU; a GPU writes out of bounds.
+            refused on a CPU; on a GPU the pair is not written.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:

@@ -167,7 +167,8 @@ def moe_swiglu_fp8quant(
         offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 512.
             Required for an (R, 2I) input, otherwise ``None``.
         counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
-            rows up to the next offset, which is faster and needs rows without padding.
+            rows up to the next offset, which is faster and needs rows without padding. Offsets and counts out of range
+            are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.

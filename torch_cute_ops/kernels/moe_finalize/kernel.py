@@ -7,7 +7,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import pack, store_words, unpack
-from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, row_below, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -84,7 +84,7 @@ class MoeFinalizeKernel(TokenKernel):
         _, slices, _ = cute.arch.grid_dim()
         threads, _, _ = cute.arch.block_dim()
         pdl_start(c.pdl)
-        rows = [Int32(word) for word in words_of_token(index, token, c.topk)]
+        rows = [row_below(word, input.shape[0]) for word in words_of_token(index, token, c.topk)]
         factors = [ptx.float_of(word) for word in words_of_token(weights, token, c.topk)]
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector

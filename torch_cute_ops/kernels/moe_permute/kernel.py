@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import unpack
-from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, row_below, words_of_token
 from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.moe_permute.config import COPY_THREADS, SCALES_PER_THREAD, THREADS, Arguments, Config
@@ -93,7 +93,10 @@ class MoePermuteKernel(TokenKernel):
         words = []
         for i in range_constexpr(FP8_UNIT * c.dtype.itemsize // VECTOR):
             words += ptx.load_if(start, exists, VECTOR // 4, VECTOR * i)
-        rows = [ptx.select(exists, Int32(word), Int32(-1)) for word in words_of_token(places, token, c.topk, exists)]
+        rows = [
+            ptx.select(exists, row_below(word, y.shape[0]), Int32(-1))
+            for word in words_of_token(places, token, c.topk, exists)
+        ]
         values = unpack(words, self.dtype)
         amax = reduce(ptx.max_abs_nan, values, Float32(0.0))
         amax = cute.arch.warp_reduction(amax, ptx.max_abs_nan, threads_in_group=SCALE_THREADS)
@@ -109,7 +112,7 @@ class MoePermuteKernel(TokenKernel):
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
                 if is_token & (i + thread_in_block < c.topk):
                     place = places[token, i + thread_in_block]
-                    if place >= 0:
+                    if (place >= 0) & (place < y.shape[0]):
                         scale[place, block] = own
         else:
             if exists & (thread_in_block == 0):

@@ -60,7 +60,8 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         exists = expert < experts
         begin = expert * rows_per_expert
         if const_expr(offsets is not None):
-            begin = _load(offsets, expert, exists)
+            # Wrong offsets give a wrong result, but no access out of bounds.
+            begin = cutlass.max(_load(offsets, expert, exists), Int32(0))
         size = _load(counts, expert, exists)
         # Clip to the expert's range, or to the buffer.
         size = cutlass.max(

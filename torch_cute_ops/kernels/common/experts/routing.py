@@ -526,3 +526,12 @@ def words_of_token(tensor: cute.Tensor, token, topk: int, exists=True) -> list:
     count = _words_at_once(topk)
     start = tensor.iterator + cute.assume(Int64(token) * topk, divby=count)
     return [word for j in range(0, topk, count) for word in ptx.load_if(start, exists, count, 4 * j)]
+
+
+def row_below(word, rows) -> Int32:
+    """Return a word as the index of a row, or -1 for an index of ``rows`` or more.
+
+    Callers skip negative indices, so that wrong indices read and write nothing out of bounds.
+    """
+    row = Int32(word)
+    return ptx.select(row < rows, row, Int32(-1))
