@@ -138,6 +138,10 @@ def _pitch(tensor: cute.Tensor) -> Int64:
 
 
 def _rows_overlap(tensor: cute.Tensor) -> Boolean:
+    """Return True if the rows of a matrix overlap, or the columns if the matrix is column-major."""
+    if isinstance(tensor.stride[0], int) and tensor.stride[0] == 1:
+        (rows, columns), pitch = tensor.shape, Int64(tensor.stride[1])
+        return (Int64(columns) > 1) & (pitch < Int64(rows))
     return (Int64(tensor.shape[0]) > 1) & (_pitch(tensor) < _row_bytes(tensor))
 
 
