@@ -183,7 +183,7 @@ def calls_of_experts(device="cpu"):
     def multiply_fp4(offsets, counts):
         a, b = zeros(*lead[offsets is not None], 128, dtype=FP8), zeros(2, 64, 64)
         a_scale = torch.ones(*lead[offsets is not None], 1, device=device)
-        b_scale = zeros(128, 8, dtype=FP8)
+        b_scale = zeros(1, 2, 32, 4, 4, dtype=FP8)
         return torch_cute_ops.grouped_mm_fp8_fp4(a, b.mT, a_scale, b_scale, offsets, counts)
 
     def gate(offsets, counts):
