@@ -150,6 +150,15 @@ def test_shared_weights():
     assert isinstance(model["c"], NVFP4Linear)
 
 
+def test_compiled_layers():
+    """torch.compile's wrapper would go on calling the old layer; layers inside a compiled model are replaced."""
+    layer = nn.Linear(K, K)
+    left = left_by(nn.ModuleList([torch.compile(layer), nn.Linear(K, K)]))
+    assert {*left} == {"0._orig_mod"} and left["0._orig_mod"].startswith("torch.compile has wrapped it")
+    model = torch.compile(nn.Sequential(layer))
+    assert left_by(model) == {} and isinstance(model._orig_mod[0], NVFP4Linear)
+
+
 class Conv1D(nn.Module):
     """As GPT-2's."""
 

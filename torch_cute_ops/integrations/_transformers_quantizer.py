@@ -19,7 +19,7 @@ from torch_cute_ops.checkpoint._layers import KV_SCALES
 from torch_cute_ops.checkpoint.load import Loader, LoadOptions
 from torch_cute_ops.checkpoint.spec import read_spec, spec_of
 from torch_cute_ops.integrations._transformers_names import converted_names, model_names
-from torch_cute_ops.nn import _names, merge_
+from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn._summary import bytes_of, record_loaded
 
@@ -206,6 +206,7 @@ class CuteQuantizer(HfQuantizer):
             loader.refuse_unused(self._tensors_of_pending(loader))
         self.pending.clear()
         record_loaded("register", model, before, self.bytes_before)
+        refuse_dtype(model)
         if self.merge:
             merge_(model)
         return model.requires_grad_(False)
@@ -285,6 +286,21 @@ def _refuse_absent(model: Any, loader: Loader) -> None:
         raise ValueError(
             f"{loader.files.path} contains no weight of {_names.listed(absent)}; expected weights of all linear layers "
             f"and experts of {type(model).__name__}"
+        )
+
+
+def refuse_dtype(model: Any) -> None:
+    """Raise if the model's layers do not support its dtype."""
+    of_experts = {each for module in model.modules() if isinstance(module, QuantExperts) for each in module.modules()}
+    refusing = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear) and module not in of_experts and module.activations == "16bit"
+    ]
+    if model.dtype == torch.float32 and refusing:
+        raise ValueError(
+            f"dtype is {model.dtype}, but {refusing[0]} takes 16-bit activations; expected dtype=torch.bfloat16 or "
+            "torch.float16, or other activations"
         )
 
 

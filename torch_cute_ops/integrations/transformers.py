@@ -15,7 +15,7 @@ from torch import nn
 from torch_cute_ops.checkpoint import read_spec
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.load import LoadOptions, Quantisation, fill
-from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_
+from torch_cute_ops.nn import QuantLinear, _names, merge_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn._selection import DEFAULT_IGNORE, FilterFn, select
 from torch_cute_ops.nn._summary import bytes_of
@@ -33,7 +33,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from torch_cute_ops.integrations._transformers_names import model_names
-from torch_cute_ops.integrations._transformers_quantizer import register, unregister
+from torch_cute_ops.integrations._transformers_quantizer import refuse_dtype, register, unregister
 
 __all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
@@ -287,23 +287,8 @@ def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Mod
     return tqdm(modules, desc="Loading", unit="module")
 
 
-def _refuse_dtype(model: Any) -> None:
-    """Raise if the model's layers do not support its dtype."""
-    of_experts = {each for module in model.modules() if isinstance(module, QuantExperts) for each in module.modules()}
-    refusing = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear) and module not in of_experts and module.activations == "16bit"
-    ]
-    if model.dtype == torch.float32 and refusing:
-        raise ValueError(
-            f"dtype is {model.dtype}, but {refusing[0]} takes 16-bit activations; expected dtype=torch.bfloat16 or "
-            "torch.float16, or other activations"
-        )
-
-
 def _ready(model: Any, device: torch.device, merge: bool) -> Any:
-    _refuse_dtype(model)
+    refuse_dtype(model)
     if merge:
         merge_(model)
     return model.to(device).requires_grad_(False).eval()
