@@ -159,6 +159,14 @@ def test_compiled_layers():
     assert left_by(model) == {} and isinstance(model._orig_mod[0], NVFP4Linear)
 
 
+def test_adapters():
+    """PEFT's adapters stay trainable; the layer below becomes quantised."""
+    adapters = {f"lora_{each}": nn.ModuleDict({"default": nn.Linear(K, K)}) for each in "AB"}
+    model = nn.ModuleDict({"q_proj": nn.ModuleDict({"base_layer": nn.Linear(K, K), **adapters})})
+    assert left_by(model) == dict.fromkeys(("q_proj.lora_A.default", "q_proj.lora_B.default"), "it is a LoRA adapter")
+    assert isinstance(model["q_proj"]["base_layer"], NVFP4Linear)
+
+
 class Conv1D(nn.Module):
     """As GPT-2's."""
 

@@ -91,6 +91,8 @@ def select(
             left = _left_of_other(model, name, module)
         elif is_router(model, name):
             left = Left("it is a router", is_expected=True)
+        elif any(component.startswith("lora_") for component in name.split(".")):
+            left = Left("it is a LoRA adapter", is_expected=True)
         elif filter_fn is not None and not filter_fn(module, name):
             left = Left("filter_fn returned False", is_expected=True)
         elif name.rpartition(".")[2] == "_orig_mod":
