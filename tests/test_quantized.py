@@ -136,6 +136,22 @@ def test_quantised_tensors_of_a_checkpoint():
     assert (linear(x, q) - exact).norm() < 0.12 * exact.norm()
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_scales_of_a_checkpoint(name):
+    """Linear scales, tiles, and torch's own dtypes of packed codes and scales give the same object."""
+    weight = torch.randn(N, K)
+    want = quantize(weight, name)
+    block = 16 if name == "nvfp4" else 32
+    codes, linear = torch_cute_ops.fp4_quantize(weight, want.global_scale, block_size=block, scale_layout="linear")
+    dtype = torch.float8_e4m3fn if name == "nvfp4" else torch.float8_e8m0fnu
+    tiles = torch_cute_ops.as_tiles(want.scale.flatten(), N, K, "128x4")
+    for scale in (linear, tiles, linear.view(dtype)):
+        for each in (codes, codes.view(torch.float4_e2m1fn_x2)):
+            q = QuantizedWeight(each, scale, want.global_scale, format=name)
+            assert q.scale.shape == want.scale.shape and q.scale.dtype == want.scale.dtype
+            assert np.array_equal(weights.raw(q.scale), weights.raw(want.scale)) and torch.equal(q.codes, codes)
+
+
 # One object
 
 
@@ -308,7 +324,9 @@ def test_errors(call, error, message):
         ({"codes": Q.codes.view(torch.int8)}, TypeError, "got codes with dtype torch.int8; expected torch.uint8"),
         ({"codes": Q.codes[0]}, ValueError, "got codes with shape (160,); expected (N, K/2)"),
         ({"scale": Q.scale.view(torch.uint8)}, TypeError, "got scale with dtype torch.uint8"),
-        ({"scale": Q.scale[:, :4]}, ValueError, "got scale with shape"),
+        ({"scale": Q.scale.flatten()}, ValueError, "pass as_tiles(scale, 136, 320, '128x4')"),
+        ({"scale": Q.scale[:1]}, ValueError, "expected (2, 5, 32, 4, 4), or linear scales (136, 20)"),
+        ({"codes": Q.codes.t().contiguous().t()}, ValueError, "got codes with strides (1, 136); expected row-major"),
         ({"scale": Q.scale.to("meta")}, ValueError, "scale is on meta, codes on cpu; move them to one"),
         ({"format": "int4"}, ValueError, "QuantizedWeight: format is 'int4'"),
     ],

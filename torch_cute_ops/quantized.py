@@ -13,10 +13,15 @@ from torch.utils import _pytree as pytree
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
-from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, FP4ScaleLayout
-from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.formats.scale_layout import (
+    SCALE_LAYOUTS,
+    FP4ScaleLayout,
+    convert_scales,
+    fitting_layouts,
+    layout_of_operand,
+)
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
-from torch_cute_ops.ops._checks import INPUT_DTYPES
+from torch_cute_ops.ops._checks import INPUT_DTYPES, PACKED_DTYPES
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -63,9 +68,11 @@ class QuantizedWeight:
     tensors are never cast.
 
     Args:
-        codes: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K) float8_e4m3fn (FP8).
-        scale: block scales: float8_e4m3fn (NVFP4) or uint8 (MXFP4), as :func:`fp4_quantize` returns them;
-            (⌈N/128⌉, ⌈K/128⌉) float32, the factors of decoded blocks (FP8).
+        codes: (N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K)
+            float8_e4m3fn (FP8).
+        scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
+            :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32, the factors of
+            decoded blocks (FP8).
         global_scale: float32, one element, by which the matrix was multiplied before it was encoded, as in
             compressed-tensors' ``weight_global_scale``; 1 / ModelOpt's ``weight_scale_2``. NVFP4 requires it; other
             formats take None.
@@ -91,6 +98,10 @@ class QuantizedWeight:
         kind = _kind_of("QuantizedWeight", format)
         given = {"codes": codes, "scale": scale, "global_scale": global_scale}
         shape = _checked_shape(given, format, kind)
+        fmt = FP4_FORMATS.get(format)
+        if fmt is not None:
+            codes = codes.view(torch.uint8)
+            scale = convert_scales(scale, *shape, layout_of_operand(scale).name, "128x4").view(fmt.scale_dtype)
         alpha = None
         if global_scale is not None:
             global_scale = global_scale.reshape(1)
@@ -428,13 +439,23 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
         raise ValueError(
             f"{name}: got codes with shape {tuple(codes.shape)}; expected {'(N, K/2)' if fmt else '(N, K)'}"
         )
-    _check_dtype(name, "codes", codes, (torch.uint8 if fmt else torch.float8_e4m3fn,))
-    _check_dtype(name, "scale", scale, (fmt.scale_dtype if fmt else torch.float32,))
+    _check_dtype(name, "codes", codes, PACKED_DTYPES if fmt else (torch.float8_e4m3fn,))
+    _check_dtype(name, "scale", scale, fmt.scale_dtypes if fmt else (torch.float32,))
+    if codes.stride(1) != 1:
+        raise ValueError(f"{name}: got codes with strides {codes.stride()}; expected row-major codes")
     n, k = codes.shape[0], codes.shape[1] * (2 if fmt else 1)
     _check_multiples(name, "the matrix", (n, k), kind)
-    expected = fp4_shapes((n, k), fmt, SCALE_LAYOUTS["128x4"])[1] if fmt else (fp8_blocks(n), fp8_blocks(k))
-    if scale.shape != expected:
-        raise ValueError(f"{name}: got scale with shape {tuple(scale.shape)}; expected {expected}")
+    if fmt is None:
+        if scale.shape != (fp8_blocks(n), fp8_blocks(k)):
+            raise ValueError(
+                f"{name}: got scale with shape {tuple(scale.shape)}; expected {(fp8_blocks(n), fp8_blocks(k))}"
+            )
+    elif layout_of_operand(scale) not in fitting_layouts(scale.shape, (n,), k // fmt.block_size):
+        tiles, linear = (SCALE_LAYOUTS[each].shape((n,), k // fmt.block_size) for each in ("128x4", "linear"))
+        raise ValueError(
+            f"{name}: got scale with shape {tuple(scale.shape)}; expected {tiles}, or linear scales {linear}. Tiles of "
+            f"another shape: pass as_tiles(scale, {n}, {k}, '128x4')"
+        )
     if global_scale is not None:
         _check_dtype(name, "global_scale", global_scale, (torch.float32,))
         if global_scale.numel() != 1:

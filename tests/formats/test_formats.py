@@ -322,6 +322,19 @@ def test_global_scale_refuses(amax, error, text):
         nvfp4_global_scale(amax)
 
 
+@pytest.mark.parametrize("source", ["linear", "128x4", "8x4"])
+def test_scales_of_nvfp4_as_bytes(source):
+    """The message names the dtype to pass, and the call that it names works."""
+    linear = torch.randint(0x7F, (24, 12), dtype=torch.uint8)
+    scale = from_linear(linear, SCALE_LAYOUTS[source]).view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"MXFP4's scales: for NVFP4 pass scale.view\(torch.float8_e4m3fn\)$"):
+        convert_scales(scale.view(torch.uint8), 24, 192, source, "linear")
+    right = convert_scales(scale, np.int64(24), np.int64(192), source, "linear")
+    assert torch.equal(right.view(torch.uint8), linear)
+    with pytest.raises(ValueError, match=r"got scale with shape \(3, 3\); .*\d+,?\)$"):
+        convert_scales(torch.zeros(3, 3, dtype=torch.uint8), 24, 192, source, "linear")
+
+
 def test_padding_is_not_read():
     scale = torch.arange(15, dtype=torch.uint8).view(3, 5)
     for layout in ("128x4", "8x4"):

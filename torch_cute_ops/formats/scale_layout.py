@@ -16,6 +16,7 @@ linear   (…, K/B), as the matrix's rows     [m, k]
 =======  =================================  =============================================
 """
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -203,7 +204,8 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
         lead = scale.shape[0], rows // scale.shape[0]
     reason = reason_no_tiles(scale, lead, blocks, resolved)
     if reason is not None:
-        raise ValueError(f"as_tiles: got scale with shape {tuple(scale.shape)}; {reason}")
+        hint = _hint_of_dtype(scale, rows, k)
+        raise ValueError(f"as_tiles: got scale with shape {tuple(scale.shape)}; {reason}{hint}")
     if not scale.is_contiguous():
         raise ValueError(f"as_tiles: got scale with strides {scale.stride()}; pass scale.contiguous()")
     return scale.view(resolved.shape((rows,), blocks))
@@ -290,11 +292,15 @@ def convert_scales(
                 f"scale.reshape({rows}, {blocks})"
             )
         if not fits_linear:
-            raise ValueError(f"convert_scales: got scale with shape {shape}; expected linear scales, {(rows, blocks)}")
+            hint = _hint_of_dtype(scale, rows, k)
+            raise ValueError(
+                f"convert_scales: got scale with shape {shape}; expected linear scales, {(rows, blocks)}{hint}"
+            )
     elif shape != before.shape((rows,), blocks):
         reason = reason_no_tiles(scale, (rows,), blocks, before)
         if reason is not None:
-            raise ValueError(f"convert_scales: got scale with shape {shape}; {reason}")
+            hint = _hint_of_dtype(scale, rows, k)
+            raise ValueError(f"convert_scales: got scale with shape {shape}; {reason}{hint}")
         if fits_linear:
             raise ValueError(
                 f"convert_scales: got scale with shape {shape}, which linear scales of {rows} rows of {k} elements "
@@ -303,12 +309,21 @@ def convert_scales(
     return from_linear(to_linear(scale, before, rows, blocks), after)
 
 
+def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
+    """Return the advice to view bytes as NVFP4's scales if their number fits, or an empty string."""
+    if scale.dtype != torch.uint8 or k % 16:
+        return ""
+    counts = [row_count(layout.shape((rows,), k // 16)) for layout in SCALE_LAYOUTS.values()]
+    fix = "; bytes are MXFP4's scales: for NVFP4 pass scale.view(torch.float8_e4m3fn)"
+    return fix if scale.numel() in counts else ""
+
+
 def _blocks_of(name: str, scale: torch.Tensor, rows: int, k: int) -> int:
     """Check arguments of the function ``name``, and return the number of blocks in a row of ``k`` elements."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{name}: scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
     for argument, value in (("rows", rows), ("k", k)):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        if not isinstance(value, (numbers.Integral, torch.SymInt)) or isinstance(value, bool):
             raise TypeError(f"{name}: {argument} is {value!r}, a {type(value).__name__}; expected an int")
     block_size = _BLOCK_SIZES.get(scale.dtype)
     if block_size is None:
