@@ -185,7 +185,7 @@ def with_tensor(suffix: str, tensor: torch.Tensor):
         (with_data(block_size=32), r"k_proj\._weight_.* in .*: block_size is 32; expected 16"),
         (
             with_data(is_swizzled_scales=False),
-            r"k_proj\._weight_qdata in .*: got scale with shape .*linear scales of 72 rows",
+            r"k_proj\._weight_qdata in .*: got scale with shape .*linear scales, \(72, 12\)",
         ),
         (with_data(_data=None), "block_size is None; expected 16"),
         (with_kind("Float8Tensor"), "the class is torchao's Float8Tensor; expected NVFP4Tensor, or MXTensor of float4"),

@@ -228,7 +228,12 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
         tiles = quads.view(row_tiles, 4, 32, block_tiles, width).permute(0, 3, 2, 1, 4)
     else:
         tiles = quads.view(row_tiles, layout.tile_rows, block_tiles, width).transpose(1, 2)
-    return tiles.contiguous().view(torch.uint8).view(layout.shape((rows,), blocks)).view(scale.dtype)
+    return (
+        tiles.clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        .view(layout.shape((rows,), blocks))
+        .view(scale.dtype)
+    )
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
