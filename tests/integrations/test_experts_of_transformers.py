@@ -89,7 +89,7 @@ EXPERTS = {
     "lara_mini.LaraMiniExperts": SILU,
     "lfm2_moe.Lfm2MoeExperts": SILU,
     "llama4.Llama4TextExperts": r"its forward refuses tokens, expert ids and weights: TypeError: .*takes 2 positional",
-    "longcat_flash.LongcatFlashExperts": "have different numbers of experts",  # some experts have no weights
+    "longcat_flash.LongcatFlashExperts": "differ in the number of experts",  # some experts lack weights
     "mellum.MellumExperts": SILU,
     "mimo_v2_flash.MiMoV2FlashExperts": SILU,
     "minimax.MiniMaxExperts": SILU,
@@ -98,7 +98,7 @@ EXPERTS = {
     "mistral4.Mistral4Experts": SILU,
     "mistral_large4.MistralLarge4TextExperts": SILU,
     "mixtral.MixtralExperts": SILU,
-    "muse_spark.MuseSparkExperts": r"QuantExperts has no place for its post_expert_norm\.weight",
+    "muse_spark.MuseSparkExperts": r"QuantExperts cannot hold its post_expert_norm\.weight",
     "nemotron_h.NemotronHExperts": UNKNOWN,  # no gate
     "olmoe.OlmoeExperts": SILU,
     "openai_privacy_filter.OpenAIPrivacyFilterExperts": GPT_OSS,

@@ -69,7 +69,7 @@ def test_hooks(kind):
     HOOKS[kind](model[0])
     x, old = torch.randn(3, K).bfloat16(), model[0]
     want = old(x)
-    assert left_by(model) == {"0": f"it has a {kind}"}
+    assert left_by(model) == {"0": f"a {kind} is registered on it"}
     assert model[0] is old and isinstance(model[1], NVFP4Linear)
     assert torch.equal(model[0](x), want)
 
@@ -96,10 +96,10 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (parametrizations.weight_norm, "it has a parametrization"),
-        (parametrizations.orthogonal, "it has a parametrization"),
-        (weight_norm, "it has a forward pre-hook"),
-        (prune_, "it has a forward pre-hook"),
+        (parametrizations.weight_norm, "it is parametrized"),
+        (parametrizations.orthogonal, "it is parametrized"),
+        (weight_norm, "a forward pre-hook is registered on it"),
+        (prune_, "a forward pre-hook is registered on it"),
         (lambda linear: Doubled(K, K), "Doubled is a subclass of nn.Linear"),
         (lambda linear: linear.double(), r"its weight is torch.float64"),
     ],
@@ -154,7 +154,7 @@ def test_compiled_layers():
     """torch.compile's wrapper would go on calling the old layer; layers inside a compiled model are replaced."""
     layer = nn.Linear(K, K)
     left = left_by(nn.ModuleList([torch.compile(layer), nn.Linear(K, K)]))
-    assert {*left} == {"0._orig_mod"} and left["0._orig_mod"].startswith("torch.compile has wrapped it")
+    assert {*left} == {"0._orig_mod"} and left["0._orig_mod"].startswith("torch.compile wraps it")
     model = torch.compile(nn.Sequential(layer))
     assert left_by(model) == {} and isinstance(model._orig_mod[0], NVFP4Linear)
 
@@ -189,7 +189,7 @@ def test_other_modules_are_named():
 
 
 def test_nothing_to_quantise():
-    with pytest.warns(UserWarning, match=r"nothing was replaced in this Sequential \(it has no linear layers and no"):
+    with pytest.warns(UserWarning, match=r"nothing was replaced in this Sequential \(no linear layers and no experts"):
         quantize_(nn.Sequential(nn.ReLU(), nn.LayerNorm(K)))
     with pytest.warns(UserWarning, match=r"nothing was replaced in this Sequential \(0: it is in ignore\)"):
         quantize_(nn.Sequential(nn.Linear(K, K)), ignore="*")
@@ -232,9 +232,7 @@ def test_ignore_that_matches_nothing(replace):
 def test_summary(caplog):
     """Names, reasons and bytes of what was replaced, for the model and as one line of the log."""
     model = nn.ModuleDict({"a": nn.Linear(K, K, bias=False), "lm_head": nn.Linear(K, K, bias=False)}).bfloat16()
-    with pytest.raises(
-        ValueError, match="summary: no function of this package has replaced modules of this ModuleDict"
-    ):
+    with pytest.raises(ValueError, match="summary: no function of this package replaced modules of this ModuleDict"):
         summary(model)
     with caplog.at_level(logging.INFO, logger="torch_cute_ops"):
         quantize_(model)
@@ -368,7 +366,7 @@ OTHER = "computes something else than experts with SwiGLU"
         (lambda: Buffered(2.0), OTHER),
         (lambda: Experts(act_fn=nn.GELU()), OTHER),
         (Swapped, "its forward refuses tokens, expert ids and weights: "),
-        (Scaled, "QuantExperts has no place for its factor"),
+        (Scaled, "QuantExperts cannot hold its factor"),
     ],
 )
 @torch.no_grad()
@@ -401,11 +399,11 @@ def test_experts_with_hooks_or_shared_weights():
     second.down_proj = first.down_proj
     left = left_by(nn.ModuleList([hooked, replaced, first, second, within, Experts()]))
     assert left == {
-        "0": "it has a forward hook",
+        "0": "a forward hook is registered on it",
         "1": "its forward was replaced",
         "2": "it shares a parameter with 3",
         "3": "it shares a parameter with 2",
-        "4": "it has a forward hook",
+        "4": "a forward hook is registered on it",
     }
 
 
@@ -415,7 +413,7 @@ def test_shapes_that_fit_no_experts():
     narrow.down_proj = nn.Parameter(torch.zeros(E, H, I // 2))
     left = left_by(nn.ModuleList([more, narrow, Experts()]))
     assert left == {
-        "0": f"gate_up_proj {(E + 1, 2 * I, H)} and down_proj {(E, H, I)} have different numbers of experts",
+        "0": f"gate_up_proj {(E + 1, 2 * I, H)} and down_proj {(E, H, I)} differ in the number of experts",
         "1": f"gate_up_proj {(E, 2 * I, H)} and down_proj {(E, H, I // 2)} fit no H and I",
     }
 
@@ -471,9 +469,13 @@ def test_load_refuses_what_it_would_drop(tmp_path):
 
     checkpoint.save(quantize_(Block(Experts()).bfloat16()), tmp_path / "x", "modelopt")
     changes: list[tuple[str, str, Callable[[nn.Module], object]]] = [
-        ("o_proj", "it has a forward hook", lambda block: block.o_proj.register_forward_hook(nothing)),
+        ("o_proj", "a forward hook is registered on it", lambda block: block.o_proj.register_forward_hook(nothing)),
         ("o_proj", "its forward was replaced", lambda block: setattr(block.o_proj, "forward", nothing)),
-        ("mlp.experts", "it has a forward hook", lambda block: block.mlp.experts.register_forward_hook(nothing)),
+        (
+            "mlp.experts",
+            "a forward hook is registered on it",
+            lambda block: block.mlp.experts.register_forward_hook(nothing),
+        ),
         ("mlp.experts", OTHER, lambda block: setattr(block.mlp.experts, "act_fn", nn.GELU())),
     ]
     for name, reason, change in changes:

@@ -64,13 +64,13 @@ _HOOKS: Final = (
 def reason_bound(module: nn.Module) -> str | None:
     """Return the reason that a module with another class would lose something that was added to this object, or None.
 
-    Hooks are not moved to the new module: they may read ``weight``, which will have another meaning.
+    Hooks are not moved to the new module: they may read ``weight``, whose meaning changes.
     """
     if "forward" in vars(module):
         return "its forward was replaced"
     for attribute, name in _HOOKS:
         if getattr(module, attribute, None):
-            return f"it has a {name}"
+            return f"a {name} is registered on it"
     return None
 
 
@@ -84,7 +84,7 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
     if type(module) is not nn.Linear:
         kind = type(module).__name__
         if parametrize.is_parametrized(module):
-            return "it has a parametrization"
+            return "it is parametrized"
         return f"{kind} is a subclass of nn.Linear" if isinstance(module, nn.Linear) else f"{kind} is not nn.Linear"
     reason = reason_bound(module)
     if reason is not None:

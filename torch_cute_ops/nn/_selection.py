@@ -96,7 +96,7 @@ def select(
         elif filter_fn is not None and not filter_fn(module, name):
             left = Left("filter_fn returned False", is_expected=True)
         elif name.rpartition(".")[2] == "_orig_mod":
-            left = Left("torch.compile has wrapped it, and would call the old module; quantise before torch.compile")
+            left = Left("torch.compile wraps it, and would call the old module; quantise before torch.compile")
         elif shared := _left_of_shared(module, name, owners):
             left = shared
         elif experts is None:

@@ -1,4 +1,4 @@
-"""Summary of the modules that a function of this package has replaced in a model."""
+"""Summary of the modules that a function of this package replaced in a model."""
 
 import logging
 import weakref
@@ -24,7 +24,7 @@ class Summary(NamedTuple):
     Attributes:
         function: name of the function that replaced modules, such as ``"quantize_"``.
         replaced: class of the new module, by the old module's name.
-        left: reason, by name, for each module that stays although it has a parameter of two or more dimensions.
+        left: reason, by name, for each module that stays although it owns a parameter of two or more dimensions.
         bytes_before: bytes of the model's parameters and buffers before; tied tensors count once.
         bytes_after: bytes of the model's parameters and buffers after.
     """
@@ -50,17 +50,17 @@ class Summary(NamedTuple):
 
 
 def summary(model: nn.Module) -> Summary:
-    """Return what the last function that quantised or loaded this model has changed.
+    """Return what the last function that quantised or loaded this model changed.
 
     These are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
     ``integrations.transformers``.
 
     Raises:
-        ValueError: for a model that none of them has changed.
+        ValueError: for a model that none of them changed.
     """
     found = _SUMMARIES.get(model)
     if found is None:
-        raise ValueError(f"summary: no function of this package has replaced modules of this {type(model).__name__}")
+        raise ValueError(f"summary: no function of this package replaced modules of this {type(model).__name__}")
     return found
 
 

@@ -63,7 +63,7 @@ class FloatExperts(NamedTuple):
     def _reason_more_parameters(self) -> str | None:
         known = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if self.has_bias else set())
         more = [name for name, _ in self.module.named_parameters() if name not in known]
-        return f"QuantExperts has no place for its {', '.join(more)}" if more else None
+        return f"QuantExperts cannot hold its {', '.join(more)}" if more else None
 
 
 def float_experts(module: nn.Module) -> FloatExperts | None:
@@ -81,7 +81,7 @@ def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
     experts, *sizes = down.shape
     shapes = f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)}"
     if gate_up.shape[0] != experts:
-        return f"{shapes} have different numbers of experts"
+        return f"{shapes} differ in the number of experts"
     is_fitting = {
         is_transposed: gate_up.shape[1:] == ((hidden, 2 * width) if is_transposed else (2 * width, hidden))
         for is_transposed, (width, hidden) in ((False, sizes[::-1]), (True, sizes))

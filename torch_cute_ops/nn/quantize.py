@@ -116,7 +116,7 @@ def quantize_(
 def finished(
     function: str, model: nn.Module, cls: type[QuantLinear], selection: Selection, bytes_before: int
 ) -> list[str]:
-    """Guard and record a model whose selected modules have been replaced, and return the texts of warnings.
+    """Guard and record a model after its selected modules were replaced, and return the texts of warnings.
 
     Args:
         function: name of the function, for the summary and the warnings.
@@ -137,7 +137,7 @@ def finished(
     if not replaced:
         expected = {name: reason for name, reason in reasons.items() if name not in surprising}
         groups = (f"{_names.listed(names)}: {reason}" for reason, names in grouped(expected).items())
-        reason = "; ".join(groups) or ("see above" if surprising else "it has no linear layers and no experts")
+        reason = "; ".join(groups) or ("see above" if surprising else "no linear layers and no experts")
         texts.append(f"{function}: nothing was replaced in this {type(model).__name__} ({reason})")
     return texts
 
