@@ -34,8 +34,10 @@ from support.cases import (
     with_usable_backend,
 )
 
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
 
@@ -352,6 +354,25 @@ def test_launchers_are_not_confused(op, launches):
     for i in torch.randperm(len(samples)).tolist():
         assert_same(run_entry(op, samples[i]), run(op, samples[i]))
     assert len(launches.compiled) < len(launches.calls)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if isinstance(case.values[0].path, Gemm)])
+def test_a_call_finds_the_launcher_of_its_key(op, monkeypatch):
+    """Check that a GEMM's call, which computes its key inline, finds the launcher that is stored under ``key``, and
+    passes it the call's tensors."""
+    sample = named(op, make_call(op, 4, 80, device="cpu"))
+    call = op.bind(*sample.args, **sample.kwargs)
+    found, result = [], torch.zeros(1)
+
+    class Found:
+        @staticmethod
+        def run(given, out):
+            found.extend(given)
+            return result
+
+    monkeypatch.setattr(op.path, "launchers", {op.path.key(call, call.a.get_device()): Found})
+    assert op.path.run(None, None, *call) is result
+    assert all(one is other for one, other in zip(found, call[: len(Operands._fields)], strict=True))
 
 
 @pytest.mark.parametrize(

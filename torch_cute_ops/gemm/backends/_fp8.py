@@ -67,19 +67,9 @@ class FP8Backend(Backend):
         prefetches = kernel.config.prefetches
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            function(
-                given.a,
-                given.b,
-                given.a_scale,
-                given.b_scale,
-                given.offsets,
-                given.counts,
-                given.alpha,
-                given.bias,
-                out,
-                given.prefetch if prefetches else None,
-                max_ctas,
-            )
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = given
+            following = prefetch if prefetches else None
+            function(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, following, max_ctas)
 
         return launch
 

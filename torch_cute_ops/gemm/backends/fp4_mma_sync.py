@@ -120,13 +120,13 @@ class FP4MmaSync(FP4KernelBackend):
         casts = problem.a.format not in (dtype, problem.b.format)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, a_scale = given.a, given.a_scale if by_codes else None
+            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
             if decode is not None:
-                assert given.a_scale is not None
-                a = decode(a, given.a_scale)
+                assert a_scale is not None
+                a = decode(a, a_scale)
             elif casts:
                 a = a.to(dtype)
-            function(a, a_scale, given.b, given.b_scale, given.alpha, given.bias, out)
+            function(a, a_scale if by_codes else None, b, b_scale, alpha, bias, out)
 
         return launch
 

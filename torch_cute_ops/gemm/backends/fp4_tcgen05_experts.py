@@ -110,18 +110,9 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         has_workspace, workspace_bytes = config.has_workspace, config.workspace_bytes
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            workspace = new_bytes(device, workspace_bytes(given.a.shape[0], n, experts)) if has_workspace else None
-            function(
-                given.a,
-                given.a_scale,
-                given.b,
-                given.b_scale,
-                given.alpha,
-                given.bias,
-                out,
-                workspace,
-                num_ctas,
-            )
+            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            workspace = new_bytes(device, workspace_bytes(a.shape[0], n, experts)) if has_workspace else None
+            function(a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas)
 
         return launch
 

@@ -171,19 +171,9 @@ class FP4Wgmma(FP4KernelBackend):
         prefetches = config.prefetches
 
         def launch_rearranging(given: Operands, out: torch.Tensor) -> None:
-            function(
-                given.a,
-                given.a_scale,
-                given.b,
-                given.b_scale,
-                given.alpha,
-                given.bias,
-                out,
-                None,
-                given.prefetch if prefetches else None,
-                0,
-                0,
-            )
+            a, b, a_scale, b_scale, alpha, bias, _, _, prefetch = given
+            following = prefetch if prefetches else None
+            function(a, a_scale, b, b_scale, alpha, bias, out, None, following, 0, 0)
 
         if config.rearranges:
             return launch_rearranging
@@ -193,20 +183,9 @@ class FP4Wgmma(FP4KernelBackend):
         has_partial_sums = int(schedule.has_partial_sums)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            workspace = new_bytes(device, -(-given.a.shape[0] // tile_m) * size)
-            function(
-                given.a,
-                given.a_scale,
-                given.b,
-                given.b_scale,
-                given.alpha,
-                given.bias,
-                out,
-                workspace,
-                None,
-                num_ctas,
-                has_partial_sums,
-            )
+            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            workspace = new_bytes(device, -(-a.shape[0] // tile_m) * size)
+            function(a, a_scale, b, b_scale, alpha, bias, out, workspace, None, num_ctas, has_partial_sums)
 
         return launch
 

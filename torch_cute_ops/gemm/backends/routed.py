@@ -105,18 +105,9 @@ class Routed(RoutedBackend):
         workspace_bytes = config.workspace_bytes
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
-            function(
-                given.a,
-                given.a_scale,
-                given.b,
-                given.b_scale,
-                given.alpha,
-                given.bias,
-                out,
-                workspace,
-                num_ctas,
-            )
+            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            workspace = new_bytes(device, workspace_bytes(a.shape[0], experts, num_ctas))
+            function(a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas)
 
         return launch
 
