@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expected import assert_same
+from samples.grouped_mm_fp8 import contiguous
 from support.cases import (
     choices_of,
     copy_updated,
@@ -23,6 +24,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton
 
+import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -176,3 +178,27 @@ def test_export(op, device):
         sample = named(op, {**tensors, **fixed})
         want = run(op, sample)
         assert_same((*defined(op, sample, program(tensors)), *(tensors[name] for name in op.updated)), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_computed_in_the_graph_stay_transposed_views(dynamic, device):
+    """Check that Inductor keeps the strides of weights that it computes, from rows, columns and copies of both."""
+    if device == "cuda" and not has_triton():
+        pytest.skip("Inductor needs Triton on a GPU")
+    one = contiguous("", [5, 7], 128, 128, torch.device(device), alignment=1)
+    a, b, *rest = one.args
+    rows = (b.view(torch.uint8) ^ 1).mT.contiguous()
+
+    def program(a, rows, rest):
+        weights = (
+            (rows ^ 1).mT,
+            rows.mT ^ 1,
+            (rows.mT.contiguous() ^ 1).mT.contiguous().mT,
+            torch.cat((rows[:1] ^ 1, rows[1:] ^ 1)).mT,
+        )
+        return [torch_cute_ops.grouped_mm_fp8(a, weight.view(a.dtype), *rest) for weight in weights]
+
+    want = torch_cute_ops.grouped_mm_fp8(a, b, *rest)
+    for got in torch.compile(program, fullgraph=True, dynamic=dynamic)(a, rows, rest):
+        assert_same([got], [want])
