@@ -1,5 +1,7 @@
 """``moe_fc2_weight``: the codes and scales of each expert at their place, and the sums of the op in float64."""
 
+import doctest
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from samples._fp4_gemm import random_matrix
 
 import torch_cute_ops
 from torch_cute_ops import moe_fc2_fp4_weight_only, moe_fc2_weight
-from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.formats import MXFP4, NVFP4, expert_weights
 
 CPU = torch.device("cpu")
 
@@ -65,6 +67,11 @@ def test_quantised_experts_give_the_layer():
     x = torch.arange(128.0)[None].bfloat16()
     got = moe_fc2_fp4_weight_only(x, w, w_scale, torch.tensor([[1.0, 1.0]]), out_dtype=torch.float32)
     assert torch.equal(got[0], 6 * torch.arange(64.0) + 3 * torch.arange(64.0, 128.0).flip(0))
+
+
+def test_the_example():
+    failed, attempted = doctest.testmod(expert_weights)
+    assert attempted and not failed
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ def moe_fc2_weight(
         codes: (E, N, I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte: the down projections of E experts, as
             checkpoints store them and as :func:`fp4_quantize` writes them.
         scale: block scales of ``codes``: linear (E, N, I/B), or 128x4 tiles over the E·N rows, as :func:`fp4_quantize`
-            writes them. float8_e4m3fn (NVFP4, B = 16), or uint8 or float8_e8m0fnu (MXFP4, B = 32).
+            writes them; :func:`as_tiles` views other libraries' tiles as such. float8_e4m3fn (NVFP4, B = 16), or uint8
+            or float8_e8m0fnu (MXFP4, B = 32).
         scale_layout: layout of the returned scales: ``"128x4"`` or ``"linear"``.
 
     Returns:
@@ -52,7 +53,7 @@ def moe_fc2_weight(
         if layout.tile_rows == 8:
             raise ValueError("scale_layout='8x4' is for activations; use '128x4' or 'linear'")
         experts, n, half = codes.shape
-        # Linear scales have the dimensions of the codes; the shape of tiles is checked by the conversion.
+        # The conversion checks the shape of tiles.
         is_linear = scale.dim() == 3 and scale.shape[:2] == codes.shape[:2]
         linear = convert_scales(scale, experts * n, 2 * half, "linear" if is_linear else "128x4", "linear")
     except (ValueError, TypeError) as error:

@@ -71,7 +71,7 @@ def fp4quant_mm_fp4(
         (M, N) in ``out_dtype``. A row with NaN or infinity is NaN; a NaN scale of ``b`` makes its column NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` has other strides than a transposed view;
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is no transposed view;
             if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
             grad while gradients are enabled.
         TypeError: If a dtype is wrong.

@@ -61,7 +61,7 @@ def mm_fp8_block(
         (M, N) in ``out_dtype``.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` has other strides than a transposed view;
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is no transposed view;
             if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
             grad while gradients are enabled.
         TypeError: If a dtype is wrong.
