@@ -2,7 +2,7 @@
 
     python tools/compare_ptx.py                    compare with tests/ptx_digests.json; exit status 1 if any differs
     python tools/compare_ptx.py --write            write tests/ptx_digests.json
-    python tools/compare_ptx.py --only fp8_wgmma   take only cases with this text in their id
+    python tools/compare_ptx.py --only fp8_wgmma   take only cases with this text in their id; with --write, keep others
     python tools/compare_ptx.py --root CHECKOUT --against FILE   take kernels from another checkout, digests from FILE
 
 Equal digests prove that a change moved or renamed device code without changing a kernel. No GPU is needed. Symbol
@@ -46,6 +46,8 @@ def main() -> int:
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = dict(zip((case.id for case in cases), pool.map(digest, cases, chunksize=4), strict=True))
     if options.write:
+        if options.only:
+            found = json.loads(options.against.read_text(encoding="utf-8")) | found
         options.against.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         print(f"{len(found)} digests in {options.against}")
         return 0

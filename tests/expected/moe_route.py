@@ -8,7 +8,7 @@ from expected import Tensors
 
 _ARGUMENTS = (
     "Tensor logits, int topk, Tensor? bias=None, str scoring='softmax', int num_groups=1, int topk_groups=1, "
-    "bool renormalize=True, float scaling_factor=1.0, int alignment=128, SymInt? max_rows=None"
+    "bool renormalize=True, float scaling_factor=1.0, int alignment=128, SymInt? max_rows=None, bool finite=False"
 )
 _NAMES = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
 SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for name in _NAMES)})"
@@ -21,15 +21,24 @@ ERROR = 2.0**-17
 
 
 def scores_of(given) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores that choose experts, and the scores that make weights, in float64."""
+    """Return, in float64, the scores that choose experts; and sigmoids, or logits of a softmax, that make weights."""
     logits = given["logits"].detach().cpu().double().numpy()
+    bias = None if given["bias"] is None else given["bias"].detach().cpu().double().numpy()
+    if given.get("finite"):
+        largest = float(np.finfo(np.float32).max)
+        logits = np.clip(np.where(np.isnan(logits), -largest, logits), -largest, largest)
     with np.errstate(all="ignore"):
         if given["scoring"] == "softmax":
-            return logits, np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+            return (logits if bias is None else softmax(logits) + bias), logits
         # A sigmoid that rounds to 1 or 0 in fp32 is 1 or 0.
         sigmoid = (1 / (1 + np.exp(-logits))).astype(np.float32).astype(np.float64)
-    bias = 0 if given["bias"] is None else given["bias"].detach().cpu().double().numpy()
-    return sigmoid + bias, sigmoid
+    return (sigmoid if bias is None else sigmoid + bias), sigmoid
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax of each row."""
+    exponentials = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+    return exponentials / exponentials.sum(1, keepdims=True)
 
 
 def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray:
@@ -43,10 +52,9 @@ def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray
 
 
 def is_near(values: np.ndarray, order: np.ndarray, count: int) -> bool:
-    """Return whether two neighbours among the first ``count + 1`` are nearly but not exactly equal."""
-    some = values[order[: count + 1]]
+    """Return whether one of the first ``count`` and any other value are nearly but not exactly equal."""
     with np.errstate(invalid="ignore"):
-        gaps = some[:-1] - some[1:]
+        gaps = values[order[:count], None] - values
     return bool(((gaps > 0) & (gaps < NEAR)).any())
 
 
@@ -54,15 +62,17 @@ def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
     """Return the experts of one token, and whether other experts would be accepted."""
     size = len(choice) // given["num_groups"]
     groups = np.where(np.isnan(choice), -np.inf, choice).reshape(-1, size)
+    # DeepSeek-V3 adds the two best scores of a group; DeepSeek-V2, with softmax and no bias, takes the best score.
+    is_exact = given["scoring"] == "softmax" and given["bias"] is None
     with np.errstate(invalid="ignore"):
-        sums = -np.sort(-groups, 1)[:, :2].sum(1)
+        sums = -np.sort(-groups, 1)[:, : 1 if is_exact else 2].sum(1)
     best = ranked(sums)
     out = np.ones(given["num_groups"], bool)
     out[best[: given["topk_groups"]]] = False
     order = ranked(choice, out.repeat(size))
-    near = given["scoring"] == "sigmoid" and is_near(choice, order, given["topk"])
+    near = is_near(choice, order, given["topk"])
     near |= given["topk_groups"] < given["num_groups"] and is_near(sums, best, given["topk_groups"])
-    return order[: given["topk"]], near
+    return order[: given["topk"]], near and not is_exact
 
 
 def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
@@ -94,12 +104,12 @@ def weights_of(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
     """Return the weights of these experts, in float64."""
     weights = np.take_along_axis(score, ids, 1)
     with np.errstate(all="ignore"):
-        if given["renormalize"]:
-            weights = weights / (weights.sum(1, keepdims=True) + (0 if given["scoring"] == "softmax" else 1e-20))
-        elif given["scoring"] == "softmax":
-            weights = weights / score.sum(1, keepdims=True)
         if given["scoring"] == "softmax":
-            weights[np.isnan(score).any(1)] = np.nan
+            of_all = softmax(score)
+            weights = softmax(weights) if given["renormalize"] else np.take_along_axis(of_all, ids, 1)
+            weights[np.isnan(of_all).any(1)] = np.nan
+        elif given["renormalize"]:
+            weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
         return weights * given["scaling_factor"]
 
 

@@ -8,7 +8,7 @@ from expected import Tensors, moe_route
 
 _ARGUMENTS = (
     "Tensor logits, int topk, Tensor? bias=None, str scoring='softmax', int num_groups=1, int topk_groups=1, "
-    "bool renormalize=True, float scaling_factor=1.0, Tensor? expert_factor=None"
+    "bool renormalize=True, float scaling_factor=1.0, Tensor? expert_factor=None, bool finite=False"
 )
 SCHEMA = f"cute::moe_route_dense({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::moe_route_dense.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"

@@ -193,8 +193,10 @@ def check(one: Gated, edit: Any = None) -> None:
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def gated(*case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: int = 1) -> GatedExpertsCase:
-    return GatedExpertsCase(*case, epilogue, HOPPER, a_dtype, split_k)
+def gated(
+    *case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: int = 1, **rest: int
+) -> GatedExpertsCase:
+    return GatedExpertsCase(*case, epilogue, HOPPER, a_dtype, split_k, **rest)
 
 
 GATED = [
@@ -206,6 +208,10 @@ GATED = [
     Gated(
         gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, epilogue=(NVFP4, SMALL, "expert", None, "expert", True)),
         *(1, 2080, 35, 64, "few", 5, 1),
+    ),
+    Gated(
+        gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(BF16, None, None, None, None, False), max_experts=1024),
+        *(2, 64, 520, 64, "few", 3, 1),
     ),
     Gated(
         gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, "expert", BF16, None, True)),

@@ -30,6 +30,7 @@ from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
 from ptx_emulator.memory import Deadlock
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.registry import OPS
@@ -63,7 +64,8 @@ class Run(NamedTuple):
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
+        counts = self.counts if len(self.counts) < 10 else (sum(self.counts), "of", len(self.counts))
+        return f"{self.case.id}-{'+'.join(map(str, counts))}x{self.n}x{self.k}-{self.max_ctas}"
 
     @property
     def sample(self) -> Any:
@@ -147,6 +149,11 @@ def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
     return FP8GemmCase("fp8_mma", layout, (tokens,), Epilogue(*epilogue), arch)
 
 
+def many(case: FP8GemmCase) -> FP8GemmCase:
+    """Return a case for up to ``MAX_EXPERTS`` experts."""
+    return dataclasses.replace(case, max_experts=MAX_EXPERTS)
+
+
 # Partial tiles, experts without rows, several tiles of a CTA, more k tiles than stages. Kernels of tiles of 128 rows
 # take 3 s to compile, and serve several runs.
 RUNS = [
@@ -191,6 +198,9 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
+    # More experts than usual tables have room for
+    Run(many(wgmma("offsets", (16, 128, 1), BF16)), (0,) * 510 + (17, 0, 3, 1), 72, 128, 2, seed=1),
+    Run(many(mma("counted", 16, BF16, arch="sm_120a")), (2, *(0,) * 515, 19, 0), 72, 64, 2),
     # Several tiles of a CTA, and clusters with a CTA without a k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),

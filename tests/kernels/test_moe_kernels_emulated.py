@@ -21,7 +21,7 @@ from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
 from torch_cute_ops.formats import FP8_BLOCK128
-from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.experts import MAX_EXPERTS, USUAL_EXPERTS, used_rows
 from torch_cute_ops.kernels import moe_finalize, moe_permute, moe_route, moe_route_dense, moe_route_ids, row_quant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -51,6 +51,8 @@ FINALIZE = {
     "larger-ctas": Finalize(BF16, 1096, {"m": 2, "topk": 4, "experts": 4}, True, 1, 4),
     "narrow": Finalize(BF16, 8, {"m": 7, "topk": 1, "experts": 2}, False, 2, 2),
     "top-16": Finalize(FP16, 264, {"m": 3, "topk": 16, "experts": 17}, True, 1, 3),
+    "top-32": Finalize(BF16, 264, {"m": 3, "topk": 32, "experts": 33}, True, 1, 2),
+    "top-23": Finalize(FP32, 72, {"m": 3, "topk": 23, "experts": 1000}, False, 1, 0),
     "dropped": Finalize(FP32, 64, {"m": 12, "topk": 2, "experts": 3, "max_rows": 4}, True, 1, 0),
 }
 
@@ -104,7 +106,8 @@ class Rows(NamedTuple):
     gate: tuple[float, float, float] | None = None
 
     def kernel(self, *plan_arguments: Any) -> Any:
-        planned = MoeCase("moe_swiglu", (self.width, self.dtype, *plan_arguments)).kernel
+        many = (MAX_EXPERTS,) if self.routing.get("experts", 1) > USUAL_EXPERTS else ()
+        planned = MoeCase("moe_swiglu", (self.width, self.dtype, *plan_arguments, *many)).kernel
         return type(planned)(dataclasses.replace(planned.config, **self.changes))
 
 
@@ -132,6 +135,8 @@ PERMUTE = {
     "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
+    "top-32": Permute(BF16, 384, {"m": 5, "topk": 32, "experts": 40}, 1),
+    "top-23": Permute(FP16, 256, {"m": 3, "topk": 23, "experts": 1000}, 0),
     "half-a-block": Permute(BF16, 64, SOME, 1),
     "half-a-block-more": Permute(FP16, 960, {"m": 7, "topk": 10, "experts": 16}, 0),
     "half-a-block-dropped": Permute(FP32, 320, MASKED, 2),
@@ -245,6 +250,8 @@ SWIGLU = {
     "masked": (Rows(FP16, 640, MASKED, 2, 1, WARP_GROUPS), "counts"),
     "two-warps": (Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS), "counts"),
     "decode": (Rows(BF16, 512, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}), "both"),
+    "1000-experts": (Rows(BF16, 640, {"m": 3, "topk": 23, "experts": 1000}, 2, 0, WARP_GROUPS), "both"),
+    "1024-experts-share-a-warp": (Rows(FP16, 128, {"m": 4, "topk": 8, "experts": 1024}, 2, 1, {"groups": 2}), "both"),
     "one-expert": (Rows(BF16, 512, {"m": 40, "topk": 1, "experts": 7, "kind": "one"}, 1, 3, WARP_GROUPS), "both"),
     "gated-by-gpt-oss": (Rows(BF16, 320, SOME, 2, 0, {"groups": 2}, (1.702, 1.0, 7.0)), "both"),
     "without-a-limit": (Rows(FP32, 576, MASKED, 2, 1, WARP_GROUPS, (0.5, -1.0, math.inf)), "counts"),
@@ -380,6 +387,13 @@ ROUTES = {
     "no-tokens": Route(0, 12, 3, {"max_rows": 8}, 2, 0),
     "no-tokens-contiguous": Route(0, 12, 3, {}, 2, 0),
     "all-experts": Route(3, 512, 16, {"scoring": "sigmoid", "num_groups": 32, "topk_groups": 3}, 4, 2),
+    "top-32-of-1024": Route(3, 1024, 32, {"scoring": "sigmoid", "bias": True}, 4, 2, BF16),
+    "top-20-of-several-chunks": Route(70, 96, 20, {"alignment": 8}, 2, 1),
+    "softmax-bias": Route(9, 40, 4, {"bias": True, "num_groups": 4, "topk_groups": 2}, 2, 0),
+    "softmax-bias-of-900": Route(2, 900, 8, {"bias": True, "renormalize": False, "max_rows": 2}, 4, 3),
+    "softmax-groups": Route(5, 160, 6, {"num_groups": 8, "topk_groups": 3, "renormalize": False}, 4, 1, BF16),
+    "17-groups-of-30": Route(4, 510, 16, {**DEEPSEEK, "num_groups": 17}, 4, 1),
+    "3-groups-of-341": Route(2, 1023, 9, {"bias": True, "num_groups": 3, "topk_groups": 2}, 4, 0, FP16),
     "a-group-of-one": Route(4, 5, 3, {"scoring": "sigmoid", "num_groups": 5, "topk_groups": 3}, 1, 0),
     "one-expert": Route(33, 1, 1, {"alignment": 4}, 1, 0),
 }
@@ -388,12 +402,14 @@ ROUTES = {
 def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Run the kernels; return their outputs, and the arguments of the op."""
     torch.manual_seed(one.experts)
-    given = {"logits": torch.randn(one.tokens, one.experts).to(one.dtype), "topk": one.topk, **one.given}
+    given = {"logits": torch.randn(one.tokens, one.experts), "topk": one.topk, **one.given}
+    given["logits"] = given["logits"].to(one.dtype)
     given["bias"] = torch.randn(one.experts) * 0.1 if given.pop("bias", False) else None
     given = arguments(OPS["moe_route"], Sample("", (), given))
     plan_arguments = (given["num_groups"], given["topk_groups"], given["renormalize"], given["max_rows"] is not None)
     scoring = (given["scoring"] == "sigmoid", given["bias"] is not None)
-    case = MoeCase("moe_route", (one.dtype, one.experts, one.topk, *scoring, *plan_arguments))
+    finite = (True,) if given["finite"] else ()
+    case = MoeCase("moe_route", (one.dtype, one.experts, one.topk, *scoring, *plan_arguments, *finite))
     kernel = case.kernel
     outputs = [poisoned(*like.shape, dtype=like.dtype) for like in OPS["moe_route"].fake(**given)]
     words = kernel.config.workspace_words(one.tokens, len(outputs[3]), one.sms)
@@ -409,6 +425,21 @@ def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[
 def test_route(one: Route) -> None:
     outputs, given = find_routes(one)
     expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
+
+
+@pytest.mark.parametrize("experts", [40, 600])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_finite_weights(scoring: str, experts: int) -> None:
+    """Check logits that are not finite, which count as the largest or smallest finite numbers."""
+    torch.manual_seed(experts)
+    logits = torch.randn(8, experts)
+    logits[0], logits[1], logits[2], logits[3] = torch.nan, torch.inf, -torch.inf, 3e38
+    logits[4, ::2], logits[5, ::3], logits[6, ::2], logits[6, 1::2] = torch.nan, torch.inf, -torch.inf, torch.nan
+    for rest in ({}, {"renormalize": False}, {"bias": True, "num_groups": 4, "topk_groups": 2}):
+        given = {"scoring": scoring, "finite": True, "logits": logits, **rest}
+        outputs, given = find_routes(Route(8, experts, 5, given, 4, 0))
+        assert outputs[0].isfinite().all()
+        expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
 
 
 BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
@@ -465,6 +496,8 @@ PLACED = {
     "several-chunks": Placed(205, 37, 8, 2, {"alignment": 8}, 1, None),
     "several-runs": Placed(205, 12, 8, 1, {"max_rows": 130}, 4, 4),
     "several-chunks-of-runs": Placed(170, 512, 16, 20, {"alignment": 1}, 2, 1),
+    "1024-experts": Placed(33, 1024, 32, 9, {"alignment": 1}, 2, 3),
+    "1000-experts-of-a-chunk": Placed(20, 1000, 23, 9, {"max_rows": 3}, 2, 0),
     "masked": Placed(9, 12, 3, 3, {"max_rows": 2}, 2, 0),
     "no-tokens": Placed(0, 12, 3, 0, {"max_rows": 8}, 2, 0),
     "none-routed": Placed(20, 4, 3, -1, {}, 2, 0),
@@ -529,6 +562,9 @@ DENSE = {
     "all-experts": (Route(3, 512, 16, {"scoring": "sigmoid", "num_groups": 32, "topk_groups": 3}, 1, None), True),
     "all-chosen": (Route(4, 5, 5, {"scoring": "sigmoid"}, 1, 0), False),
     "one-expert": (Route(6, 1, 1, {}, 1, 3), True),
+    "top-32-of-1024": (Route(3, 1024, 32, {"scoring": "sigmoid", "bias": True}, 1, 2, BF16), True),
+    "softmax-bias": (Route(4, 600, 22, {"bias": True, "renormalize": False}, 1, 0, FP16), False),
+    "17-groups-of-30": (Route(4, 510, 16, {"bias": True, "num_groups": 17, "topk_groups": 4}, 1, 1), True),
 }
 
 

@@ -158,7 +158,7 @@ def test_errors():
         QuantExperts(down, gate_up, E)
     with pytest.raises(ValueError, match="NVFP4Linear and MXFP4Linear; expected two layers of one format"):
         QuantExperts(gate_up, block_of(Experts(), "mxfp4").mlp.experts.down_proj, E)
-    with pytest.raises(ValueError, match="number of experts is 0; expected 1 to 512"):
+    with pytest.raises(ValueError, match="number of experts is 0; expected 1 to 1024"):
         QuantExperts(gate_up, down, 0)
     x, ids, factors = routed(2, "cpu")
     with pytest.raises(ValueError, match="grouped_mm_fp8_fp4"):

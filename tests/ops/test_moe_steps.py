@@ -257,6 +257,41 @@ def test_choice_is_deepseeks(device):
     assert_close(weights, own / own.sum(-1, keepdim=True) * 2.5, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("experts", [64, 768])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_softmax_with_a_bias_or_groups(renormalize, experts, device):
+    """Compare with the formulas of DeepSeek-V2 (the best expert counts for a group) and of vLLM's routing with a bias
+    (scores plus bias choose, and scores are the weights)."""
+    logits, bias = torch.randn(60, experts, device=device), torch.rand(experts, device=device)
+    scores = logits.double().softmax(-1)
+    best = scores.view(60, 8, -1).amax(-1).topk(3).indices
+    in_best = torch.zeros(60, 8, dtype=torch.bool, device=device).scatter(1, best, True)
+    of_groups = scores.where(in_best.repeat_interleave(experts // 8, 1), 0.0)
+    for choice, given in ((of_groups, {"num_groups": 8, "topk_groups": 3}), (scores + bias, {"bias": bias})):
+        weights, ids, *_ = torch_cute_ops.moe_route(logits, 20, renormalize=renormalize, scaling_factor=2.0, **given)
+        assert (ids == choice.topk(20).indices).float().mean() > 0.995
+        own = scores.gather(1, ids.long())
+        want = own / own.sum(-1, keepdim=True) if renormalize else own
+        assert_close(weights, 2 * want.float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_rows_of_garbage_get_finite_weights(scoring, device):
+    """Check that ``finite`` changes no row of finite logits, and that weights of other rows are finite."""
+    logits = torch.randn(8, 40, device=device)
+    garbage = logits.clone()
+    garbage[1], garbage[3, ::2], garbage[5], garbage[7] = torch.nan, torch.inf, -torch.inf, torch.nan
+    garbage[7, ::3] = torch.inf
+    for op in (torch_cute_ops.moe_route, torch_cute_ops.moe_route_dense):
+        plain, of_garbage = (op(given, 4, scoring=scoring, finite=True) for given in (logits, garbage))
+        plain, of_garbage = (got[0] if isinstance(got, tuple) else got for got in (plain, of_garbage))
+        assert of_garbage.isfinite().all()
+        assert torch.equal(of_garbage[::2], plain[::2])
+        usual = op(garbage, 4, scoring=scoring)
+        assert (usual[0] if isinstance(usual, tuple) else usual).isnan().any()
+        assert torch.equal((usual[0] if isinstance(usual, tuple) else usual)[::2], plain[::2])
+
+
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])

@@ -226,24 +226,39 @@ def test_route_ids(call):
     check("moe_route_ids", call)
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.booleans(), generators())
-def test_route_dense(tokens, dtype, sigmoid, renormalize, has_factor, generator):
-    """The result matches the specification, and bit for bit the weights and experts of ``moe_route``."""
-    experts, topk = 24, 5
-    call = {
-        "logits": torch.randn(tokens, experts, generator=generator).to(dtype),
-        "topk": topk,
-        "bias": torch.randn(experts, generator=generator) if sigmoid else None,
-        "scoring": "sigmoid" if sigmoid else "softmax",
-        "num_groups": 4 if sigmoid else 1,
-        "topk_groups": 2 if sigmoid else 1,
-        "renormalize": renormalize,
+@st.composite
+def choices(draw):
+    """Draw logits, some of them not finite, and arguments that choose experts; sizes up to the largest."""
+    groups = draw(st.sampled_from([1, 1, 2, 3, 4, 17, 32]))
+    group_size = draw(st.integers(1, 1024 // groups) | st.just(1024 // groups))
+    experts, generator = groups * group_size, draw(generators())
+    topk_groups = draw(st.integers(1, groups))
+    logits = torch.randn(draw(st.integers(0, 6)), experts, generator=generator)
+    logits *= draw(st.sampled_from([1.0, 30.0]))
+    for value in draw(st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3e38]), max_size=2)):
+        logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.02, value, logits)
+    return {
+        "logits": logits.to(draw(st.sampled_from(DTYPES))),
+        "topk": draw(st.integers(1, min(32, topk_groups * group_size))),
+        "bias": torch.randn(experts, generator=generator) if draw(st.booleans()) else None,
+        "scoring": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "num_groups": groups,
+        "topk_groups": topk_groups,
+        "renormalize": draw(st.booleans()),
         "scaling_factor": 2.5,
+        "finite": draw(st.booleans()),
     }
-    factor = torch.randn(experts, generator=generator) if has_factor else None
+
+
+@settings(deadline=None, max_examples=200)
+@given(choices(), st.booleans())
+def test_route_dense(call, has_factor):
+    """The result matches the specification, and bit for bit the weights and experts of ``moe_route``."""
+    tokens, experts = call["logits"].shape
+    factor = torch.linspace(-2.0, 2.0, experts) if has_factor else None
     check("moe_route_dense", {**call, "expert_factor": factor})
     weights, ids, *_ = OPS["moe_route"].reference(**call)
+    assert not call["finite"] or weights.isfinite().all()
     want = torch.zeros(tokens, experts)
     for m in range(tokens):
         for weight, expert in zip(weights[m], ids[m].tolist(), strict=True):

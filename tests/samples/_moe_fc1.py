@@ -63,7 +63,7 @@ class GatedSamples(FP4Samples):
             ("decode-mxfp4", 1, 16, 64, 256, MXFP4),
             ("half-words", 5, 3, 192, 96, MXFP4),
             ("many-rows", 130, 2, 64, 64, NVFP4),
-            ("many-experts", 3, 512, 64, 32, NVFP4),
+            ("many-experts", 3, 1024, 64, 32, NVFP4),
             ("wide", 3, 2, 320, 64, NVFP4),
             ("long", 3, 2, 64, 2048, NVFP4),
             ("no-rows", 0, 2, 64, 64, NVFP4),
@@ -218,8 +218,8 @@ class GatedSamples(FP4Samples):
         for rows in (0, 64, 126, 192):
             text = f"w has {rows} columns of an expert; expected 2·I, I a positive multiple of 64"
             yield bad(f"columns-{rows}", ValueError, text, w=w.new_zeros(experts, rows, k // 2).mT)
-        for count in (0, 513):
-            text = f"w is of {count} experts; expected 1 to 512"
+        for count in (0, 1025):
+            text = f"w is of {count} experts; expected 1 to 1024"
             yield bad(f"experts-{count}", ValueError, text, w=w.new_zeros(1, 128, k // 2).expand(count, -1, -1).mT)
         yield from stride_errors(good, "w")
         yield from stride_errors(self.sample("square", m, experts * 64, 256, NVFP4, "128x4", device), "w")

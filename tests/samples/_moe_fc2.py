@@ -72,7 +72,7 @@ class ExpertGemmSamples(GemmSamples):
             ("tail-of-8", 5, 8, 4, 192, NVFP4),
             ("tail-of-72", 17, 200, 2, 256, MXFP4),
             ("long", 3, 136, 2, 512, NVFP4),
-            ("many-experts", 3, 24, 512, 64, NVFP4),
+            ("many-experts", 3, 24, 1024, 64, NVFP4),
             ("odd-columns", 5, 37, 2, 64, NVFP4),
             ("no-rows", 0, 24, 2, 64, NVFP4),
             ("no-rows-mxfp4", 0, 24, 2, 64, MXFP4),

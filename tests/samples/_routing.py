@@ -11,7 +11,7 @@ from samples._rows import DTYPES, short
 
 DEEPSEEK: dict[str, Any] = {"topk": 8, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
 """Scoring of DeepSeek-V3, together with 256 experts and a bias."""
-GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4))
+GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4), (17, 510, 3))
 """(groups, experts, groups per token)"""
 
 
@@ -52,7 +52,20 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
     for m in (0, 1, 7, 64, 65, 200):
         yield sample(f"deepseek-{m}-tokens", m, 256, top, bias=True, **deepseek)
         yield sample(f"softmax-{m}-tokens", m, 128, 8, torch.bfloat16)
-    for experts, topk in ((1, 1), (2, 1), (5, 5), (16, 16), (31, 3), (33, 16), (60, 4), (160, 6), (384, 8), (512, 16)):
+    for experts, topk in (
+        (1, 1),
+        (2, 1),
+        (5, 5),
+        (16, 16),
+        (31, 3),
+        (33, 16),
+        (60, 4),
+        (160, 6),
+        (384, 8),
+        (512, 16),
+        (896, 22),
+        (1024, 32),
+    ):
         yield sample(f"top-{topk}-of-{experts}", 21, experts, topk)
         yield sample(f"top-{topk}-of-{experts}-sigmoid", 70, experts, topk, scoring="sigmoid", renormalize=False)
     for groups, experts, some in GROUPS:
@@ -64,6 +77,16 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
             topk_groups=some,
             bias=groups % 2 == 0,
         )
+        if groups in (2, 8, 17):
+            for bias in (True, False):
+                name = f"{some}-of-{groups}-groups-of-{experts}-softmax{'-bias' if bias else ''}"
+                given = {"num_groups": groups, "topk_groups": some, "bias": bias, "renormalize": groups != 8}
+                yield sample(name, 23, experts, 4, torch.float32, **given)
+    yield sample("softmax-bias", 33, 64, 4, torch.bfloat16, bias=True)
+    yield sample("softmax-bias-of-1024", 9, 1024, 23, torch.bfloat16, bias=True, renormalize=False)
+    # The bias chooses experts whose softmax rounds to zero.
+    steep = torch.arange(24, device=device).float() * -40
+    yield Sample("softmax-bias-of-zeros", (steep.expand(3, 24).contiguous(), 5), {"bias": -steep})
     yield sample("not-renormalised", 30, 64, 4, renormalize=False)
     yield sample("scaled", 30, 64, 4, scaling_factor=-0.3)
     yield sample("many-tokens", 3001, 40, 3, torch.bfloat16)
@@ -89,7 +112,13 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
         special[8], special[9, ::2], special[10, 3::4] = -200.0, 200.0, -torch.inf
         for renormalize in (True, False):
             named = {"scoring": scoring, "renormalize": renormalize}
-            yield Sample(f"special-{scoring}-{'sum-1' if renormalize else 'as-they-are'}", (special, 4), named)
+            kind = f"special-{scoring}-{'sum-1' if renormalize else 'as-they-are'}"
+            yield Sample(kind, (special, 4), named)
+            yield Sample(f"{kind}-finite", (special.bfloat16(), 4), {**named, "finite": True})
+            if scoring == "softmax":
+                yield Sample(f"{kind}-bias", (special, 4), {**named, "bias": special[11] * 0.1})
+                of_groups = {"bias": special[11] * 0.1, "num_groups": 4, "topk_groups": 2, "finite": True}
+                yield Sample(f"{kind}-finite-groups-bias", (special, 4), named | of_groups)
     grouped = {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2}
     yield Sample("special-groups", (special, 4), grouped)
     yield Sample("special-groups-bias", (special, 4), grouped | {"bias": special[4] * 1.0})
@@ -108,17 +137,15 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
         yield bad(f"logits-{short(dtype)}", text, logits.to(dtype), 2, error=TypeError)
     yield bad("logits-1d", r"got logits with shape \(16,\); expected \(M, E\)", logits[0], 2)
     yield bad("logits-3d", r"expected \(M, E\)", logits[None], 2)
-    for experts in (0, 513):
-        text = f"logits are of {experts} experts; expected 1 to 512"
+    for experts in (0, 1025):
+        text = f"logits are of {experts} experts; expected 1 to 1024"
         yield bad(f"{experts}-experts", text, torch.zeros(2, experts, device=device), 1)
-    for topk in (0, -1, 17):
-        yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 16", logits, topk)
+    for topk in (0, -1, 33):
+        yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 32", logits, topk)
     yield bad("topk-of-fewer", "topk is 5, and a token has 4 experts to choose from", logits[:, :4], 5)
     for scoring in ("", "Softmax", "relu"):
         text = f"scoring='{scoring}' is unknown; use one of 'softmax', 'sigmoid'"
         yield bad(f"scoring-{scoring}", text, logits, 2, scoring=scoring)
-    yield bad("softmax-bias", "bias is given; scoring='softmax' has neither", logits, 2, bias=bias)
-    yield bad("softmax-groups", "num_groups is 2; scoring='softmax' has neither", logits, 2, num_groups=2)
     sigmoid: dict[str, Any] = {"scoring": "sigmoid"}
     for dtype in (torch.bfloat16, torch.float64):
         text = f"got bias with dtype {short(dtype)}; expected float32"

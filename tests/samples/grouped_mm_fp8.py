@@ -114,7 +114,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         ("no-rows-of-any", [0, 0, 0], 24, 128),
         ("all-on-the-last", [0, 0, 0, 70], 136, 128),
         ("many-rows", [130, 3, 257], 264, 256),
-        ("many-experts", [i % 3 for i in range(512)], 8, 128),
+        ("many-experts", [i % 3 for i in range(1024)], 8, 128),
         ("odd-counts", [1, 2, 3, 5, 7, 11, 13], 24, 256),
         ("long", [2, 3], 16, 4096),
         ("no-columns", [3, 4], 0, 128),
@@ -212,8 +212,8 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:, :160])
     yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:, :0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[..., :132])
-    yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
-    yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
+    yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 1024", b=b[:0])
+    yield bad("b-1025-experts", ValueError, "b is of 1025 experts", b=b[:1].expand(1025, -1, -1))
     yield bad("b-one-expert", ValueError, "got b_scale with shape", b=b[:1])
     transposed = tensors["b_scale"].mT.contiguous().mT
     yield bad("b-scale-transposed-view", ValueError, "a transposed view", b_scale=transposed)

@@ -115,9 +115,9 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         yield bad(f"width-{width}", ValueError, text, input=rows[:, :width], residual=None)
     yield from integer_errors("expanded_to_permuted", index, good, 1)
     yield bad("index-1d", ValueError, r"expected \(M, topk\)", expanded_to_permuted=index[0])
-    for topk in (0, 17):
+    for topk in (0, 33):
         more = torch.zeros(4, topk, dtype=torch.int32, device=device)
-        yield bad(f"topk-{topk}", ValueError, f"topk is {topk}; expected 1 to 16", expanded_to_permuted=more)
+        yield bad(f"topk-{topk}", ValueError, f"topk is {topk}; expected 1 to 32", expanded_to_permuted=more)
     for dtype in (torch.bfloat16, torch.float64):
         yield bad(f"weights-{short(dtype)}", TypeError, "got weights with dtype", weights=weights.to(dtype))
     for shape in ((4, 3), (3, 2), (4,), (1, 4, 2)):

@@ -61,10 +61,10 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     yield from (error for error in integer_errors("ids", ids, (ids, 16), 0) if error.error is TypeError)
     yield bad("ids-1d", r"got ids with shape \(2,\); expected \(M, topk\)", ids[0], 16)
     yield bad("ids-3d", r"expected \(M, topk\)", ids[None], 16)
-    for experts in (0, -1, 513):
-        yield bad(f"{experts}-experts", f"experts is {experts}; expected 1 to 512", ids, experts)
-    for topk in (0, 17):
+    for experts in (0, -1, 1025):
+        yield bad(f"{experts}-experts", f"experts is {experts}; expected 1 to 1024", ids, experts)
+    for topk in (0, 33):
         many = torch.zeros(4, topk, dtype=torch.int32, device=device)
-        yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 16", many, 16)
+        yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 32", many, 16)
     yield from order_errors(device, ids, 16)
     yield from bad_outputs(integer_outputs(device, **ORDER), (ids, 16), {"alignment": 8})

@@ -120,11 +120,11 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     yield bad("offsets-2d", "got offsets with shape .*expected one dimension", good[0], routed.offsets[None])
     yield bad("counts-2d", "got counts with shape .*expected one dimension", masked, counts=routed.counts[None])
     yield bad("counts-0d", "got counts with shape .*expected one dimension", masked, counts=routed.counts[0])
-    many = torch.zeros(514, dtype=torch.int32, device=device)
-    yield bad("513-experts", "offsets are of 513 experts; expected 1 to 512", good[0], many)
-    yield bad("no-experts", "offsets are of 0 experts; expected 1 to 512", good[0], many[:1])
-    wide = random_rows(513, 1, 256, device=device)
-    yield bad("513-experts-masked", "input has 513 experts; expected 1 to 512", wide, counts=many[1:])
+    many = torch.zeros(1026, dtype=torch.int32, device=device)
+    yield bad("1025-experts", "offsets are of 1025 experts; expected 1 to 1024", good[0], many)
+    yield bad("no-experts", "offsets are of 0 experts; expected 1 to 1024", good[0], many[:1])
+    wide = random_rows(1025, 1, 256, device=device)
+    yield bad("1025-experts-masked", "input has 1025 experts; expected 1 to 1024", wide, counts=many[1:])
     for count in (1, 3):
         text = rf"got counts with shape \({count},\); expected \(2,\), one for each expert"
         yield bad(f"counts-{count}", text, *good[:2], many[:count])

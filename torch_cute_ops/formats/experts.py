@@ -4,8 +4,11 @@ from typing import Final
 
 import torch
 
-MAX_EXPERTS: Final = 512
-MAX_TOPK: Final = 16
+MAX_EXPERTS: Final = 1024
+USUAL_EXPERTS: Final = 512
+"""Number of experts for which kernels' tables in shared memory have room. Kernels for more experts have larger tables.
+"""
+MAX_TOPK: Final = 32
 """Largest number of experts of a token."""
 
 

@@ -8,6 +8,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.experts.layouts import table_experts as table_experts
 from torch_cute_ops.kernels.common.fp4.layouts import PrologueQuant
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 

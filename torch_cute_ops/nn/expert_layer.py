@@ -96,7 +96,7 @@ class ExpertLayer(nn.Module):
     Args:
         router: (E, H), any floating-point dtype. A float32 router needs no conversion in each call.
         experts: module of E experts.
-        topk: number of experts per token, at most 16.
+        topk: number of experts per token, at most 32.
         shared: module with inputs and results of width H, or ``None``.
         router_bias: (E,), added to the logits, as in gpt-oss; or ``None``.
         bias: (E,), stored in float32, added to the sigmoids only for the choice of experts, as in DeepSeek-V3; or

@@ -243,7 +243,7 @@ class QuantExperts(nn.Module):
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 16. A pair with a negative
+            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 32. A pair with a negative
                 index, such as -1 for an expert on another rank, adds nothing. An index of E or more is refused on a
                 CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
             top_k_weights: (M, topk), any floating-point dtype.

@@ -534,8 +534,9 @@ class GroupedFP8Gemm(FP8Gemm):
 
     def grouping(self, call: GemmCall) -> "Grouping":
         p = gemm_package().problem
-        rows = p.ExpertLayout(call.offsets is not None, call.counts is not None)
-        grouping: Grouping = p.Grouping("rows", self.experts(call), rows)
+        experts = self.experts(call)
+        rows = p.ExpertLayout(call.offsets is not None, call.counts is not None, p.table_experts(experts))
+        grouping: Grouping = p.Grouping("rows", experts, rows)
         return grouping
 
     def declare_kind(self) -> dict[str, Property]:

@@ -37,6 +37,7 @@ class ChoiceCall(NamedTuple):
     alignment: int = 1
     max_rows: int | None = None
     expert_factor: Tensor | None = None
+    finite: bool = False
 
 
 def check_choice(op: str, call: ChoiceCall) -> None:
@@ -54,9 +55,6 @@ def check_choice(op: str, call: ChoiceCall) -> None:
     _checks.check_topk(op, topk)
     if call.scoring not in SCORINGS:
         refuse(f"scoring={call.scoring!r} is unknown; use one of {', '.join(map(repr, SCORINGS))}")
-    if call.scoring == "softmax" and (bias is not None or num_groups != 1):
-        what = "bias is given" if bias is not None else f"num_groups is {num_groups}"
-        refuse(f"{what}; scoring='softmax' has neither bias nor groups, so use 'sigmoid', or leave it out")
     check_per_expert(op, "bias", bias, logits)
     if not 1 <= num_groups <= MAX_GROUPS or experts % num_groups:
         refuse(f"num_groups is {num_groups}; expected 1 to {MAX_GROUPS}, a divisor of the {experts} experts")
@@ -81,9 +79,8 @@ def expert_choice(call: ChoiceCall) -> "ExpertChoice":
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
     groups = call.num_groups, call.topk_groups
-    return ExpertChoice(
-        call.logits.dtype, call.logits.shape[1], call.topk, is_sigmoid, has_bias, *groups, call.renormalize
-    )
+    of_logits = call.logits.dtype, call.logits.shape[1], call.topk
+    return ExpertChoice(*of_logits, is_sigmoid, has_bias, *groups, call.renormalize, call.finite)
 
 
 def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
@@ -91,7 +88,7 @@ def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
     logits = call.logits
     return (
         *(logits.shape[-1], logits.dtype, call.topk, call.bias is not None),
-        *(call.scoring, call.num_groups, call.topk_groups, call.renormalize),
+        *(call.scoring, call.num_groups, call.topk_groups, call.renormalize, call.finite),
     )
 
 
@@ -101,7 +98,7 @@ class ChoicePath(KernelPath[ChoiceCall]):
     call_type = ChoiceCall
 
     def declare(self) -> dict[str, Property]:
-        choices = self.arguments_as_properties("topk", "scoring", "num_groups", "topk_groups", "renormalize")
+        choices = self.arguments_as_properties("topk", "scoring", "num_groups", "topk_groups", "renormalize", "finite")
         return {
             "experts": size(lambda call: call.logits.shape[1]),
             "dtype": dtype(lambda call: call.logits.dtype, REQUIRED),
@@ -119,6 +116,7 @@ class ChoicePath(KernelPath[ChoiceCall]):
             "num_groups": given.num_groups,
             "topk_groups": given.topk_groups,
             "renormalize": given.renormalize,
+            "finite": given.finite,
             "max_rows": 1 if getattr(given, "masked", False) else None,
             "expert_factor": ones if getattr(given, "expert_factor", False) else None,
         }

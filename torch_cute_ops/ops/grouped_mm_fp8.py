@@ -42,7 +42,7 @@ def grouped_mm_fp8(
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
             max_rows, K).
         b: (E, K, N) float8_e4m3fn: the transposed view ``weight.mT`` of weights stacked row-major, (E, N, K), as
-            checkpoints store them. N is a multiple of 8, E at most 512. Strides reveal a stack passed as it is stored;
+            checkpoints hold them. N is a multiple of 8, E at most 1,024. Strides reveal a stack passed as it is stored;
             nothing reveals the transposed view of square weights that are stored transposed.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, also with padding between the columns; other strides are

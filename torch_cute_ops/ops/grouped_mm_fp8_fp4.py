@@ -45,7 +45,7 @@ def grouped_mm_fp8_fp4(
             max_rows, K).
         b: (E, K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
-            8, E at most 512. Strides reveal a stack passed as it is stored; nothing reveals the transposed view of
+            8, E at most 1,024. Strides reveal a stack passed as it is stored; nothing reveals the transposed view of
             square weights that are stored transposed.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, also with padding between the columns; other strides are

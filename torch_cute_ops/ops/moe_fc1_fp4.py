@@ -45,7 +45,7 @@ def moe_fc1_fp4(
     Args:
         a: (M, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
         w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
-            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 512 experts, the rows of
+            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 1,024 experts, the rows of
             gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
             reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
         a_scale: block scales of ``a`` as an (M, H) matrix: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8,

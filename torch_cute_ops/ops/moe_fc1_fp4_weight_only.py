@@ -44,7 +44,7 @@ def moe_fc1_fp4_weight_only(
     Args:
         a: (M, H) bfloat16 or float16.
         w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
-            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 512 experts, the rows of
+            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 1,024 experts, the rows of
             gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
             reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
         w_scale: block scales of ``w``: tiles over the rows of all experts, 128x4 (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as

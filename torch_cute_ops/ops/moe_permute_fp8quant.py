@@ -152,7 +152,7 @@ def moe_permute_fp8quant(
         input: (M, H) bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.
         permuted_to_expanded: (R,) int32, the pair ``token · topk + j`` of each row, or -1, as :func:`moe_route` returns
             it. No pair occurs twice.
-        topk: experts per token, at most 16.
+        topk: experts per token, at most 32.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
             :func:`moe_route` returns it. With any other content the result is unspecified. An index of R or more is
             refused on a CPU; on a GPU the pair is not written.

@@ -74,6 +74,7 @@ def moe_route_dense(
     renormalize: bool = True,
     scaling_factor: float = 1.0,
     expert_factor: Tensor | None = None,
+    finite: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -82,28 +83,32 @@ def moe_route_dense(
     The result is the ``alpha`` of :func:`moe_fc2_fp4`: the weights of :func:`moe_route`, bit for bit, times
     ``expert_factor`` in the columns of a token's experts, and 0 in all other columns::
 
-        softmax: weights = softmax(logits)[ids], ids = topk(logits)
-        sigmoid: weights = sigmoid(logits)[ids], ids = topk(sigmoid(logits) + bias)
-        weights = scaling_factor · weights / (Σ weights if renormalize else 1)
+        scores = softmax(logits) or sigmoid(logits)
+        ids = topk(scores + bias, in the best topk_groups of num_groups groups)
+        weights = scaling_factor · scores[ids] / (Σ scores[ids] if renormalize else 1)
         out[m, ids[m]] = weights[m] · expert_factor[ids[m]]
 
-    ``"softmax"`` chooses the ``topk`` largest logits; weights are their softmax over all experts. ``"sigmoid"`` follows
-    DeepSeek-V3: scores are the sigmoids of the logits, and experts are chosen by score plus ``bias``, from the
-    ``topk_groups`` groups with the largest sums of their two best experts; weights are the scores without bias. With
-    ``renormalize``, a token's weights are divided by their sum. Everything is computed in fp32. Among equal experts, or
+    Scores are the softmax of a token's logits over all experts, or their sigmoids. Experts are chosen by score plus
+    ``bias``; weights are the scores without bias. With groups, a token's experts come from the ``topk_groups`` best
+    groups. A group counts as the sum of its two best experts' scores plus bias, as in DeepSeek-V3; with ``"softmax"``
+    and no bias as its best expert alone, as in DeepSeek-V2. Everything is computed in fp32. Among equal experts, or
     groups, the first is chosen; NaN comes last.
 
+    As in :func:`torch.softmax`, NaN or inf among a token's logits makes its weights NaN; with ``"sigmoid"``, NaN does
+    if its expert is chosen. Padded rows of captured graphs may hold garbage; ``finite`` keeps their weights finite.
+
     Args:
-        logits: (M, E) bfloat16, float16 or float32; E is at most 512.
-        topk: experts per token, at most 16.
-        bias: (E,) float32, added to the sigmoids for the choice only; ``None`` means 0.
+        logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.
+        topk: experts per token, at most 32.
+        bias: (E,) float32, added to the scores for the choice only; ``None`` means 0.
         scoring: function that makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
-        num_groups: groups of equally many experts, at most 32; more than 1 only with ``"sigmoid"``.
+        num_groups: groups of equally many experts, at most 32.
         topk_groups: groups from which a token's experts may be chosen.
         renormalize: flag to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
         expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
             scales; ``None`` means 1.
+        finite: flag to read NaN and -inf among the logits as the smallest finite float32, and inf as the largest.
         out: contiguous tensor to write the result into.
 
     Returns:

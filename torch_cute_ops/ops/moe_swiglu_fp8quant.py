@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import MAX_EXPERTS, USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
@@ -90,7 +90,7 @@ class _Gate(KernelPath[_Call]):
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
         given = call.offsets is not None, call.counts is not None, gates_plainly(*call.gate)
-        return call.input.shape[-1], call.input.dtype, *given, device
+        return call.input.shape[-1], call.input.dtype, *given, _has_large_table(call), device
 
     def check(self, call: _Call) -> None:
         _checks.check_rows(self.op, "input", call.input, FP8_BLOCK128, _checks.INPUT_DTYPES, halves=True)
@@ -105,7 +105,8 @@ class _Gate(KernelPath[_Call]):
 
         given = call.offsets is not None, call.counts is not None
         width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call.gate)
-        problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general)
+        experts = 1 if call.counts is None else call.counts.numel()
+        problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general, experts)
         return KernelSpec(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
 
     def declare(self) -> dict[str, Property]:
@@ -115,16 +116,23 @@ class _Gate(KernelPath[_Call]):
             "offsets": flag(lambda call: call.offsets is not None, True),
             "counts": flag(lambda call: call.counts is not None, True),
             "swiglu": flag(lambda call: not gates_plainly(*call.gate)),
+            "many_experts": flag(_has_large_table),
         }
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
-        shape = (1, given.hidden) if given.offsets else (1, 1, given.hidden)
+        experts = MAX_EXPERTS if given.many_experts else 1
+        shape = (1, given.hidden) if given.offsets else (experts, 1, given.hidden)
         return {
             "input": torch.zeros(shape, dtype=given.dtype, device=device),
-            "offsets": torch.zeros(2, dtype=torch.int32, device=device) if given.offsets else None,
-            "counts": torch.zeros(1, dtype=torch.int32, device=device) if given.counts else None,
+            "offsets": torch.zeros(experts + 1, dtype=torch.int32, device=device) if given.offsets else None,
+            "counts": torch.zeros(experts, dtype=torch.int32, device=device) if given.counts else None,
             "swiglu_beta": 1.0 if given.swiglu else 0.0,
         }
+
+
+def _has_large_table(call: _Call) -> bool:
+    """Return whether the kernel has the larger table of experts' rows."""
+    return call.counts is not None and call.counts.numel() > USUAL_EXPERTS
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:
@@ -164,7 +172,7 @@ def moe_swiglu_fp8quant(
     Args:
         input: (R, 2I), expert e's rows from ``offsets[e]`` on; or (E, max_rows, 2I), each expert's rows first.
             bfloat16, float16 or float32; I is a multiple of 64. Rows may be strided.
-        offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 512.
+        offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 1,024.
             Required for an (R, 2I) input, otherwise ``None``.
         counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
             rows up to the next offset, which is faster and needs rows without padding. Offsets and counts out of range

@@ -25,27 +25,30 @@ def choose_experts(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    finite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights (M, topk) fp32 and experts (M, topk) int64 for tokens with these ``logits`` (M, E)."""
     # In float64, then rounded: the last bit of torch's fp32 functions depends on an element's position in its vector.
-    value = logits.double()
+    value = (logits.float().nan_to_num(nan=torch.finfo(torch.float32).min) if finite else logits).double()
+    two_best = scoring == "sigmoid" or bias is not None
     if scoring == "softmax":
-        choice = logits.float()
-        score = (value - value.amax(1, keepdim=True)).exp()
+        score = value.softmax(1)
+        choice = value.float() if bias is None else score.float() + bias
     else:
         score = value.sigmoid().float().double()
         choice = score.float() if bias is None else score.float() + bias
     groups = choice.unflatten(1, (num_groups, choice.shape[1] // num_groups))
-    two_best = _or_least(groups).topk(min(2, groups.shape[2]), dim=2).values
-    best_groups = best_first(two_best.sum(2))[:, :topk_groups]
+    best = _or_least(groups).topk(min(1 + two_best, groups.shape[2]), dim=2).values
+    best_groups = best_first(best.sum(2))[:, :topk_groups]
     left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=value.device).scatter(1, best_groups, False)
     chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
     weights = score.gather(1, chosen)
-    if renormalize:
+    if renormalize and scoring == "softmax":
+        # The softmax of the chosen logits: with a bias, the scores of all chosen experts may round to zero.
+        weights = torch.where(score[:, :1].isnan(), torch.nan, value.gather(1, chosen).softmax(1))
+    elif renormalize:
         # 1e-20 as in DeepSeek-V3's reference: a sum of sigmoids may be zero.
-        weights = weights / (weights.sum(1, keepdim=True) + (0.0 if scoring == "softmax" else 1e-20))
-    elif scoring == "softmax":
-        weights = weights / score.sum(1, keepdim=True)
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     return (weights * scaling_factor).float(), chosen
 
 

@@ -22,6 +22,7 @@ from support.kernel_grid.common import (
     together,
 )
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -171,6 +172,11 @@ class WgmmaCase(KernelCase):
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
+def experts_id(case: Any) -> str:
+    """Return the part of an id that names the room in lists of experts, if it is not usual."""
+    return "" if case.max_experts == USUAL_EXPERTS else f"with{case.max_experts}"
+
+
 @dataclass(frozen=True)
 class ExpertsCase(KernelCase):
     """FP4 GEMM over experts (``fp4_experts``). Attributes are arguments of its ``plan``; layouts are given by name."""
@@ -186,10 +192,11 @@ class ExpertsCase(KernelCase):
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
     bias_dtype: torch.dtype | None = None
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def id(self) -> str:
-        sizes = f"{self.tile_m}of{self.token_block}by{self.classes}"
+        sizes = f"{self.tile_m}of{self.token_block}by{self.classes}{experts_id(self)}"
         bias = [] if self.bias_dtype is None else [f"bias_{short(self.bias_dtype)[0]}"]
         return fp4_gemm_id("experts", self, activations_id(self), sizes, *short(self.out_dtype), *bias)
 
@@ -206,7 +213,7 @@ class ExpertsCase(KernelCase):
     def kernel_for(self, expert_k: int) -> Any:
         """Return the kernel that the backend builds."""
         sizes = {"expert_k": expert_k, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
-        given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
+        given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, "max_experts": self.max_experts, **sizes}
         return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
 
 
@@ -226,10 +233,11 @@ class GatedExpertsCase(KernelCase):
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
     split_k: int = 1
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def id(self) -> str:
-        sizes = f"{self.tile_n}by{self.tile_m}in{self.split_k}of{self.token_block}"
+        sizes = f"{self.tile_n}by{self.tile_m}in{self.split_k}of{self.token_block}{experts_id(self)}"
         named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.epilogue)
         return fp4_gemm_id("gated_experts", self, activations_id(self), sizes, *named)
 
@@ -245,6 +253,7 @@ class GatedExpertsCase(KernelCase):
     def kernel_for(self, k: int) -> Any:
         """Return the kernel that the backend builds, or None if it builds none."""
         sizes = {"k": k, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
+        sizes["max_experts"] = self.max_experts
         epilogue = fp4_gated_experts.GatedEpilogue(*self.epilogue)
         config = planned_experts(fp4_gated_experts, self, epilogue=epilogue, token_block=self.token_block, **sizes)
         return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)

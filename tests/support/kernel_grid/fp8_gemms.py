@@ -9,6 +9,7 @@ from typing import Any
 from support.epilogues import epilogues
 from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase, epilogue_id
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels import (
     fp8_fp4_recode,
     fp8_fp4_wgmma_codes,
@@ -38,6 +39,11 @@ def hints_of(case: FP8GemmCase | FP8FP4GemmCase) -> list[str]:
     return ["static"] * case.static_weight + ["prefetching"] * case.prefetches
 
 
+def layout_id(case: Any) -> str:
+    """Return the part of an id that names the expert layout."""
+    return case.layout if case.max_experts == USUAL_EXPERTS else f"{case.layout}{case.max_experts}"
+
+
 @dataclass(frozen=True)
 class FP8GemmCase(KernelCase):
     """An FP8 GEMM.
@@ -47,6 +53,7 @@ class FP8GemmCase(KernelCase):
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
         epilogue, arch, static_weight, prefetches: fields of the configuration.
+        max_experts: number of experts for which the table of experts has room.
     """
 
     family: str
@@ -56,11 +63,12 @@ class FP8GemmCase(KernelCase):
     arch: str = "sm_90a"
     static_weight: bool = False
     prefetches: bool = False
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        return "-".join((self.family, *hints_of(self), self.layout, tile, epilogue_id(self.epilogue), self.arch))
+        return "-".join((self.family, *hints_of(self), layout_id(self), tile, epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
@@ -71,7 +79,7 @@ class FP8GemmCase(KernelCase):
     @property
     def kernel(self) -> Any:
         """Kernel, built as the op builds it."""
-        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout], self.max_experts)
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile[0], **given))
@@ -91,6 +99,7 @@ class FP8FP4GemmCase(KernelCase):
         epilogue, arch, static_weight, prefetches: fields of the configuration.
         family: package of the kernel.
         overlaps: True if the weight is recoded while the GEMM runs.
+        max_experts: number of experts for which the table of experts has room.
     """
 
     fmt: FP4Format
@@ -103,6 +112,7 @@ class FP8FP4GemmCase(KernelCase):
     family: str = "fp8_fp4_wgmma_ss"
     overlaps: bool = False
     prefetches: bool = False
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def is_recoded(self) -> bool:
@@ -113,7 +123,7 @@ class FP8FP4GemmCase(KernelCase):
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
         family = (self.family, *hints_of(self), *["overlapping"] * self.overlaps)
-        parts = (*family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
+        parts = (*family, self.fmt.name, self.scale_layout, layout_id(self), tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
     @property
@@ -126,7 +136,7 @@ class FP8FP4GemmCase(KernelCase):
     @property
     def kernel(self) -> Any:
         """Kernel, built as the op builds it."""
-        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout], self.max_experts)
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.is_recoded:
             config = fp8_fp4_recode.plan(**given, overlaps_recode=self.overlaps)

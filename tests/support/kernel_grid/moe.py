@@ -21,8 +21,9 @@ class MoeCase(KernelCase):
 
     Attributes:
         family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
-        plan_arguments: arguments of the family's ``plan``; for ``moe_swiglu``: width of a row, dtype, and whether
-            offsets, counts and the general gate are used.
+        plan_arguments: arguments of the family's ``plan``; for a choice of experts: the fields of ``ExpertChoice``
+            without ``is_finite``, the other argument, and ``is_finite`` if it is true; for ``moe_swiglu``: width of a
+            row, dtype, whether offsets, counts and the general gate are used, and the number of experts if not usual.
         arch: architecture to compile for.
     """
 
@@ -43,14 +44,32 @@ class MoeCase(KernelCase):
         kernel = getattr(family, family.KERNEL.rpartition(".")[2])
         given = self.plan_arguments
         if self.family in ("moe_route", "moe_route_dense"):
-            given = ExpertChoice(*given[:8]), *given[8:]
+            given = ExpertChoice(*given[:8], is_finite=any(given[9:])), given[8]
         return kernel(family.plan(*given))
 
 
-def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, arch: str) -> Any:
-
-    spec = row_quant.RowQuantSpec.for_gated_experts(dtype, width, offsets, counts, swiglu)
+def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, *rest: Any) -> Any:
+    *experts, arch = rest
+    spec = row_quant.RowQuantSpec.for_gated_experts(dtype, width, offsets, counts, swiglu, *experts)
     return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[arch]))
+
+
+LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("moe_route", (BF16, 1024, 32, True, True, 32, 4, True, True), "sm_90a"),
+    ("moe_route", (FP16, 896, 22, False, True, 1, 1, True, False), "sm_100a"),
+    ("moe_route", (FP32, 1024, 8, False, False, 1, 1, False, False, True), "sm_120a"),
+    ("moe_route", (BF16, 510, 16, False, True, 17, 4, False, False, True), "sm_90a"),
+    ("moe_route_dense", (BF16, 1024, 32, True, True, 1, 1, True, True), "sm_90a"),
+    ("moe_route_dense", (FP16, 1020, 9, True, True, 17, 4, True, False, True), "sm_120a"),
+    ("moe_route_ids", (1024, False), "sm_120a"),
+    ("moe_finalize", (BF16, 4096, 32, True), "sm_90a"),
+    ("moe_finalize", (FP32, 7168, 27, True), "sm_120a"),
+    ("moe_permute", (BF16, 7168, 32), "sm_90a"),
+    ("moe_permute", (FP32, 2880, 23), "sm_120a"),
+    ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
+    ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
+)
+"""Cases with more than 512 experts, or more than 16 of them for a token; and a choice with finite logits."""
 
 
 def moe_cases() -> list[MoeCase]:
@@ -93,4 +112,5 @@ def moe_cases() -> list[MoeCase]:
         "moe_permute": permute,
         "moe_swiglu": swiglu,
     }
-    return [MoeCase(family, plan_arguments, next(archs)) for family, some in cases.items() for plan_arguments in some]
+    usual = [MoeCase(family, plan_arguments, next(archs)) for family, some in cases.items() for plan_arguments in some]
+    return [*usual, *(MoeCase(family, plan_arguments, arch) for family, plan_arguments, arch in LARGE)]

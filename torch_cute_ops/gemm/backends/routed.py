@@ -11,6 +11,7 @@ from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_experts
+from torch_cute_ops.kernels.common.experts.layouts import table_experts
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
@@ -97,6 +98,7 @@ class Routed(RoutedBackend):
             **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
+            max_experts=table_experts(problem.experts),
         )
 
     def launcher(self, problem: GemmProblem, tactic: RoutedTactic, target: Target) -> Launch:

@@ -20,6 +20,7 @@ from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_line
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_gated_experts
+from torch_cute_ops.kernels.common.experts.layouts import table_experts
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -139,6 +140,7 @@ class RoutedGated(RoutedBackend):
             **tactic._asdict(),
             arch=arch,
             pdl=settings.PDL,
+            max_experts=table_experts(problem.experts),
         )
 
     def launcher(self, problem: GemmProblem, tactic: GatedTactic, target: Target) -> Launch:

@@ -6,13 +6,14 @@ from typing import Final
 
 import torch
 
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
 from torch_cute_ops.kernels.common.experts.layouts import (
-    M_TILE_LIST_BYTES,
     MAX_SCANNED_TOKENS,
     PAIR_BYTES,
     TokenListLayout,
+    m_tile_list_bytes,
 )
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
 from torch_cute_ops.runtime.arch import Arch
@@ -68,6 +69,7 @@ class Config:
             one, all experts of one n tile.
         pdl: True for programmatic dependent launches.
         bias_dtype: dtype of the experts' biases, or None without biases.
+        max_experts: number of experts for which the lists of m tiles have room.
     """
 
     operands: FP4Operands
@@ -82,6 +84,7 @@ class Config:
     classes: int
     pdl: bool
     bias_dtype: torch.dtype | None = None
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def threads(self) -> int:
@@ -151,7 +154,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA of the GEMM."""
-        return self.stages * self.stage_bytes + self.acc_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
+        return self.stages * self.stage_bytes + self.acc_bytes + m_tile_list_bytes(self.max_experts) + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
         """Return the number of CTAs for each token block: one per SM, unless a CTA would compute classes of more than
@@ -192,6 +195,7 @@ def plan(
     arch: Arch,
     pdl: bool,
     bias_dtype: torch.dtype | None = None,
+    max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
     """Return the configuration with the first of ``PIPELINE_SHAPES``, and then the most stages, that fits into an SM
     of ``arch``. Return None if none fits with two stages for each pipeline."""
@@ -200,4 +204,4 @@ def plan(
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES
         for stages in range(4 * pipelines, pipelines, -pipelines)
     )
-    return first_fit((Config(operands, out_dtype, *sizes, pdl, bias_dtype) for sizes in every), arch)
+    return first_fit((Config(operands, out_dtype, *sizes, pdl, bias_dtype, max_experts) for sizes in every), arch)

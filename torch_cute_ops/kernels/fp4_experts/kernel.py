@@ -58,7 +58,7 @@ class FP4ExpertsKernel:
         self.weight = WeightStages(config.weight_tile, config.stages)
         self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
-        self.m_tiles = ExpertMTiles(config.token_block, config.tile_m, config.classes)
+        self.m_tiles = ExpertMTiles(config.max_experts, config.token_block, config.tile_m, config.classes)
         self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.expert_k)
 
     def arguments(self) -> Arguments:

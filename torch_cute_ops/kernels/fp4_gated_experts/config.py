@@ -7,8 +7,13 @@ from typing import Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
-from torch_cute_ops.kernels.common.experts.layouts import M_TILE_LIST_BYTES, MAX_SCANNED_TOKENS, TokenListLayout
+from torch_cute_ops.kernels.common.experts.layouts import (
+    MAX_SCANNED_TOKENS,
+    TokenListLayout,
+    m_tile_list_bytes,
+)
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
 from torch_cute_ops.runtime.arch import Arch
 
@@ -114,6 +119,7 @@ class Config:
         token_block: tokens of a token block.
         stages: number of stages of all pipelines.
         pdl: True for programmatic dependent launches.
+        max_experts: number of experts for which the lists of m tiles have room.
     """
 
     operands: FP4Operands
@@ -125,6 +131,7 @@ class Config:
     token_block: int
     stages: int
     pdl: bool
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def out_columns(self) -> int:
@@ -231,9 +238,8 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA of the GEMM."""
-        return (
-            self.stages * self.stage_bytes + self.smem_acc_bytes + self.value_bytes + M_TILE_LIST_BYTES + BARRIER_BYTES
-        )
+        lists_bytes = m_tile_list_bytes(self.max_experts)
+        return self.stages * self.stage_bytes + self.smem_acc_bytes + self.value_bytes + lists_bytes + BARRIER_BYTES
 
     @property
     def partial_sum_bytes(self) -> int:
@@ -276,9 +282,10 @@ def plan(
     token_block: int,
     arch: Arch,
     pdl: bool,
+    max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
     """Return the configuration with the most stages that fits into an SM of ``arch``, at most six for each pipeline.
     Return None if two do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
     sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
-    return first_fit((Config(operands, epilogue, *sizes, stages, pdl) for stages in every), arch)
+    return first_fit((Config(operands, epilogue, *sizes, stages, pdl, max_experts) for stages in every), arch)

@@ -128,7 +128,7 @@ class FP4GatedExpertsKernel:
         self.weight = WeightStages(config.weight_tile, 2 * config.stages)
         self.activations = Activations(config.arranged)
         self.lister = TokenLister(config.lists, self.activations)
-        self.m_tiles = ExpertMTiles(config.token_block, config.tile_m)
+        self.m_tiles = ExpertMTiles(config.max_experts, config.token_block, config.tile_m)
         self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.k, config.token_pitch)
         self.epilogue = GatedEpilogueOps(config)
 

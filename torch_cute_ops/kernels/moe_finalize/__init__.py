@@ -5,7 +5,7 @@
 Roles and data path. A CTA computes one *slice* of the columns of one token. The number of slices is chosen to fill the
 device, with at most one slice for each *round*, the columns that a CTA's threads process at once. A thread processes 16
 bytes of columns. With the token's ``topk`` indices and weights in registers, it issues its loads from the residual and
-from all ``topk`` rows before it uses the first, and stores 16 bytes of the sum. No shared memory is used. The order of
+from up to 16 rows before it uses the first, and stores 16 bytes of the sum. No shared memory is used. The order of
 the sum is the order of the experts.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever one ends, so that the last wave costs the time of one

@@ -12,6 +12,8 @@ from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Argu
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 WORDS = VECTOR // 4
+ROWS_AT_ONCE = 16
+"""Largest number of rows whose loads are issued at once. More do not fit the registers."""
 
 
 class MoeFinalizeKernel(TokenKernel):
@@ -91,12 +93,14 @@ class MoeFinalizeKernel(TokenKernel):
             if const_expr(c.has_residual):
                 # Load the residual first, because it does not depend on an index.
                 total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
-            words = [ptx.load_if(self._at(input, row, vector), row >= 0, WORDS, past_l1=are_few) for row in rows]
-            for j in range_constexpr(c.topk):
-                for i, value in enumerate(unpack(words[j], self.dtype)):
-                    # A pair without a row adds nothing, even with a NaN weight.
-                    term = ptx.mul_rn(value, factors[j])
-                    total[i] = ptx.select(rows[j] >= 0, total[i] + term, total[i])
+            for first in range_constexpr(0, c.topk, ROWS_AT_ONCE):
+                some, count = rows[first : first + ROWS_AT_ONCE], min(c.topk - first, ROWS_AT_ONCE)
+                words = [ptx.load_if(self._at(input, row, vector), row >= 0, WORDS, past_l1=are_few) for row in some]
+                for j in range_constexpr(count):
+                    for i, value in enumerate(unpack(words[j], self.dtype)):
+                        # A pair without a row adds nothing, even with a NaN weight.
+                        term = ptx.mul_rn(value, factors[first + j])
+                        total[i] = ptx.select(some[j] >= 0, total[i] + term, total[i])
             store_words(pack(total, self.dtype), self._words_of(out, token, vector))
 
     def _at(self, tensor: cute.Tensor, row, vector) -> cute.Pointer:

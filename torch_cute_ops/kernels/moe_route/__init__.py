@@ -1,7 +1,7 @@
 """Choose the experts of each token, and give each pair of a token and an expert a row in the experts' buffer.
 
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``). A CTA processes
-64 tokens at a time and gives their pairs rows, in one launch or two (``ExpertPlacer``).
+64 or 32 tokens at a time and gives their pairs rows, in one launch or two (``ExpertPlacer``).
 
 Bytes moved: the logits read; 8 bytes of weight and expert, and 4 bytes of row, written for each pair; 4 bytes written
 for each row. With two launches, a word for each pair, and for each CTA and expert, is written and read again.

@@ -3,10 +3,11 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
-from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice, ExpertPlacement, PlacementConfig
+from torch_cute_ops.kernels.common.experts.layouts import THREADS, ExpertChoice, ExpertPlacement, PlacementConfig
 
-BATCH = 64
-"""Number of tokens that a CTA processes at a time. With the largest ``topk``, each thread takes a pair."""
+BATCH, MANY_BATCH = 64, 32
+"""Numbers of tokens that a CTA processes at a time: with up to 16 experts for each token, and with more. Each thread
+takes at most one pair."""
 SINGLE_CTA_TOKENS = 32
 """Largest number of tokens for a single CTA: one for each warp."""
 SLOTS_PER_CTA = 8
@@ -18,7 +19,8 @@ class Config(ExpertChoice, PlacementConfig):
     """Static properties of the kernels.
 
     Attributes:
-        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: fields of ``ExpertChoice``.
+        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of
+            ``ExpertChoice``.
         is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
         pdl: True for programmatic dependent launches.
     """
@@ -27,9 +29,14 @@ class Config(ExpertChoice, PlacementConfig):
     pdl: bool
 
     @property
+    def batch(self) -> int:
+        """Number of tokens that a CTA processes at a time."""
+        return BATCH if self.topk * BATCH <= THREADS else MANY_BATCH
+
+    @property
     def placement(self) -> ExpertPlacement:
         """Placement of pairs in rows. A slot is a token."""
-        return ExpertPlacement(self.experts, self.topk, BATCH, SINGLE_CTA_TOKENS, SLOTS_PER_CTA, self.is_masked)
+        return ExpertPlacement(self.experts, self.topk, self.batch, SINGLE_CTA_TOKENS, SLOTS_PER_CTA, self.is_masked)
 
 
 class Arguments(

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.experts.layouts import THREADS, WARP
 from torch_cute_ops.kernels.common.experts.routing import ExpertChooser, ExpertPlacer, RowOutputs
-from torch_cute_ops.kernels.moe_route.config import BATCH, Arguments, Config
+from torch_cute_ops.kernels.moe_route.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
@@ -58,7 +58,7 @@ class MoeRouteKernel(ExpertPlacer):
         """Choose the experts of the batch's tokens, a warp for each token."""
         logits, bias, weights, ids, factor = inputs
         topk, chosen = self.config.topk, smem.chosen
-        for token in range(batch + thread.warp, cutlass.min(batch + BATCH, thread.last), THREADS // WARP):
+        for token in range(batch + thread.warp, cutlass.min(batch + self.config.batch, thread.last), THREADS // WARP):
             expert, weight = self.chooser.choose(token, logits, bias, factor, thread.lane)
             if thread.lane < topk:
                 ids[token, thread.lane] = expert

@@ -14,7 +14,8 @@ class Config(ExpertChoice):
     """Static properties of the kernel.
 
     Attributes:
-        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: fields of ``ExpertChoice``.
+        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of
+            ``ExpertChoice``.
         has_expert_factor: True if weights are multiplied by factors of their experts.
         pdl: True for programmatic dependent launches.
     """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import ExpertPlacement, PlacementConfig
 
 BATCH = 512
-"""Number of pairs that a CTA processes at a time, and largest number of pairs for a single CTA. For 512 experts, the
-bitmap takes 32 KB."""
+"""Number of pairs that a CTA processes at a time, and largest number of pairs for a single CTA. For 1,024 experts, the
+bitmap takes 64 KB."""
 SLOTS_PER_CTA = 512
 """Number of pairs for each CTA, as long as SMs are idle. With fewer, each CTA would read the counts of more CTAs."""
 

@@ -10,16 +10,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
+from torch_cute_ops.kernels.common.experts.layouts import table_experts
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
-TABLE_WORDS = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
-"""Size of each array of the table of experts' rows, in 32-bit words, in the order of ``experts.ExpertRows``."""
-TABLE_BYTES = 4 * sum(TABLE_WORDS)
 QUAD = 4
 """Number of rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8
@@ -70,6 +68,7 @@ class RowQuantSpec:
             Without counts, experts have no padding between them.
         swiglu: True for ``core.epilogue.swiglu`` with run-time parameters as the gate of ``"silu_mul"``; False for
             ``silu(gate) * up``.
+        max_experts: number of experts for which the table of experts' rows has room.
     """
 
     source: Source
@@ -86,6 +85,7 @@ class RowQuantSpec:
     has_offsets: bool = False
     has_counts: bool = False
     swiglu: bool = False
+    max_experts: int = USUAL_EXPERTS
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
@@ -101,16 +101,29 @@ class RowQuantSpec:
 
     @classmethod
     def for_gated_experts(
-        cls, dtype: torch.dtype, width: int, has_offsets: bool, has_counts: bool, swiglu: bool
+        cls,
+        dtype: torch.dtype,
+        width: int,
+        has_offsets: bool,
+        has_counts: bool,
+        swiglu: bool,
+        experts: int = USUAL_EXPERTS,
     ) -> "RowQuantSpec":
         """Return the specification for experts' rows, gated, to FP8 blocks with scales by columns."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
-        return replace(blocks, has_offsets=has_offsets, has_counts=has_counts)
+        # Without counts there is no table.
+        room = table_experts(experts) if has_counts else USUAL_EXPERTS
+        return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room)
 
     @property
     def has_table(self) -> bool:
         """True if experts' rows are looked up in a table. With offsets alone they are one range."""
         return self.rows == "experts" and self.has_counts
+
+    @property
+    def table_words(self) -> tuple[int, int, int, int]:
+        """Size of each array of the table of experts' rows, in words, in the order of ``experts.ExpertRows``."""
+        return self.max_experts, self.max_experts, 4, WARP
 
     @property
     def inputs(self) -> int:
@@ -347,7 +360,7 @@ class Config:
             self.slice_width * spec.weight_dtype.itemsize if spec.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_partial_sums * 4,
-            TABLE_BYTES if spec.has_table else 0,
+            4 * sum(spec.table_words) if spec.has_table else 0,
             (self.groups * self.group_barriers + 1) * 8,
         )
         return SmemOffsets(*itertools.accumulate((ceil_div(size, 128) * 128 for size in sizes), initial=0))

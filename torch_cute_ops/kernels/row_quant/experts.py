@@ -11,10 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.experts.search import expert_by_bisection, expert_by_votes, running_sum_of_cta
-from torch_cute_ops.kernels.row_quant.config import TABLE_WORDS, WARP
+from torch_cute_ops.kernels.row_quant.config import WARP
 
 BEYOND = 2**31 - 1
 
@@ -35,13 +34,11 @@ class ExpertRows(NamedTuple):
     partial_sums: cute.Tensor
 
 
-def table_at(memory: cute.Pointer) -> ExpertRows:
-    """Return the table in ``TABLE_BYTES`` of shared memory."""
+def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
+    """Return the table in shared memory, with the ``RowQuantSpec.table_words``."""
     words = cute.recast_ptr(memory, dtype=Int32)
-    starts = (sum(TABLE_WORDS[:i]) for i in range(len(TABLE_WORDS)))
-    return ExpertRows(
-        *(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, TABLE_WORDS, strict=True))
-    )
+    starts = (sum(sizes[:i]) for i in range(len(sizes)))
+    return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, sizes, strict=True)))
 
 
 @cute.jit
@@ -52,7 +49,8 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts
-    each = -(-MAX_EXPERTS // threads)
+    room = cute.size(table.starts)
+    each = -(-room // threads)
     begins, sizes = [], []
     own = Int32(0)
     for i in range_constexpr(each):
@@ -74,7 +72,7 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     start = end - own
     for i in range_constexpr(each):
         expert = tid * each + i
-        if expert < MAX_EXPERTS:
+        if expert < room:
             table.starts[expert] = ptx.select(expert < experts, start, Int32(BEYOND))
             table.shifts[expert] = begins[i] - start
         start = start + sizes[i]
@@ -92,7 +90,7 @@ def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
     ``is_of_warp``: True if the number is the same for all lanes, and all lanes call it together.
     """
     if is_of_warp:
-        expert = expert_by_votes(table.starts, number, lane)
+        expert = expert_by_votes(table.starts, number, lane, cute.size(table.starts))
     else:
-        expert = expert_by_bisection(table.starts, number)
+        expert = expert_by_bisection(table.starts, number, cute.size(table.starts))
     return number + table.shifts[expert]

@@ -354,7 +354,7 @@ class RowQuantKernel:
             all_scales=scales,
             scales=scales + cute.assume(thread.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
             partial_sums=partial_sums + thread.group * c.group_partial_sums,
-            experts=table_at(base + at.experts) if c.spec.has_table else None,
+            experts=table_at(base + at.experts, c.spec.table_words) if c.spec.has_table else None,
             barriers=barriers,
             full=own,
             partial_sums_full=own + c.stages,

@@ -6,11 +6,20 @@ from typing import Final, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import MAX_EXPERTS, USUAL_EXPERTS
+
+
+def table_experts(experts: int) -> int:
+    """Return the number of experts for which a kernel's tables have room, if it is planned for ``experts``."""
+    return USUAL_EXPERTS if experts <= USUAL_EXPERTS else MAX_EXPERTS
+
 
 # Choice of experts (``routing.ExpertChooser``)
 
 WARP = 32
+MAX_UNROLLED_KEYS = 16
+"""Largest number of keys of a lane for which the choice is unrolled. CTAs of 1,024 threads leave 64 registers to each
+thread."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class ExpertChoice:
         has_bias: True if a bias is added to the scores for the choice.
         num_groups, topk_groups: number of groups of experts, and number of groups that a token may use.
         renormalize: True if a token's weights are normalised to sum to 1.
+        is_finite: True if logits that are not finite are replaced by finite numbers.
     """
 
     dtype: torch.dtype
@@ -34,6 +44,7 @@ class ExpertChoice:
     num_groups: int
     topk_groups: int
     renormalize: bool
+    is_finite: bool
 
     @property
     def group_size(self) -> int:
@@ -42,13 +53,47 @@ class ExpertChoice:
 
     @property
     def group_lanes(self) -> int:
-        """Number of lanes of a warp that hold the experts of one group."""
+        """Number of lanes of a warp that score one group."""
         return WARP >> (self.num_groups - 1).bit_length()
 
     @property
-    def lane_experts(self) -> int:
-        """Largest number of experts of a lane."""
+    def lane_group_experts(self) -> int:
+        """Largest number of experts of a group that one lane scores."""
         return -(-self.group_size // self.group_lanes)
+
+    @property
+    def scores_groups_first(self) -> bool:
+        """True if a pass of its own scores the groups, because lanes that hold whole groups would hold too many keys.
+
+        If the number of groups is not a power of two, up to half of the lanes belong to no group.
+        """
+        return self.lane_group_experts > max(MAX_UNROLLED_KEYS, -(-self.experts // WARP))
+
+    @property
+    def lane_keys(self) -> int:
+        """Largest number of experts whose keys a lane holds."""
+        return -(-self.experts // WARP) if self.scores_groups_first else self.lane_group_experts
+
+    @property
+    def is_choice_looped(self) -> bool:
+        """True if a loop that is not unrolled chooses one expert after the other, to save registers."""
+        return self.lane_keys > MAX_UNROLLED_KEYS or self.scores_groups_first
+
+    @property
+    def are_keys_interleaved(self) -> bool:
+        """True if lane i holds the keys of experts i, i + 32, i + 64 and so on, False if of consecutive experts."""
+        return self.is_choice_looped and (self.num_groups == 1 or self.scores_groups_first)
+
+    @property
+    def adds_two_best(self) -> bool:
+        """True if the score of a group is the sum of its two best experts' scores, False if it is the best score."""
+        return self.group_size > 1 and (self.is_sigmoid or self.has_bias)
+
+    @property
+    def computes_softmax_first(self) -> bool:
+        """True if the choice, or the sum over all experts, needs the softmax before experts are chosen."""
+        sums_all = not self.renormalize and (self.num_groups > 1 or self.is_choice_looped)
+        return not self.is_sigmoid and (self.has_bias or sums_all)
 
     def with_relevant_groups(self) -> "ExpertChoice":
         """Return the same choice with one group if a token may use all groups, because groups change nothing then."""
@@ -210,4 +255,8 @@ MAX_SCANNED_TOKENS: Final = 32
 """Largest token block for which each CTA scans the factors itself. The CTA then copies weights before the lists of
 tokens exist. This is safe: the kernel that lists tokens releases its dependents only after its own wait for all earlier
 kernels."""
-M_TILE_LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
+
+
+def m_tile_list_bytes(max_experts: int) -> int:
+    """Return the bytes of shared memory of the lists of m tiles of up to ``max_experts`` experts."""
+    return 12 * (max_experts + 8)

@@ -1,9 +1,10 @@
 """Choose the experts of tokens, give pairs of a token and an expert their rows, and load the words of a token.
 
 ``ExpertChooser``: a warp chooses the experts of one token. Scores become keys, 32-bit integers in the same order. Each
-lane holds the keys of up to 16 consecutive experts, so that a group of experts occupies whole lanes. If the number of
-groups is not a power of two, a lane holds up to 30 keys, and ptxas spills up to 2 KB of them for each thread. The warp
-picks the largest key ``topk`` times, and the first of equal keys, by two warp-wide reductions.
+lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole lanes. If the number of
+groups is not a power of two, that may take up to 60 keys in a lane. Then a pass of its own scores the groups, and lanes
+hold equally many keys. The warp picks the largest key ``topk`` times, and the first of equal keys, by two warp-wide
+reductions; from more than 16 keys of a lane, in a loop that is not unrolled.
 
 ``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
 same expert. A CTA processes its slots (tokens, or single pairs) in batches. Each pair sets a bit of a bitmap (experts x
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
@@ -44,6 +46,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 NAN_KEY = 1
 """Key of NaN, below the key of any number. Key 0 stands for no expert, and for experts of groups that were not chosen.
 """
+LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
 """Term added to a sum of sigmoids, which may be 0, before the division; as in DeepSeek-V3's reference."""
 
@@ -61,66 +64,186 @@ class ExpertChooser:
         All lanes of a warp call it with the same token. Lanes from ``topk`` on get expert 0.
         """
         c = self.choice
-        experts, keys = [], []
-        is_nan = Boolean(False)
-        for i in range_constexpr(c.lane_experts):
-            expert, exists = self._expert_in_lane(lane, i)
-            value = Float32(logits[token, ptx.select(exists, expert, Int32(0))])
-            score = value
-            if const_expr(c.is_sigmoid):
-                score = _sigmoid(value)
-            if const_expr(c.has_bias):
-                score = score + bias[ptx.select(exists, expert, Int32(0))]
-            keys.append(ptx.select(exists, _key_of(score), Uint32(0)))
-            experts.append(expert)
-            is_nan = is_nan | (exists & (value != value))
-        if const_expr(c.num_groups > 1):
-            keys = self._keep_best_groups(keys, lane)
         largest = Float32(0.0)
         total = Float32(0.0)
+        is_nan = Boolean(False)
+        if const_expr(c.computes_softmax_first):
+            largest, total = self._softmax_terms(token, logits, lane)
+            is_nan = total != total
+        is_candidate = Uint32(0)
+        if const_expr(c.scores_groups_first):
+            is_candidate = self._keys_of_best_groups(token, logits, bias, largest, total, lane)
+        experts, keys = [], []
+        for i in range_constexpr(c.lane_keys):
+            expert, exists = self._expert_in_lane(lane, i)
+            value = self._logit(logits, token, _select(exists, expert, Int32(0)))
+            score = self._score(value, bias, _select(exists, expert, Int32(0)), largest, total)
+            keys.append(_select(exists, _key_of(score), Uint32(0)))
+            experts.append(expert)
+            if const_expr(not c.is_finite and not c.computes_softmax_first):
+                is_nan = is_nan | (exists & (value != value))
+            if const_expr(c.scores_groups_first):
+                keys[i] = ptx.select(is_candidate & Uint32(1 << i) != Uint32(0), keys[i], Uint32(0))
+        if const_expr(c.num_groups > 1 and not c.scores_groups_first):
+            keys = self._keep_best_groups(keys, lane)
         own = Int32(0)
-        for j in range_constexpr(c.topk):
-            best = keys[0]
-            for key in keys[1:]:
-                best = _larger(best, key)
-            best = cute.arch.warp_redux_sync(best, "max")
-            if const_expr(j == 0 and not c.is_sigmoid):
+        if const_expr(c.is_choice_looped):
+            own, best = self._take_best_of_many(keys, lane)
+            if const_expr(not c.is_sigmoid and not c.computes_softmax_first):
                 largest = _value_of(best)
                 if const_expr(not c.renormalize):
                     for key in keys:
-                        # Keys of no expert add zero.
                         total = total + _exp(_value_of(key) - largest)
-            first = Int32(c.experts)
-            for expert, key in zip(reversed(experts), reversed(keys), strict=True):
-                first = ptx.select(key == best, expert, first)
-            first = cute.arch.warp_redux_sync(first, "min")
-            keys = [ptx.select(e == first, Uint32(0), key) for e, key in zip(experts, keys, strict=True)]
-            own = ptx.select(lane == j, first, own)
-        value = Float32(logits[token, own])
+        else:
+            for j in range_constexpr(c.topk):
+                best = keys[0]
+                for key in keys[1:]:
+                    best = _larger(best, key)
+                best = cute.arch.warp_redux_sync(best, "max")
+                if const_expr(j == 0 and not c.is_sigmoid and not c.computes_softmax_first):
+                    largest = _value_of(best)
+                    if const_expr(not c.renormalize):
+                        for key in keys:
+                            # Keys of no expert add zero.
+                            total = total + _exp(_value_of(key) - largest)
+                first = Int32(c.experts)
+                for expert, key in zip(reversed(experts), reversed(keys), strict=True):
+                    first = ptx.select(key == best, expert, first)
+                first = cute.arch.warp_redux_sync(first, "min")
+                keys = [ptx.select(e == first, Uint32(0), key) for e, key in zip(experts, keys, strict=True)]
+                own = ptx.select(lane == j, first, own)
+        value = self._logit(logits, token, own)
+        if const_expr(c.computes_softmax_first and c.renormalize):
+            # The chosen experts need not include the largest logit, from which the weights of all could round to zero.
+            largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
         if const_expr(c.renormalize):
             total = weight
-        if const_expr(c.renormalize or not c.is_sigmoid):
+        if const_expr(c.renormalize or not (c.is_sigmoid or c.computes_softmax_first)):
             total = cute.arch.warp_reduction(total, lambda a, b: a + b)
+        if const_expr(c.renormalize or not c.is_sigmoid):
             weight = ptx.div_rn(weight, total + Float32(TINY) if c.is_sigmoid else total)
-        if const_expr(not c.is_sigmoid):
+        if const_expr(not c.is_sigmoid and not c.is_finite):
             weight = ptx.select(cute.arch.vote_any_sync(is_nan), Float32(math.nan), weight)
         return own, ptx.mul_rn(weight, factor)
 
-    def _expert_in_lane(self, lane, i: int):
-        """Return the lane's i-th expert, and whether it exists."""
+    def _logit(self, logits, token, expert) -> Float32:
+        """Return a logit in fp32."""
+        value = Float32(logits[token, expert])
+        if const_expr(self.choice.is_finite):
+            # NaN is not greater than any number.
+            value = ptx.select(value > Float32(-LARGEST), value, Float32(-LARGEST))
+            value = ptx.select(value < Float32(LARGEST), value, Float32(LARGEST))
+        return value
+
+    def _score(self, value, bias, expert, largest, total) -> Float32:
+        """Return the score by which an expert is chosen: for a softmax without bias the logit, which has its order."""
         c = self.choice
-        group, in_group = lane // c.group_lanes, lane % c.group_lanes * c.lane_experts + i
+        score = value
+        if const_expr(c.is_sigmoid):
+            score = _sigmoid(value)
+        elif const_expr(c.has_bias):
+            score = ptx.div_rn(_exp(value - largest), total)
+        if const_expr(c.has_bias):
+            score = score + bias[expert]
+        return score
+
+    def _expert_in_lane(self, lane, i):
+        """Return the expert of the lane's i-th key, and whether it exists."""
+        c = self.choice
+        if c.are_keys_interleaved:
+            expert = i * WARP + lane
+            is_known = isinstance(i, int) and (i + 1) * WARP <= c.experts
+            return expert, True if is_known else expert < c.experts
+        return self._expert_in_group(lane, i)
+
+    def _expert_in_group(self, lane, i):
+        """Return the lane's i-th expert if lanes hold whole groups, and whether it exists."""
+        c = self.choice
+        group, in_group = lane // c.group_lanes, lane % c.group_lanes * c.lane_group_experts + i
         return group * c.group_size + in_group, (group < c.num_groups) & (in_group < c.group_size)
 
-    def _keep_best_groups(self, keys: list, lane) -> list:
-        """Return the keys, with 0 except in the groups with the largest sums of their two best scores."""
+    @cute.jit
+    def _softmax_terms(self, token, logits, lane):
+        """Return the largest logit, and the sum over all experts of exponentials of the differences to it."""
         c = self.choice
+        each = -(-c.experts // WARP)
+        largest = Uint32(0)
+        for i in range(each, unroll=4):
+            expert = i * WARP + lane
+            exists = expert < c.experts
+            key = _key_of(self._logit(logits, token, ptx.select(exists, expert, Int32(0))))
+            largest = _larger(largest, ptx.select(exists, key, Uint32(0)))
+        value = _value_of(cute.arch.warp_redux_sync(largest, "max"))
+        total = Float32(0.0)
+        for i in range(each, unroll=4):
+            expert = i * WARP + lane
+            exists = expert < c.experts
+            term = _exp(self._logit(logits, token, ptx.select(exists, expert, Int32(0))) - value)
+            total = total + ptx.select(exists, term, Float32(0.0))
+        return value, cute.arch.warp_reduction(total, lambda a, b: a + b)
+
+    @cute.jit
+    def _take_best_of_many(self, keys, lane):
+        """Return the ``lane``-th best expert, and the largest key, from more keys than are compared in unrolled code.
+
+        Comparisons with positions in the lane need no register for each expert.
+        """
+        c = self.choice
+        remaining = cute.make_rmem_tensor((c.lane_keys,), Uint32)
+        for i in range_constexpr(c.lane_keys):
+            remaining[i] = keys[i]
+        own, largest = Int32(0), Uint32(0)
+        for j in range(c.topk, unroll=1):
+            best = remaining[0]
+            for i in range_constexpr(1, c.lane_keys):
+                best = _larger(best, remaining[i])
+            best = cute.arch.warp_redux_sync(best, "max")
+            largest = _larger(largest, best)
+            at = Int32(c.lane_keys)
+            for i in range_constexpr(c.lane_keys - 1, -1, -1):
+                at = ptx.select(remaining[i] == best, Int32(i), at)
+            expert, _ = self._expert_in_lane(lane, at)
+            expert = ptx.select(at < c.lane_keys, expert, Int32(c.experts))
+            first = cute.arch.warp_redux_sync(expert, "min")
+            at = ptx.select(expert == first, at, Int32(c.lane_keys))
+            for i in range_constexpr(c.lane_keys):
+                remaining[i] = ptx.select(at == i, Uint32(0), remaining[i])
+            own = ptx.select(lane == j, first, own)
+        return own, largest
+
+    @cute.jit
+    def _keys_of_best_groups(self, token, logits, bias, largest, total, lane) -> Uint32:
+        """Return a word with a bit for each of the lane's keys whose group is among the best."""
+        c = self.choice
+        best, second = Uint32(0), Uint32(0)
+        for i in range(c.lane_group_experts, unroll=1):
+            expert, exists = self._expert_in_group(lane, i)
+            expert = ptx.select(exists, expert, Int32(0))
+            score = self._score(self._logit(logits, token, expert), bias, expert, largest, total)
+            key = ptx.select(exists, _key_of(score), Uint32(0))
+            second = _larger(second, _smaller(best, key))
+            best = _larger(best, key)
+        lanes = Uint32(cute.arch.vote_ballot_sync(self._is_best_group(best, second, lane)))
+        found = Uint32(0)
+        for i in range(c.lane_keys, unroll=1):
+            group = cutlass.min(i * WARP + lane, c.experts - 1) // c.group_size
+            found = found | ((lanes >> Uint32(group * c.group_lanes)) & Uint32(1)) << Uint32(i)
+        return found
+
+    def _keep_best_groups(self, keys: list, lane) -> list:
+        """Return the keys, with 0 except in the best groups."""
         best, second = keys[0], Uint32(0)
         for key in keys[1:]:
             second = _larger(second, _smaller(best, key))
             best = _larger(best, key)
+        is_best = self._is_best_group(best, second, lane)
+        return [ptx.select(is_best, key, Uint32(0)) for key in keys]
+
+    def _is_best_group(self, best, second, lane) -> Boolean:
+        """Return whether the lane's group is among the best, from the two largest keys of the lane's experts."""
+        c = self.choice
         step = 1
         while step < c.group_lanes:
             others = [cute.arch.shuffle_sync_bfly(key, step) for key in (best, second)]
@@ -128,7 +251,7 @@ class ExpertChooser:
             best = _larger(best, others[0])
             step *= 2
         score = _value_of(best)
-        if c.group_size > 1:
+        if c.adds_two_best:
             score = score + _value_of(second)
         group = lane // c.group_lanes
         own = _key_of(score)
@@ -136,7 +259,7 @@ class ExpertChooser:
         for other in range(c.num_groups):
             key = cute.arch.shuffle_sync(own, other * c.group_lanes)
             better = better + Int32((key > own) | ((key == own) & (group > other)))
-        return [ptx.select(better < c.topk_groups, key, Uint32(0)) for key in keys]
+        return better < c.topk_groups
 
 
 def _key_of(value: Float32) -> Uint32:
@@ -151,6 +274,13 @@ def _value_of(key: Uint32) -> Float32:
     """Return the number of a key: minus infinity for NaN and for no expert."""
     bits = ptx.select(key >> 31 != Uint32(0), key & Uint32(0x7FFFFFFF), ~key)
     return ptx.select(key > Uint32(NAN_KEY), ptx.float_of(bits), Float32(-math.inf))
+
+
+def _select(condition, a, b):
+    """Return ``ptx.select``, or its result for a condition that is known in the trace."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return ptx.select(condition, a, b)
 
 
 def _larger(a: Uint32, b: Uint32) -> Uint32:

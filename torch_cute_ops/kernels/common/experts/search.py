@@ -1,17 +1,15 @@
 """Search of the expert that owns a number, and running sums, by the threads of a warp or a CTA.
 
-Each of ``MAX_EXPERTS`` experts owns the numbers from its start, in a table in shared memory, to the next expert's
-start.
+Each expert owns the numbers from its start, in a table in shared memory, to the next expert's start. A table has room
+for ``layouts.table_experts`` experts.
 """
 
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
 
 WARP = 32
-SPAN = MAX_EXPERTS // WARP  # experts of a lane in the first vote
 
 
 def running_sum(value: Int32, lane: Int32) -> Int32:
@@ -39,19 +37,26 @@ def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
     return value
 
 
-def expert_by_votes(starts: cute.Tensor, number, lane) -> Int32:
-    """Return the last expert that starts at or before ``number``, which is equal in the whole warp. Takes two loads."""
-    votes = cute.arch.vote_ballot_sync(starts[lane * SPAN] <= number)
-    span = (Int32(cute.arch.popc(votes)) - 1) * SPAN
-    within = starts[span + lane % SPAN] <= number
-    votes = cute.arch.vote_ballot_sync(within & (lane < SPAN))
+def expert_by_votes(starts: cute.Tensor, number, lane, max_experts: int) -> Int32:
+    """Return the last expert that starts at or before ``number``, which is equal in the whole warp. Takes two loads.
+
+    ``max_experts``: number of experts for which the table has room.
+    """
+    span_experts = max_experts // WARP
+    votes = cute.arch.vote_ballot_sync(starts[lane * span_experts] <= number)
+    span = (Int32(cute.arch.popc(votes)) - 1) * span_experts
+    within = starts[span + lane % span_experts] <= number
+    votes = cute.arch.vote_ballot_sync(within & (lane < span_experts))
     return span + Int32(cute.arch.popc(votes)) - 1
 
 
-def expert_by_bisection(starts: cute.Tensor, number) -> Int32:
-    """Return the last expert that starts at or before a thread's own ``number``. Takes nine dependent loads."""
+def expert_by_bisection(starts: cute.Tensor, number, max_experts: int) -> Int32:
+    """Return the last expert that starts at or before a thread's own ``number``. Takes nine dependent loads, or ten.
+
+    ``max_experts``: number of experts for which the table has room.
+    """
     expert = Int32(0)
-    step = MAX_EXPERTS // 2
+    step = max_experts // 2
     while step:
         expert = ptx.select(starts[expert + step] <= number, expert + step, expert)
         step //= 2

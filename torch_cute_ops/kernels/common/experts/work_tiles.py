@@ -18,16 +18,16 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import factor_counts
 from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.experts.layouts import (
-    M_TILE_LIST_BYTES,
     MAX_SCANNED_TOKENS,
     PAIR_BYTES,
     WARP,
     TokenListLayout,
+    m_tile_list_bytes,
 )
 from torch_cute_ops.kernels.common.experts.search import running_sum
 from torch_cute_ops.kernels.common.fp4.activations import Activations
@@ -190,24 +190,27 @@ class MTileLists(NamedTuple):
 
 
 class ExpertMTiles:
-    """M tiles of a token block.
+    """M tiles of a token block, for up to ``max_experts`` experts.
 
     With several ``classes``, an expert's class is its number modulo ``classes``. A CTA computes the m tiles of up to
     two ranges of classes, one range after the other.
     """
 
-    def __init__(self, token_block: int, tile_m: int, classes: int = 1):
+    def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
+        self.max_experts = max_experts
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
+        # Counts that share a register: a lane lists 16 experts, or 32, and a token block has at most 512 tokens.
+        self.packed = 1 if max_experts <= USUAL_EXPERTS else 2
 
     def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
-        """Return the lists that begin at ``at`` in shared memory, and the pointer to their end, ``M_TILE_LIST_BYTES``
-        later."""
+        """Return the lists that begin at ``at`` in shared memory, and the pointer to their end."""
         at = cute.recast_ptr(at, dtype=Int32)
-        sizes = MTileLists(experts=MAX_EXPERTS, begins=MAX_EXPERTS + 4, counts=MAX_EXPERTS, num_m_tiles=1, num_first=1)
+        most = self.max_experts
+        sizes = MTileLists(experts=most, begins=most + 4, counts=most, num_m_tiles=1, num_first=1)
         starts = (0, *itertools.accumulate(sizes[:-1]))
         places = zip(starts, sizes, strict=True)
         lists = MTileLists(*(cute.make_tensor(at + start, cute.make_layout(size)) for start, size in places))
-        return lists, at + M_TILE_LIST_BYTES // 4
+        return lists, at + m_tile_list_bytes(most) // 4
 
     def list_in_cta(self, *arguments, waits: bool) -> None:
         """Call ``gather``, after a wait for the kernel that lists tokens if ``waits``."""
@@ -270,13 +273,14 @@ class ExpertMTiles:
         With several classes, the lists hold the experts of the classes from ``begins[0]`` to ``ends[0]``, then those
         from ``begins[1]`` to ``ends[1]``.
         """
-        each = MAX_EXPERTS // WARP
+        each = self.max_experts // WARP
         first = lane * each
-        counts = cute.make_rmem_tensor((each,), Int32)
+        counts = cute.make_rmem_tensor((each // self.packed,), Int32)
         for i in range_constexpr(each):
-            counts[i] = Int32(0)
+            count = Int32(0)
             if first + i < experts:
-                counts[i] = lists.counts[first + i]
+                count = lists.counts[first + i]
+            self._set_count(counts, i, count)
         # The lists overwrite the counts, which all lanes have read.
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
@@ -284,23 +288,27 @@ class ExpertMTiles:
             m_tiles_of = cute.make_rmem_tensor((each,), Int32)
             m_tiles, touched = Int32(0), Int32(0)
             for i in range_constexpr(each):
-                is_in_range = Int32(1)
-                if const_expr(self.classes > 1):
-                    class_ = (first + i) % self.classes
-                    is_in_range = Int32((class_ >= begins[which]) & (class_ < ends[which]))
-                m_tiles_of[i] = is_in_range * ((counts[i] + (self.tile_m - 1)) // self.tile_m)
-                m_tiles = m_tiles + m_tiles_of[i]
-                touched = touched + Int32(m_tiles_of[i] > 0)
+                of_expert = self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
+                if const_expr(self.packed == 1):
+                    m_tiles_of[i] = of_expert
+                m_tiles = m_tiles + of_expert
+                touched = touched + Int32(of_expert > 0)
             own_m_tiles, own_touched = m_tiles, touched
             m_tiles, touched = running_sum(m_tiles, lane), running_sum(touched, lane)
             begin, index = before_m_tiles + m_tiles - own_m_tiles, before_touched + touched - own_touched
             for i in range_constexpr(each):
-                if m_tiles_of[i] > 0:
+                # With many experts, registers are short.
+                of_expert = (
+                    m_tiles_of[i]
+                    if const_expr(self.packed == 1)
+                    else self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
+                )
+                if of_expert > 0:
                     lists.experts[index] = first + i
                     lists.begins[index] = begin
-                    lists.counts[index] = counts[i]
+                    lists.counts[index] = self._count(counts, i)
                     index = index + 1
-                begin = begin + m_tiles_of[i]
+                begin = begin + of_expert
             before_m_tiles = before_m_tiles + cute.arch.shuffle_sync(m_tiles, WARP - 1)
             before_touched = before_touched + cute.arch.shuffle_sync(touched, WARP - 1)
             if const_expr(which == 0):
@@ -309,6 +317,29 @@ class ExpertMTiles:
         if lane == 0:
             lists.begins[before_touched] = before_m_tiles
             lists.num_m_tiles[0] = before_m_tiles
+
+    def _set_count(self, counts, i: int, count) -> None:
+        """Store the number of tokens of a lane's i-th expert."""
+        if self.packed == 1:
+            counts[i] = count
+        elif i % 2 == 0:
+            counts[i // 2] = count
+        else:
+            counts[i // 2] = counts[i // 2] | count << 16
+
+    def _count(self, counts, i: int) -> Int32:
+        """Return the number of tokens of a lane's i-th expert."""
+        if self.packed == 1:
+            return counts[i]
+        return counts[i // 2] >> 16 if i % 2 else counts[i // 2] & 0xFFFF
+
+    def _m_tiles_of(self, count, expert, begins, ends, which: int) -> Int32:
+        """Return the number of m tiles of an expert; 0 outside of the range of classes."""
+        is_in_range = Int32(1)
+        if self.classes > 1:
+            class_ = expert % self.classes
+            is_in_range = Int32((class_ >= begins[which]) & (class_ < ends[which]))
+        return is_in_range * ((count + (self.tile_m - 1)) // self.tile_m)
 
     @cute.jit
     def index_of(self, m_tile, index, lists):

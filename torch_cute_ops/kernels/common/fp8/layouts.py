@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
 from torch_cute_ops.formats import ScaleLayout
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M, Epilogue, PartialSums, first_fit
 from torch_cute_ops.runtime.arch import Arch
@@ -31,10 +31,6 @@ SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
 
 # Rows of experts
 
-TABLE_BYTES: Final = 3 * (MAX_EXPERTS + 4) * 4 + 128
-"""Bytes of the table of experts in shared memory. It holds three words for each expert (its first row, its number of
-rows, the number of tiles before its own) and one running sum for each warp."""
-
 
 @dataclass(frozen=True)
 class ExpertLayout:
@@ -44,12 +40,14 @@ class ExpertLayout:
         has_offsets: whether offsets are given. An expert's rows begin at its offset. They end where its count says, or
             without counts at the next offset.
         has_counts: whether counts are given. Without offsets each expert owns an equal part of the buffer.
+        max_experts: number of experts for which the table of experts has room, from ``table_experts``.
 
     With neither, one expert owns all rows.
     """
 
     has_offsets: bool = False
     has_counts: bool = False
+    max_experts: int = USUAL_EXPERTS
 
     @property
     def is_plain(self) -> bool:
@@ -63,8 +61,12 @@ class ExpertLayout:
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory for the table of experts."""
-        return 0 if self.is_plain else TABLE_BYTES
+        """Bytes of the table of experts in shared memory.
+
+        It holds three words for each expert (its first row, its number of rows, the number of tiles before its own) and
+        one running sum for each warp.
+        """
+        return 0 if self.is_plain else 3 * (self.max_experts + 4) * 4 + 128
 
 
 class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out prefetch max_ctas")):

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
@@ -158,7 +157,7 @@ class ExpertTiles:
     # In the kernel
 
     def _table(self, base: cute.Pointer) -> _Table:
-        at, size = cute.recast_ptr(base, dtype=Int32), MAX_EXPERTS + 4
+        at, size = cute.recast_ptr(base, dtype=Int32), self.rows.max_experts + 4
         sizes = (size, size, size, WARP)
         return _Table(*(cute.make_tensor(at + i * size, cute.make_layout(n)) for i, n in enumerate(sizes)))
 
@@ -167,7 +166,7 @@ class ExpertTiles:
         """Write the table of experts. All ``threads`` of the CTA call this; it ends with a barrier."""
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
-            each = -(-MAX_EXPERTS // threads)
+            each = -(-self.rows.max_experts // threads)
             tiles = cute.make_rmem_tensor((each,), Int32)
             own = Int32(0)
             for i in range_constexpr(each):
@@ -183,18 +182,18 @@ class ExpertTiles:
                         begin = expert * space
                         count = cutlass.min(counts[expert], space)
                 count = cutlass.max(count, Int32(0))
-                if expert < MAX_EXPERTS:
+                if expert < self.rows.max_experts:
                     table.begins[expert] = begin
                     table.counts[expert] = count
                 tiles[i] = cute.ceil_div(count, self.tile_m)
                 own += tiles[i]
             first = running_sum_of_cta(own, table.sums, tid, threads // WARP) - own
             for i in range_constexpr(each):
-                if tid * each + i < MAX_EXPERTS:
+                if tid * each + i < self.rows.max_experts:
                     table.firsts[tid * each + i] = first
                 first = first + tiles[i]
             if tid == threads - 1:
-                table.firsts[MAX_EXPERTS] = first
+                table.firsts[self.rows.max_experts] = first
         cute.arch.sync_threads()
 
     def count(self, m, n, base):
@@ -202,7 +201,7 @@ class ExpertTiles:
         columns = cute.ceil_div(n, self.tile_n)
         if const_expr(self.rows.is_plain):
             return cute.ceil_div(m, self.tile_m) * columns
-        return self._table(base).firsts[MAX_EXPERTS] * columns
+        return self._table(base).firsts[self.rows.max_experts] * columns
 
     @cute.jit
     def find(self, number, m, n, base, lane):
@@ -212,7 +211,7 @@ class ExpertTiles:
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
             # Experts without rows start at the same tile as the expert after them, and come before it.
-            expert = expert_by_votes(table.firsts, number // columns, lane)
+            expert = expert_by_votes(table.firsts, number // columns, lane, self.rows.max_experts)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         row_tiles = cute.ceil_div(count, self.tile_m)
         column_tile, row_tile = raster_tile(number - first * columns, columns, row_tiles, self.raster)
