@@ -407,6 +407,22 @@ def test_experts_with_hooks_or_shared_weights():
     }
 
 
+class Wrapped(torch.Tensor):
+    """A tensor subclass, such as a DTensor."""
+
+
+def test_experts_of_other_dtypes():
+    double, wrapped = Experts().double(), Experts()
+    wrapped.down_proj = nn.Parameter(wrapped.down_proj.detach().as_subclass(Wrapped))
+    linear = nn.Linear(K, K)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Wrapped))
+    assert left_by(nn.ModuleList([double, wrapped, linear, Experts()])) == {
+        "0": "its gate_up_proj is torch.float64",
+        "1": "its down_proj is a Wrapped",
+        "2": "its weight is a Wrapped",
+    }
+
+
 def test_shapes_that_fit_no_experts():
     more, narrow = Experts(), Experts()
     more.gate_up_proj = nn.Parameter(torch.zeros(E + 1, 2 * I, H))

@@ -93,13 +93,17 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
         tensor = module._parameters.get(name)
         if tensor is None and (name == "weight" or getattr(module, name, None) is not None):
             return f"its {name} is not a parameter"
-        if isinstance(tensor, types):
-            continue
-        if tensor is not None and type(tensor) is not nn.Parameter:
-            return f"its {name} is a {type(tensor).__name__}"
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            return f"its {name} is {tensor.dtype}"
+        reason = None if tensor is None or isinstance(tensor, types) else reason_not_floats(name, tensor)
+        if reason is not None:
+            return reason
     return None
+
+
+def reason_not_floats(name: str, tensor: Tensor) -> str | None:
+    """Return the reason that a parameter is not a plain tensor of a dtype that can be quantised, or None."""
+    if type(tensor) is not nn.Parameter:
+        return f"its {name} is a {type(tensor).__name__}"
+    return None if tensor.dtype in _DTYPES else f"its {name} is {tensor.dtype}"
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

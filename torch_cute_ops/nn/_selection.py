@@ -213,6 +213,8 @@ def _verified(
     if not isinstance(experts, FloatExperts):
         return None, Left(str(experts))
     reason = reason_unsupported(scheme, experts.experts, experts.hidden, experts.width)
+    for name, parameter in experts.module._parameters.items():
+        reason = reason or (None if parameter is None else _names.reason_not_floats(name, parameter))
     if reason is not None:
         return None, Left(reason)
     swiglu = experts.verified()
