@@ -176,10 +176,17 @@ def test_mxfp4(quantization, input_scale, tmp_path):
         loaded(tmp_path, tensors, quantization)
 
 
-def test_nvfp4_for_fp8_activations(tmp_path):
-    """ModelOpt's ``W4A8_NVFP4_FP8`` has an input scale for FP8, which FP4 activations must not use."""
+@pytest.mark.parametrize("block", [16, 32])
+def test_nvfp4_for_fp8_activations(block, tmp_path):
+    """ModelOpt's ``W4A8_NVFP4_FP8`` has blocks of 32, and an input scale for FP8, which FP4 activations must not
+    use."""
     tensors, want = checkpoints.random_layer(KINDS["modelopt W4A4"], N, K)
-    quantization = modelopt("W4A8_NVFP4_FP8", group_size=16)
+    quantization = modelopt("W4A8_NVFP4_FP8", **({"group_size": 16} if block == 16 else {}))
+    if block == 32:
+        tensors["weight_scale"] = tensors["weight_scale"][:, ::2].contiguous()
+        want = weights.fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"].double().numpy())
+        with pytest.raises(ValueError, match=r"weight_scale in .* with shape \(192, 8\); expected \(192, 16\)"):
+            loaded(tmp_path, tensors, modelopt("NVFP4"))
     for activations in ("auto", "fp8"):
         assert_equal(loaded(tmp_path, tensors, quantization, activations=activations), want)
     with pytest.raises(ValueError, match=r"input_scale is missing; activations='fp4' needs it"):

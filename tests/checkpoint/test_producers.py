@@ -176,3 +176,30 @@ def test_written_by_modelopt(modelopt, tmp_path):
     layer = read(tmp_path, tensors, "modelopt W4A16").up
     assert_near(decoded(modelopt, tensors), layer.dequantize(), 2.0**-22)
     assert_codes_of(layer, weight)
+
+
+def test_mxfp4_written_by_modelopt(modelopt, tmp_path):
+    weight = torch.randn(N, K)
+    packed, scale = modelopt.MXFP4QTensor.quantize(weight, 32)
+    tensors = {"weight": packed._quantized_data, "weight_scale": scale.reshape(N, -1)}
+    layer = read_as(tmp_path, tensors, "mxfp4")
+    want = packed.dequantize(torch.float32, scale=scale, block_sizes={-1: 32})
+    assert torch.equal(layer.dequantize(), want)
+    assert (layer.dequantize() - weight).norm() < 0.15 * weight.norm()
+
+
+def test_fp8_blocks_written_by_modelopt(modelopt, tmp_path):
+    weight = torch.randn(N, K)
+    packed, _ = modelopt.FP8QTensor.quantize(weight, block_sizes={-1: 128, -2: 128})
+    scale = torch.nn.functional.pad(weight, (0, 0, 0, -N % 128)).view(-1, 128, K // 128, 128).abs().amax((1, 3)) / 448
+    tensors = {"weight": packed._quantized_data, "weight_scale": scale[:, None, :, None]}
+    layer = read_as(tmp_path, tensors, "fp8_pb_wo")
+    assert (layer.dequantize() - weight).norm() < 0.03 * weight.norm()
+
+
+def read_as(folder, tensors: dict[str, torch.Tensor], algorithm: str) -> nn.Module:
+    """Load a layer that ModelOpt's ``algorithm`` describes."""
+    written = {f"up.{key}": tensor for key, tensor in tensors.items()}
+    quantization = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    checkpoints.write(folder, {**written, "lm_head.weight": torch.ones(8, K)}, quantization)
+    return checkpoint.load_(Model(), folder).up

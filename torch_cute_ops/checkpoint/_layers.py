@@ -65,6 +65,7 @@ def _blocks(n: int, k: int) -> tuple[int, ...]:
 
 
 _NVFP4_SCALE: Final = Field("weight_scale", "weight_scale", (torch.float8_e4m3fn,), lambda n, k: (n, k // 16))
+_NVFP4_SCALE_OF_32: Final = _NVFP4_SCALE._replace(shape=lambda n, k: (n, k // 32))
 _MXFP4_SCALE: Final = Field(
     "weight_scale", "weight_scale", (torch.uint8, torch.float8_e8m0fnu), lambda n, k: (n, k // 32)
 )
@@ -220,7 +221,12 @@ def read_tensors(
             if not _is_uncalibrated(files, stored, field):
                 _checked(files, stored, field, n, k)
         elif stored in files:
-            tensor = _checked(files, stored, field, n, k)
+            if field is _NVFP4_SCALE and scheme.activations == "fp8_static" and files.shape(stored)[-1:] == (k // 32,):
+                # ModelOpt's W4A8_NVFP4_FP8 has blocks of 32: two blocks of 16 with the same scale.
+                tensor = _checked(files, stored, _NVFP4_SCALE_OF_32, n, k)
+                tensor = tensor.view(torch.uint8).repeat_interleave(2, 1).view(tensor.dtype)
+            else:
+                tensor = _checked(files, stored, field, n, k)
             if field.name.startswith("weight") and tensor.dtype == torch.float32 and (tensor == 0).any():
                 check_zeros(files.describe(stored), tensor, files.read(weight))
             yield field.name, tensor

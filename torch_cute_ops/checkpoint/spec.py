@@ -197,7 +197,8 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 def _modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
     _expect(path, prefix, given, quant_algo=(*_MODELOPT_READ,))
     fmt, activations = _MODELOPT_READ[given["quant_algo"]]
-    _expect(path, prefix, given, group_size=_MODELOPT_BLOCKS.get(fmt, (None,)), pre_quant_scale=(None, False))
+    sizes = (16, 32, 0, None) if given["quant_algo"] == "W4A8_NVFP4_FP8" else _MODELOPT_BLOCKS.get(fmt, (None,))
+    _expect(path, prefix, given, group_size=sizes, pre_quant_scale=(None, False))
     for group in (given.get("config_groups") or {}).values():
         _expect(path, prefix, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
     return LayerScheme(fmt, "modelopt", activations)
