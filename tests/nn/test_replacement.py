@@ -382,11 +382,16 @@ def test_experts_that_compute_something_else(make, reason):
     assert want is None or torch.equal(old(*given), want)
 
 
-@pytest.mark.parametrize("make", [Experts, GptOssExperts, lambda: Buffered(1.0), lambda: Experts(experts=1)])
+def test_an_unknown_buffer():
+    """Values of a buffer on the meta device are unknown, so that experts which use them stay."""
+    experts, before = Buffered(1.0).to("meta"), torch.get_rng_state()
+    assert OTHER in float_experts(experts).verified()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("make", [Experts, GptOssExperts, lambda: Experts(experts=1), lambda: Experts(experts=2)])
 def test_experts_that_are_replaced(make):
     for experts in (make(), make().to("meta")):
-        if isinstance(experts, Buffered) and experts.factor.is_meta:
-            continue  # an unknown factor
         want = SwiGLU(1.702, 1.0, 7.0) if isinstance(experts, GptOssExperts) else SwiGLU()
         assert float_experts(experts).verified() == want
 
@@ -434,8 +439,9 @@ def test_shapes_that_fit_no_experts():
     }
 
 
-def test_each_trial_depends_on_the_whole_module():
-    """Equal modules share a trial; another attribute, activation or buffer needs another trial."""
+def test_each_trial_depends_on_the_whole_module(monkeypatch):
+    """Equal modules share a trial; another attribute, activation, buffer or method needs another
+    trial."""
     experts = GptOssExperts()
     assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 7.0)
     experts.limit, other = 9.0, Experts()
@@ -444,6 +450,9 @@ def test_each_trial_depends_on_the_whole_module():
     other.act_fn = nn.GELU()
     assert OTHER in float_experts(other).verified()
     assert float_experts(Buffered(1.0)).verified() == SwiGLU() and OTHER in float_experts(Buffered(2.0)).verified()
+    assert float_experts(Experts()).verified() == SwiGLU()
+    monkeypatch.setattr(Experts, "expert", UpBeforeGate.expert)
+    assert OTHER in float_experts(Experts()).verified()
 
 
 class Dense(Experts):

@@ -88,7 +88,7 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
     chosen = torch.tensor([used[i % len(used) :] + used[: i % len(used)] for i in range(len(magnitudes))])[:, :2]
     weights = torch.rand(chosen.shape, generator=generator, dtype=dtype) + 0.25
     try:
-        clone = _clone(given.module, _synthetic(given, dtype, generator), dtype)
+        clone = _clone(given.module, _synthetic(given, dtype, generator), dtype, generator)
         with _OneExpertAtATime():
             got = clone(tokens.clone(), chosen.clone(), weights.clone())
     except Exception as error:  # a module's own code may raise anything
@@ -142,18 +142,18 @@ def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Gener
     return made
 
 
-def _clone(module: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def _clone(module: Any, tensors: dict[str, Tensor], dtype: torch.dtype, generator: torch.Generator) -> Any:
     """Return a module of the same class and attributes with these parameters, on the CPU."""
     clone = object.__new__(type(module))
     clone.__dict__ |= module.__dict__
     clone._parameters = dict.fromkeys(module._parameters) | {
         name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
     }
-    clone._buffers = {name: _on_cpu(buffer, dtype) for name, buffer in module._buffers.items()}
+    clone._buffers = {name: _on_cpu(buffer, dtype, generator) for name, buffer in module._buffers.items()}
     clone._modules = {name: copy.deepcopy(child) for name, child in module._modules.items()}
     for child in (each for own in clone._modules.values() if own is not None for each in own.modules()):
         for name, buffer in child._buffers.items():
-            child._buffers[name] = _on_cpu(buffer, dtype)
+            child._buffers[name] = _on_cpu(buffer, dtype, generator)
     config = getattr(module, "config", None)
     if getattr(config, "_experts_implementation_internal", "other") in _BUILT_IN:
         clone.config = copy.copy(config)
@@ -161,10 +161,14 @@ def _clone(module: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
     return clone.eval()
 
 
-def _on_cpu(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
+    """Return a buffer's values, or random values between 0.5 and 1.5 for a buffer on the meta device."""
     if buffer is None:
         return None
-    value = torch.rand(buffer.shape).add(0.5).to(buffer.dtype) if buffer.is_meta else buffer.detach().to("cpu")
+    if buffer.is_meta:
+        value = torch.rand(buffer.shape, generator=generator).add(0.5).to(buffer.dtype)
+    else:
+        value = buffer.detach().to("cpu", copy=True)
     return value.to(dtype) if value.is_floating_point() else value
 
 
@@ -191,8 +195,9 @@ def _results(
 def _key_of(module: nn.Module) -> Hashable | None:
     """Return a value that is equal for modules whose forward computes the same with equal weights, or None if the
     module has attributes that cannot be compared."""
-    cls: Any = type(module)
-    items: list[Hashable] = [cls, cls.forward]
+    own = [base for base in type(module).__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
+    members = [each for base in own for each in vars(base).values()]
+    items: list[Any] = [type(module), *(each for each in members if callable(each) or isinstance(each, property))]
     for name, value in module.__dict__.items():
         if name in ("_parameters", "_buffers", "_modules", "training") or _is_empty(value):
             continue
@@ -200,8 +205,9 @@ def _key_of(module: nn.Module) -> Hashable | None:
         if isinstance(value, (bool, int, float, str, type(None), type, FunctionType, BuiltinFunctionType, torch.dtype)):
             items.append((name, type(value), value))
         elif config is not None:
-            implementation = getattr(value, "_experts_implementation_internal", None)
-            items.append((name, type(value), repr(config()), implementation))
+            if getattr(value, "_experts_implementation_internal", None) not in _BUILT_IN:
+                return None
+            items.append((name, type(value), repr(config())))
         else:
             return None
     if any(buffer is not None for buffer in module._buffers.values()):
