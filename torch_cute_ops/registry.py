@@ -65,8 +65,11 @@ def _register(spec: OpSpec) -> None:
     def cpu(*args: Any, **kwargs: Any) -> Any:
         call = checked(*args, **kwargs)
         path.check_values(call)
+        old = path.verifier.before(call) if settings.CHECK else {}
         values, described = as_tuple(spec.compute(path.arguments(call))), path.output_shapes(call)
         outputs = tuple(_packed(value, each.strides) for value, each in zip(values, described, strict=True))
+        if settings.CHECK:
+            path.verifier.after(call, old, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -79,10 +82,13 @@ def _register(spec: OpSpec) -> None:
     def cpu_out(*args: Any, **kwargs: Any) -> None:
         call, outputs = checked_outputs(args, kwargs)
         path.check_values(call)
+        old = path.verifier.before(call) if settings.CHECK else {}
         arguments = path.arguments(call)
         values = spec.merge(outputs, as_tuple(spec.compute(arguments)), arguments)
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value)
+        if settings.CHECK:
+            path.verifier.after(call, old, tuple(outputs))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         return path.empty_outputs(checked(*args, **kwargs))
@@ -108,6 +114,9 @@ def _register(spec: OpSpec) -> None:
         mark_written([given[name] for name in spec.updated])
         return outputs
 
+    if settings.CHECK:
+        # Not at import otherwise: it takes time and memory that calls without debug mode do not need.
+        path.verifier = importlib.import_module("torch_cute_ops.verification").Verifier(spec)
     _library.define(spec.signature.schema, tags=spec.signature.tags)
     _library.define(spec.signature.out_schema)
     rest = {"CompositeExplicitAutograd": elsewhere}

@@ -25,12 +25,18 @@ MAX_DECODED = 2**24
 Tensor = torch.Tensor
 
 
-def expected(problem: GemmProblem, operands: Operands, rows: int) -> tuple[Tensor, Tensor]:
+def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the result (rows, N) in fp32, and the largest allowed error of each element.
 
     The error covers the roundings of a sum of K terms; with experts over K the roundings of an expert's sum, of its
     bias, of its multiplication by the factor and of each addition; the roundings of a gate in the prologue and of the
     epilogue; and the rounding to the result's dtype.
+
+    Args:
+        problem, operands: problem and tensors of the call.
+        rows: rows of the result.
+        fp8_sums: error of sums in FP8 tensor cores, relative to the sum of all magnitudes; 0 for operands whose sums
+            are exact.
     """
     a, a_scale, alpha, bias = operands.a, operands.a_scale, operands.alpha, operands.bias
     n, k, over = problem.n, problem.k, problem.grouping.over
@@ -46,18 +52,20 @@ def expected(problem: GemmProblem, operands: Operands, rows: int) -> tuple[Tenso
     want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=a.device) for _ in range(2))
     factors = _linear_scales(problem, operands.b_scale)
     roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
-    if problem.a.is_fp8:
-        roundings = 0
+    relative = fp8_sums if problem.a.is_fp8 else roundings * EPS
     weight = operands.b.mT if over == "rows" else operands.b.mT[None]
     for expert, of_expert in enumerate(_rows_of_experts(problem, rows)):
         for part in _slices(of_expert, k):
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
             if over == "k" and alpha is not None:
-                left = left * alpha[part].double().repeat_interleave(problem.expert_k, 1)
+                factor = alpha[part].double().repeat_interleave(problem.expert_k, 1)
+                left = torch.where(factor == 0, 0.0, left * factor)  # activations without a pair may be NaN
             for columns in _slices(slice(0, n), k):
                 right = _decoded_weight(problem, weight, factors, expert, columns).t()
+                if over == "k":  # experts to which nothing is routed are not read, even if they are NaN
+                    right = torch.where((left != 0).any(0)[:, None], right, 0.0)
                 total = left @ right
-                lost = (left.abs() @ right.abs()) * (roundings * EPS)
+                lost = (left.abs() @ right.abs()) * relative
                 if off is not None:
                     lost = lost + off[part] @ right.abs()
                 if over != "k" and alpha is not None:
@@ -66,6 +74,7 @@ def expected(problem: GemmProblem, operands: Operands, rows: int) -> tuple[Tenso
                 if bias is not None and over == "k":
                     assert alpha is not None
                     own, added = alpha[part].double(), bias[:, columns].double()
+                    added = torch.where((own != 0).any(0)[:, None], added, 0.0)
                     total = total + own @ added
                     lost = lost + (own.abs() @ added.abs()) * ((problem.topk + 2) * EPS)
                 elif bias is not None:

@@ -534,7 +534,9 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
         raise TypeError(f"QuantExperts: got top_k_weights with dtype {weights}; expected floating-point numbers")
     if torch.compiler.is_compiling() or type(top_k_index) not in PLAIN or not top_k_index.numel():
         return
-    if top_k_index.is_cpu or (settings.CHECK and top_k_index.is_cuda):
+    # In a capture the ops raise, naming the setting.
+    reads_gpu = settings.CHECK and top_k_index.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if top_k_index.is_cpu or reads_gpu:
         largest = int(top_k_index.max())
         if largest >= experts:
             raise ValueError(

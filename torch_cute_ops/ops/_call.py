@@ -82,9 +82,11 @@ class CallPath(abc.ABC, Generic[Call]):
         hints: arguments whose contents do not affect results, so that outputs may share memory with them.
         any_address: outputs that need no alignment to 16 bytes.
         integer_outputs: names of integer outputs, which cannot require grad.
+        verifier: checks of calls in debug mode, a ``torch_cute_ops.verification.Verifier``.
         has_backends: True if several backends can compute a call.
     """
 
+    verifier: Any
     call_type: ClassVar[Any]
     renames: ClassVar[dict[str, str]] = {}
     may_share: ClassVar[tuple[str, str] | None] = None
@@ -227,6 +229,17 @@ class CallPath(abc.ABC, Generic[Call]):
             mark_written((out,) if self.is_single else out)
         if self.updated:
             mark_written([values[i] for i in self.updated])
+        return result
+
+    def run_verified(self, out: Any, device: int | None, *values: Any) -> Any:
+        """Compute a call as :meth:`run`, and check its values and results, as ``TORCH_CUTE_OPS_CHECK`` asks."""
+        call = self.call_type._make(map(_of_python, values))
+        self.check_call(call)
+        old = self.verifier.before(call)
+        result = self.run(out, device, *values)
+        if out is not None:
+            call = self.for_outputs(call, out)
+        self.verifier.after(call, old, (result,) if self.is_single else tuple(result))
         return result
 
     def run_checked(self, call: Call, out: Any) -> Any:

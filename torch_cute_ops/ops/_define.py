@@ -22,6 +22,7 @@ from torch_cute_ops.formats.experts import merged, zeroed_rows
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import CallPath, Outputs
 from torch_cute_ops.ops._signature import Signature
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.dispatch import (
@@ -297,7 +298,8 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        "run": path.run,
+        # Without debug mode nothing is added to a call.
+        "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,
         "Tensor": torch.Tensor,

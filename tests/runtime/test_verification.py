@@ -1,0 +1,143 @@
+"""Debug mode, ``TORCH_CUTE_OPS_CHECK=1``: values are checked, and rows of every op's results are compared."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from samples import sample_inputs
+from support.cases import arguments, copy_updated, op_cases, overload
+from support.interpreters import python
+
+from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.verification import Verifier
+
+SAMPLES = 6
+
+
+def results(op, sample, verifier):
+    """Run the reference of a sample; return the call, copies of what it updates, and its outputs."""
+    call = op.bind(**arguments(op, sample))
+    old = verifier.before(call)
+    return call, old, as_tuple(overload(op)(**arguments(op, sample)))
+
+
+def corrupted(output: torch.Tensor) -> torch.Tensor:
+    """Return an output with other numbers in all rows, as of a wrong kernel."""
+    if output.dtype.itemsize == 1:
+        return (output.view(torch.uint8) ^ 0x32).view(output.dtype)
+    return output * 1.25 + 1 if output.is_floating_point() else output + 1
+
+
+def some_samples(op, device):
+    every = [each for each in sample_inputs(op.name, device) if each.args[0].numel() < 2**18]
+    return [copy_updated(op, each) for each in every[:: max(1, len(every) // SAMPLES)]]
+
+
+def is_refused(op, check) -> bool:
+    try:
+        check()
+    except RuntimeError as error:
+        assert f"cute::{op.name}: " in str(error) and "is wrong: " in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_wrong_results_raise(op, device):
+    """Check samples of all kinds: the op's result is accepted, and each output is refused with other numbers."""
+    verifier, refused = Verifier(op), set()
+    for sample in some_samples(op, device):
+        call, old, outputs = results(op, sample, verifier)
+        verifier.after(call, old, outputs)
+        for i, name in enumerate(op.outputs):
+            wrong = (*outputs[:i], corrupted(outputs[i]), *outputs[i + 1 :])
+            if is_refused(op, lambda wrong=wrong: verifier.after(call, old, wrong)):  # noqa: B023
+                refused.add(name)
+    assert refused == set(op.outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", op_cases())
+def test_wrong_kernels_raise(op, monkeypatch):
+    """Check the path of calls in debug mode: kernels pass, and a launcher whose output is changed raises."""
+    path, refused = op.path, 0
+    path.verifier = Verifier(op)
+    with monkeypatch.context() as patch:
+        for sample in some_samples(op, "cuda"):
+            call = op.bind(**arguments(op, copy_updated(op, sample)))
+            path.run_verified(None, None, *call)
+            run = path.run
+
+            def wrong(out, device, *values, run=run):
+                outputs = as_tuple(run(out, device, *values))
+                outputs = (corrupted(outputs[0]), *outputs[1:])
+                return outputs[0] if path.is_single else outputs
+
+            patch.setattr(path, "run", wrong)
+            call = op.bind(**arguments(op, copy_updated(op, sample)))
+            refused += is_refused(op, lambda call=call: path.run_verified(None, None, *call))
+            patch.undo()
+    assert refused
+    del path.verifier
+
+
+@pytest.mark.gpu
+def test_a_capture_raises():
+    op = OPS["rmsnorm"]
+    x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256, device="cuda")
+    verifier, graph = Verifier(op), torch.cuda.CUDAGraph()
+    text = "cute::rmsnorm: TORCH_CUTE_OPS_CHECK=1 reads values, and a CUDA graph is being captured"
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match=text):
+        verifier.before(op.bind(x, weight))
+
+
+def test_values_are_checked():
+    """Check indices on any device, and that global scales are finite."""
+    wrong = torch.tensor([torch.inf])
+    quantise = OPS["fp4_quantize"]
+    with pytest.raises(ValueError, match="cute::fp4_quantize: global_scale holds inf; expected finite numbers"):
+        Verifier(quantise).before(quantise.bind(torch.ones(2, 64), wrong))
+    static = OPS["fp8_quantize"]
+    with pytest.raises(ValueError, match="cute::fp8_quantize: scale holds nan; expected finite numbers"):
+        Verifier(static).before(static.bind(torch.ones(2, 64), wrong * 0, "tensor"))
+    multiply = OPS["mm_fp4_weight_only"]
+    sample = arguments(multiply, next(iter(sample_inputs("mm_fp4_weight_only", "cpu"))))
+    with pytest.raises(ValueError, match="cute::mm_fp4_weight_only: alpha holds inf; expected finite numbers"):
+        Verifier(multiply).before(multiply.bind(**{**sample, "alpha": wrong}))
+    route = OPS["moe_route_ids"]
+    with pytest.raises(ValueError, match="ids holds 4, out of range"):
+        Verifier(route).before(route.bind(torch.tensor([[4]], dtype=torch.int32), 4))
+
+
+def test_the_setting():
+    """Check that the setting installs the checks: a reference that is wrong once raises, and so does a wrong scale."""
+    done = python(
+        "import torch, torch_cute_ops\n"
+        "from torch_cute_ops.reference import rmsnorm\n"
+        "x, weight, right, calls = torch.randn(9, 64), torch.ones(64), rmsnorm.rmsnorm, []\n"
+        "torch_cute_ops.rmsnorm(x, weight, out=torch.empty_like(x))\n"
+        "def wrong(**given):\n"
+        "    calls.append(1)\n"
+        "    return right(**given) * (1.5 if len(calls) == 1 else 1.0)\n"
+        "rmsnorm.rmsnorm = wrong\n"
+        "for call in (lambda: torch_cute_ops.rmsnorm(x, weight), lambda: torch_cute_ops.fp4_quantize(x, x.sum()/0)):\n"
+        "    try: call()\n"
+        "    except (RuntimeError, ValueError) as error: print(error)\n",
+        TORCH_CUTE_OPS_CHECK="1",
+    )
+    assert "cute::rmsnorm: out is wrong: 256 of 256 compared elements differ" in done.stdout, done
+    assert "cute::fp4_quantize: global_scale holds" in done.stdout
+
+
+def test_nothing_is_added_without_the_setting():
+    """Check that generated code calls the unchecked path, and that the module of the checks is not imported."""
+    for op in OPS.values():
+        op.generate()
+        for function in (op.function, op.cuda, op.cuda_out, op.autograd, op.autograd_out):
+            runs = inspect.getclosurevars(function).nonlocals.get("run")
+            assert runs == op.path.run, op.name
+    done = python("import sys, torch_cute_ops; print('torch_cute_ops.verification' in sys.modules)")
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,468 @@
+"""Checks of every call in debug mode, ``TORCH_CUTE_OPS_CHECK=1``.
+
+Before a call, its index tensors and global scales are checked; after it, four rows of each result are compared with the
+reference. GEMMs are compared within the bounds of ``gemm.error_bounds``, quantised rows within one step of a code. The
+registry installs a :class:`Verifier` for each op, only if the setting is on.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout, resolve_fp4_format
+from torch_cute_ops.formats.experts import expert_of_rows
+from torch_cute_ops.formats.fp4 import unpack_e2m1
+from torch_cute_ops.formats.scale_layout import fitting_layouts, from_linear, to_linear
+from torch_cute_ops.ops._backend_path import BackendPath, seen_as
+from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.ops._row_quant import gate_arguments
+from torch_cute_ops.runtime.calls import described
+
+SETTING: Final = "TORCH_CUTE_OPS_CHECK"
+ROWS: Final = 4
+"""Rows of a result that are compared."""
+FP8_SUMS: Final = 4 * 33 * 2.0**-13
+"""Relative error of a sum in FP8 tensor cores, of the sum of all magnitudes: a step aligns 32 products and the
+accumulator to the largest of them and keeps 14 bits, and a block of 128 takes four steps."""
+RELATIVE: Final = 2.0**-16
+"""Relative error of numbers in fp32: sums of a row in another order, and the exponential."""
+SHARE: Final = 100
+"""One code or scale of so many may differ, by one step, after sums in another order."""
+
+_calls = itertools.count()
+
+
+class Verifier:
+    """Checks of the calls of one op.
+
+    Args:
+        spec: op.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec, self.op = spec, spec.name
+        self.compare = _comparison_of(spec)
+
+    def before(self, call: Any) -> dict[str, Tensor]:
+        """Check a call's values, and return copies of the arguments that the op will update, by name.
+
+        Raises:
+            RuntimeError: if a CUDA graph is being captured.
+            ValueError: if an index is out of range, or a global scale is not finite.
+        """
+        if call[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"cute::{self.op}: {SETTING}=1 reads values, and a CUDA graph is being captured; unset {SETTING} "
+                "before you capture"
+            )
+        path = self.spec.path
+        path.check_values(call)
+        given = path.arguments(call)
+        for name in _scales_of(self.spec):
+            scale = given[name]
+            if scale is not None and not bool(scale.isfinite().all()):
+                wrong = scale[~scale.isfinite()].flatten()[0].item()
+                raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected finite numbers")
+        # The updated argument may be the input itself.
+        return {name: given[name].clone() for name in (*self.spec.updated, *(("input",) if self.spec.updated else ()))}
+
+    @torch.no_grad()
+    def after(self, call: Any, old: dict[str, Tensor], outputs: tuple[Tensor, ...]) -> None:
+        """Compare rows of the outputs, and of updated arguments, with the reference.
+
+        Raises:
+            RuntimeError: naming the output, if a row is wrong.
+        """
+        given = self.spec.path.arguments(call)
+        if not all(output.numel() for output in outputs):
+            return
+        found = self.compare(self.spec, call, {**given, **old}, given, outputs)
+        if found is not None:
+            raise RuntimeError(
+                f"cute::{self.op}: {found}; the reference gives another result, so the kernel or its launch is wrong. "
+                f"Please report the call: {described(self.op, (), given)}"
+            )
+
+
+def _scales_of(spec: OpSpec) -> tuple[str, ...]:
+    """Return the names of the arguments that are global scales, or factors with global scales."""
+    names = [each.name for each in spec.signature.tensors]
+    found = ["global_scale"] if "global_scale" in names else []
+    if "alpha" in names and getattr(spec.path, "over", "none") != "k":
+        found.append("alpha")
+    if "scale" in names and "granularity" in spec.signature.names:  # of a tensor, given
+        found.append("scale")
+    return tuple(found)
+
+
+def _chosen(rows: int, device: torch.device) -> Tensor:
+    """Return the indices of the first row, the last row, and two other rows, which vary from call to call."""
+    number = next(_calls) * 7919
+    return torch.tensor([0, rows - 1, number % rows, number // 3 % rows][:ROWS], device=device)
+
+
+Comparison = Callable[[OpSpec, Any, dict[str, Any], dict[str, Any], tuple[Tensor, ...]], str | None]
+"""Function of an op, a call, its arguments before and after the call, and its outputs, to a description of the first
+wrong output, or None."""
+
+
+def _comparison_of(spec: OpSpec) -> Comparison:
+    if isinstance(spec.path, BackendPath):
+        return _gated if spec.path.over == "n" else _gemm
+    by_name = {
+        "fp4_dequantize": _dequantized,
+        "moe_permute_fp8quant": _permuted,
+        "moe_swiglu_fp8quant": _gated_rows,
+        "moe_finalize": _finalized,
+        "moe_route": _routed,
+        "moe_route_ids": _ordered,
+        "moe_route_dense": _routed_dense,
+    }
+    return by_name.get(spec.name, _rows)
+
+
+# Rows that are quantised, normalised or gated
+
+
+def _rows(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    """Compare an op whose result has a row for each row of ``input``."""
+    lead, width = before["input"].shape[:-1], before["input"].shape[-1]
+    count = lead.numel()
+    rows = _chosen(count, before["input"].device)
+    own = {name: before[name].reshape(count, width)[rows].contiguous() for name in ("input", *spec.updated)}
+    named = {**before, **own}
+    fmt = None
+    if "block_size" in named:
+        fmt = resolve_fp4_format(named["block_size"], named["scale_format"])
+    if "scale_layout" in named:
+        named["scale_layout"] = "linear" if fmt is not None else "row"
+    want = as_tuple(spec.compute(named))
+    pairs, every = {}, torch.arange(len(rows), device=rows.device)
+    for name, got, expected in zip(spec.outputs, outputs, want, strict=True):
+        if fmt is not None and name in ("scale", "scale_128x4"):
+            blocks = width // (2 if spec.name.startswith("silu_mul") else 1) // fmt.block_size
+            layout = SCALE_LAYOUTS["128x4" if name == "scale_128x4" else before.get("scale_layout", "128x4")]
+            got = to_linear(got, layout, count, blocks)
+            if name == "scale_128x4":
+                expected = to_linear(expected, layout, len(rows), blocks)
+        pairs[name] = _of_rows(got, expected, count, rows), _of_rows(expected, expected, len(rows), every)
+    for name in spec.updated:
+        pairs[name] = after[name].reshape(count, width)[rows], own[name]
+    return _compared(pairs, fmt)
+
+
+def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
+    """Return these rows of an output; all of an output without rows, such as the scale of a tensor."""
+    if want.numel() == 1 and got.numel() == 1:
+        return got.reshape(1, 1).expand(len(rows), 1)
+    return got.reshape(count, -1)[rows]
+
+
+def _compared(pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None) -> str | None:
+    """Return a description of the first wrong output, or None, for outputs and expected outputs by name."""
+    moved: Tensor | None = None
+    for name, (got, want) in sorted(pairs.items(), key=lambda pair: "scale" not in pair[0]):
+        want = want.expand(got.shape) if want.numel() == 1 else want
+        if got.dtype.itemsize > 1:
+            found = _difference(got, want)
+        elif fmt is not None:
+            steps = _steps_of_scales(got, want) if "scale" in name else _steps_of_fp4(got, want)
+            limit: Tensor | int = 1
+            if "scale" in name:
+                moved = steps > 0
+            elif moved is not None:
+                limit = torch.where(moved.repeat_interleave(fmt.block_size, 1), 2, 1)
+            found = _wrong_steps(steps, limit, fmt.block_size)
+        else:
+            found = _wrong_steps(_steps_of_fp8(got, want), 1, 8)
+        if found is not None:
+            return f"{name} is wrong: {found}"
+    return None
+
+
+def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str | None:
+    """Return a description of numbers that differ by more than roundings, and by more than ``allowed``, or None."""
+    if not got.is_floating_point():
+        wrong, error = got != want, (got - want).abs()
+    else:
+        info = torch.finfo(got.dtype)
+        a, b = got.double(), want.double()
+        error = (a - b).abs()
+        most = b.abs() * max(4 * info.eps, RELATIVE) + info.smallest_normal + allowed
+        same = (a == b) | (a.isnan() & b.isnan()) | (a == b.to(got.dtype).double())
+        wrong = ~(same | (error <= most))
+    if not bool(wrong.any()):
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} compared elements differ; the first is {got[at].item():.6g}, expected "
+        f"{want[at].item():.6g}"
+    )
+
+
+def _wrong_steps(steps: Tensor, limit: Tensor | int, whole: int) -> str | None:
+    """Return a description of codes that differ by more than ``limit`` steps, or of too many that differ, or None."""
+    wrong, count = int((steps > limit).sum()), int((steps > 0).sum())
+    if wrong:
+        return f"{wrong} of {steps.numel()} compared codes differ by more than a step, at most by {int(steps.max())}"
+    if count > whole + steps.numel() // SHARE:
+        return f"{count} of {steps.numel()} compared codes differ by a step"
+    return None
+
+
+def _steps_of_fp4(got: Tensor, want: Tensor) -> Tensor:
+    a, b = (unpack_e2m1(each.view(torch.uint8)).reshape(len(got), -1).to(torch.int16) for each in (got, want))
+    return torch.where((a ^ b) >= 8, 16 * ((a | b) & 7).sign(), ((a & 7) - (b & 7)).abs())
+
+
+def _steps_of_fp8(got: Tensor, want: Tensor) -> Tensor:
+    a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
+    return torch.where((a ^ b) >= 0x80, 256 * ((a | b) & 0x7F).sign(), ((a & 0x7F) - (b & 0x7F)).abs())
+
+
+def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
+    a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
+    return (a - b).abs()
+
+
+# Other steps
+
+
+def _dequantized(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    y, (out,) = seen_as(before["y"], torch.uint8), outputs
+    count, k = y.shape[:-1].numel(), 2 * y.shape[-1]
+    fmt = resolve_fp4_format(before["block_size"], before["scale_format"])
+    blocks, name = k // fmt.block_size, before["scale_layout"]
+    if name is None:
+        layouts: Sequence[ScaleLayout] = fitting_layouts(before["scale"].shape, y.shape[:-1], blocks)
+    else:
+        layouts = [SCALE_LAYOUTS[name]]
+    rows = _chosen(count, y.device)
+    scale = to_linear(before["scale"], layouts[0], count, blocks)[rows]
+    own = {"y": y.reshape(count, -1)[rows], "scale": scale, "scale_layout": "linear"}
+    return _compared({"out": (out.reshape(count, k)[rows], spec.compute({**before, **own}))}, None)
+
+
+def _permuted(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    used = (before["permuted_to_expanded"] >= 0).nonzero()[:, 0]
+    if not len(used):
+        return None
+    rows = used[_chosen(len(used), used.device)]
+    own = {"permuted_to_expanded": before["permuted_to_expanded"][rows], "expanded_to_permuted": None}
+    want = spec.compute({**before, **own})
+    return _compared(
+        {name: (got[rows], each) for name, got, each in zip(spec.outputs, outputs, want, strict=True)}, None
+    )
+
+
+def _gated_rows(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    x = before["input"]
+    count = x.shape[:-1].numel()
+    used = (expert_of_rows(count, before["offsets"], before["counts"]) >= 0).nonzero()[:, 0]
+    if not len(used):
+        return None
+    rows = used[_chosen(len(used), used.device)]
+    ends = torch.tensor([0, len(rows)], dtype=torch.int32, device=x.device)
+    own = {"input": x.reshape(count, -1)[rows], "offsets": ends, "counts": None}
+    want = spec.compute({**before, **own})
+    pairs = zip(spec.outputs, outputs, want, strict=True)
+    return _compared({name: (got.reshape(count, -1)[rows], each) for name, got, each in pairs}, None)
+
+
+def _finalized(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    (out,) = outputs
+    if before["residual"] is not None and before["residual"].data_ptr() == out.data_ptr():
+        return None  # the result was written over it
+    rows = _chosen(len(out), out.device)
+    names = ("expanded_to_permuted", "weights", "residual")
+    own = {name: None if before[name] is None else before[name][rows] for name in names}
+    return _compared({"out": (out[rows], spec.compute({**before, **own}))}, None)
+
+
+def _routed(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    weights, ids, *order = outputs
+    rows = _chosen(len(ids), ids.device)
+    want_weights, want_ids, *_ = spec.compute({**before, "logits": before["logits"][rows]})
+    scores = _scores(before, rows)
+    pairs = {
+        "weights": (weights[rows], want_weights),
+        # Experts of equal scores may change places.
+        "ids": (_at(scores, ids[rows]), _at(scores, want_ids)),
+    }
+    names = ("experts", "alignment", "max_rows")
+    values = before["logits"].shape[1], before["alignment"], before["max_rows"]
+    return _compared(pairs, None) or _order_difference(
+        spec.outputs[2:], order, ids, dict(zip(names, values, strict=True))
+    )
+
+
+def _at(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return the scores of these experts; infinity for experts that do not exist."""
+    exist = (ids >= 0) & (ids < scores.shape[1])
+    return torch.where(exist, scores.gather(1, torch.where(exist, ids, 0).long()), torch.inf)
+
+
+def _scores(before: dict[str, Any], rows: Tensor) -> Tensor:
+    """Return the numbers by which experts are chosen, in fp32."""
+    logits, bias = before["logits"][rows].float(), before["bias"]
+    scores = logits.sigmoid() if before["scoring"] == "sigmoid" else logits
+    return scores if bias is None else scores + bias
+
+
+def _order_difference(names: Sequence[str], order: Sequence[Tensor], ids: Tensor, named: dict[str, Any]) -> str | None:
+    from torch_cute_ops.reference.moe_route import places_of
+
+    want = places_of(ids, **named)
+    for name, got, each in zip(names, order, want, strict=True):
+        if not torch.equal(got, each):
+            return f"{name} is wrong: {int((got != each).sum())} of {got.numel()} elements differ"
+    return None
+
+
+def _ordered(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    named = {name: before[name] for name in ("experts", "alignment", "max_rows")}
+    return _order_difference(spec.outputs, outputs, before["ids"], named)
+
+
+def _routed_dense(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    (out,) = outputs
+    rows = _chosen(len(out), out.device)
+    want = spec.compute({**before, "logits": before["logits"][rows]})
+    # Experts of equal scores may change places.
+    return _compared({"out": (out[rows].sort(1).values, want.sort(1).values)}, None)
+
+
+# GEMMs
+
+
+def _gemm(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    from torch_cute_ops.gemm import error_bounds
+    from torch_cute_ops.gemm.operands import Operands
+    from torch_cute_ops.gemm.problem import Grouping, Operand
+
+    path, (out,) = spec.path, outputs
+    problem, n = path.problem(call), outputs[0].shape[-1]
+    count = call.a.shape[:-1].numel()
+    weight, b_scale = _bytes_of_codes(call.b, problem.b.format), call.b_scale
+    a, a_scale = _bytes_of_codes(call.a, problem.a.format).reshape(count, -1), call.a_scale
+    alpha = call.alpha if call.alpha is None or call.alpha.dim() else call.alpha.reshape(1)
+    if problem.grouping.over == "rows":
+        owners = expert_of_rows(count, call.offsets, call.counts)
+        used = (owners >= 0).nonzero()[:, 0]
+        if not len(used):
+            return None
+        rows = used[_chosen(len(used), used.device)]
+    else:
+        owners, rows = None, _chosen(count, a.device)
+    a_scale = _scale_rows(a_scale, problem.a, rows, count, problem.k)
+    got = out.reshape(count, n)[rows]
+    kept = {"fp8_sums": FP8_SUMS}
+    if owners is None:
+        if problem.grouping.over != "k":
+            given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
+            return _within(got, *error_bounds.expected(problem, given, len(rows), **kept))
+        for i, row in enumerate(rows.tolist()):  # one by one: weights of other rows' experts may be NaN
+            one_scale = _scale_rows(call.a_scale, problem.a, rows[i : i + 1], count, problem.k)
+            given = Operands(a[row, None], weight, one_scale, b_scale, call.alpha[row, None], call.bias)
+            found = _within(got[i, None], *error_bounds.expected(problem, given, 1, **kept))
+            if found is not None:
+                return found
+        return None
+    if isinstance(problem.b.format, FP4Format):
+        blocks = problem.k // problem.b.format.block_size
+        b_scale = to_linear(b_scale, problem.b.scale_layout, problem.experts * n, blocks)
+        b_scale = b_scale.view(problem.experts, n, blocks)
+    for i, expert in enumerate(owners[rows].tolist()):
+        factor, kind = alpha, problem.epilogue.alpha
+        if kind in ("expert", "expert_column"):
+            factor = alpha[expert].reshape(-1)
+            kind = "one" if kind == "expert" else "column"
+        one = replace(
+            problem,
+            grouping=Grouping(),
+            b=Operand(problem.b.format, SCALE_LAYOUTS["linear"] if problem.b.is_fp4 else problem.b.scale_layout),
+            epilogue=replace(problem.epilogue, alpha=kind),
+        )
+        bias = None if call.bias is None else call.bias[expert]
+        own = slice(i, i + 1)
+        given = Operands(a[rows[own]], weight[expert], a_scale[own], b_scale[expert], factor, bias)
+        found = _within(got[own], *error_bounds.expected(one, given, 1, **kept))
+        if found is not None:
+            return found
+    return None
+
+
+def _within(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
+    found = _difference(got, want, allowed.double())
+    return None if found is None else f"out is wrong: {found}"
+
+
+def _bytes_of_codes(tensor: Tensor, fmt: Any) -> Tensor:
+    return seen_as(tensor, torch.uint8) if isinstance(fmt, FP4Format) else tensor
+
+
+def _scale_rows(scale: Tensor | None, operand: Any, rows: Tensor, count: int, k: int) -> Tensor | None:
+    """Return the block scales of these rows in the same layout; a global scale as one element."""
+    if scale is None or isinstance(operand.format, torch.dtype):
+        return scale if scale is None else scale.reshape(1)
+    if isinstance(operand.format, FP4Format):
+        linear = to_linear(scale, operand.scale_layout, count, k // operand.format.block_size)
+        return from_linear(linear[rows], operand.scale_layout)
+    return scale.reshape(count, -1)[rows]
+
+
+def _gated(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    from torch_cute_ops.gemm import error_bounds
+    from torch_cute_ops.gemm.operands import GatedOperands
+    from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
+
+    problem, count = spec.path.problem(call), len(call.a)
+    rows = _chosen(count, call.a.device)
+    routing = call.routing[rows]
+    gate = gate_arguments(*call.gate)
+    given = GatedOperands(
+        _bytes_of_codes(call.a, problem.a.format)[rows],
+        _bytes_of_codes(call.b, problem.b.format),
+        _scale_rows(call.a_scale, problem.a, rows, count, problem.k),
+        call.b_scale,
+        call.alpha,
+        call.bias,
+        routing,
+        call.global_scale,
+        *gate,
+    )
+    value, lost = error_bounds.expected_gated(problem, given)
+    routed = (routing != 0).repeat_interleave(problem.expert_n, 1)
+    if problem.quantised is None:
+        return _within(torch.where(routed, outputs[0][rows], 0), value, lost)
+    fmt, layout = problem.b.format, problem.quantised.scale_layout
+    y, scale = outputs
+    scale = from_linear(to_linear(scale, layout, count, problem.n // fmt.block_size)[rows], layout)
+    got = y[rows], scale
+    want = quantize_experts(value, problem.experts, call.global_scale, fmt, layout)
+    found = error_bounds.block_difference(got, want, written_parts(got, routing, fmt, layout), fmt)
+    return None if found is None else f"y or scale is wrong: {found}"
