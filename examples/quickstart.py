@@ -22,7 +22,6 @@ from torch.utils.benchmark import Timer
 import torch_cute_ops
 from hidden_states import load
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.runtime.arch import arch_of_device
 
 EPS = 1e-6
@@ -206,7 +205,7 @@ def compare_with_float64(
 
     codes = torch.stack((y & 0xF, y >> 4), -1).view(rows, -1, fmt.block_size)  # element 0 in the low nibble
     steps = torch.where(codes > 7, -1.0, 1.0) * (codes & 7)
-    linear = to_linear(scale, SCALE_LAYOUTS[layout], rows, hidden // fmt.block_size)
+    linear = torch_cute_ops.convert_scales(scale, rows, hidden, layout, "linear")
     got_scale = linear.double() if fmt is NVFP4 else torch.exp2(linear.double() - 127)
 
     same, same_scale = steps == want_steps, got_scale == want_scale
@@ -215,9 +214,7 @@ def compare_with_float64(
     elements, scales = (f"{equal.sum():,} of {equal.numel():,}" for equal in (same, same_scale))
     print(f"float64    {elements} elements and {scales} scales identical; at most {most_steps} e2m1 step(s) away")
 
-    decoded = torch_cute_ops.fp4_dequantize(
-        y, scale, factor, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
-    )
+    decoded = torch_cute_ops.fp4_dequantize(y, scale, factor, block_size=fmt.block_size, out_dtype=torch.float32)
     signal, noise = exact.square().sum(-1), (decoded - exact).square().sum(-1)
     snr = 10 * torch.log10(signal.sum() / noise.sum()).item()
     worst = 10 * torch.log10(signal / noise)[signal > 0].min().item()

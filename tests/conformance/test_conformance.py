@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from expected import assert_same, raw
+from expected.fp4_dequantize import layout_of
 from samples import error_inputs, sample_inputs
 from support import spec
 from support.cases import (
@@ -122,8 +123,9 @@ def test_row_alone(op, name, device):
             alone = given | {"a": given["a"][m : m + 1]}
             if "a_scale" in given:
                 width = given["a"].shape[1] * 2
-                scale = row_of_scales(given["a_scale"], given["scale_layout"], len(given["a"]), width, given, m)
-                alone["a_scale"] = scale.reshape(-1, scale.shape[-1])
+                layout = spec.layout_named(given["scale_layout"], given["a_scale"])
+                scale = row_of_scales(given["a_scale"], layout, len(given["a"]), width, given, m)
+                alone["a_scale"] = scale[None] if layout == "linear" else scale
             if is_for_experts(op):
                 alone["alpha"] = given["alpha"][m : m + 1]
             row = run(op, named(op, alone))
@@ -141,7 +143,8 @@ def test_row_alone(op, name, device):
         for key in batched:
             alone[key] = given[key].flatten(0, -2)[m] if first.dim() > 1 else given[key]
         if batched == ["y"]:
-            alone["scale"] = row_of_scales(given["scale"], given["scale_layout"], rows, first.shape[-1] * 2, given, m)
+            layout, width = layout_of(given), first.shape[-1] * 2
+            alone["scale"] = row_of_scales(given["scale"], layout, rows, width, given, m)
         want = []
         for key, output in zip((*op.outputs, *op.updated), outputs, strict=True):
             if key.startswith("scale"):

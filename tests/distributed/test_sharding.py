@@ -281,8 +281,8 @@ def test_reasons():
 # Refusals and redistribution
 
 
-def test_tiles_are_not_sharded(mesh):
-    """Rows and columns of the weight are sharded by whole tiles; K is not sharded."""
+def test_tiles_are_sharded_whole(mesh):
+    """Check the multiples of rows and of K by which tiles are sharded, and that other sizes are refused with them."""
     x = torch.randn(192, 128)
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
     with ranks():
@@ -292,16 +292,19 @@ def test_tiles_are_not_sharded(mesh):
             torch.ops.cute.fp4_quantize(rows)
         y, scales = torch.ops.cute.fp4_quantize(rows, scale_layout="8x4")
         assert [each.placements for each in (y, scales)] == [(Shard(0),)] * 2
-        with pytest.raises(RuntimeError, match=r"128x4 scales are tiles in memory, .*; use scale_layout='linear'"):
-            torch.ops.cute.fp4_quantize(distributed(x, Shard(1), mesh))
+        y, scales = torch.ops.cute.fp4_quantize(distributed(x, Shard(1), mesh))
+        assert [each.placements for each in (y, scales)] == [(Shard(1),)] * 2 and scales.shape == (2, 2, 32, 4, 4)
+        text = (
+            "cute::fp4_quantize: the last dimension of input is 96; expected a multiple of 128, 64 for each of 2 shards"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            torch.ops.cute.fp4_quantize(distributed(x[:, :96], Shard(1), mesh))
         with pytest.raises(RuntimeError, match="128x4 scales are over the flattened rows; shard dimension 0"):
             torch.ops.cute.fp4_quantize(distributed(x.view(2, 96, 128), Shard(1), mesh))
-        a, a_scale, b, b_scale = (
-            distributed(each, Shard(dim), mesh) for each, dim in ((codes, 1), (scale, 1), (codes.t(), 0), (scale, 1))
-        )
-        with pytest.raises(
-            RuntimeError, match=r"cute::mm_fp4: 128x4 scales are tiles in memory, .* with convert_scales"
-        ):
+        codes, scale = random_matrix(ROWS, 192, NVFP4, "128x4", CPU)
+        a, b = (distributed(each, Shard(dim), mesh) for each, dim in ((codes, 1), (codes.t(), 0)))
+        a_scale = b_scale = distributed(scale, Replicate(), mesh)
+        with pytest.raises(RuntimeError, match="cute::mm_fp4: K is 192; expected a multiple of 128, 64 for each"):
             torch.ops.cute.mm_fp4(a, b, a_scale, b_scale)
 
 

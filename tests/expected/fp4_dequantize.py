@@ -15,15 +15,19 @@ OUT_SCHEMA = f"cute::fp4_dequantize.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 assert_results = assert_same
 
 
+def layout_of(given) -> str:
+    """Return the layout that the call names, or that the shape of the scales shows."""
+    if given["scale_layout"] is None and given["scale"].shape[:-1] == given["y"].shape[:-1]:
+        return "linear"  # with the leading dimensions of the codes
+    return spec.layout_named(given["scale_layout"], given["scale"])
+
+
 def results(given) -> Tensors:
     packed = given["y"].cpu().view(torch.uint8).contiguous()
     lead, width = packed.shape[:-1], packed.shape[-1] * 2
     rows, blocks = lead.numel(), width // given["block_size"]
     scale = given["scale"].cpu().contiguous().view(torch.uint8).numpy()
-    layout = given["scale_layout"]
-    if layout is None:  # linear scales have the leading dimensions of the codes
-        layout = "linear" if scale.shape == (*lead, blocks) else spec.layout_named(None, scale)
-    scales = spec.collect(scale, layout, rows, blocks)
+    scales = spec.collect(scale, layout_of(given), rows, blocks)
     codes = spec.unpack(packed.reshape(rows, width // 2).numpy())
     value = spec.dequantise(codes, scales, scalar_of(given["global_scale"]))
     return (torch.from_numpy(value).to(given["out_dtype"] or torch.bfloat16).reshape(*lead, width),)

@@ -11,6 +11,7 @@ from samples import moe_fc1_fp4, moe_fc1_fp4_weight_only
 from samples._fp4_gemm import POWERS
 from samples._moe_fc2 import top_alpha
 from samples._silu_mul import GPT_OSS
+from support import spec
 from support.cancelling import cancelling_matrix
 from support.cases import arguments, call_out, named, op_cases, poisoned, run
 from support.routings import SKEWED, every_alpha, hot_alpha
@@ -114,9 +115,10 @@ def exact_results(given, value):
     if "a_scale" not in given:
         return (flat.to(torch.bfloat16),)
     codes, scale = torch_cute_ops.fp4_quantize(flat, None, given["block_size"], scale_layout="linear")
-    if given["scale_layout"] == "linear":
+    layout = spec.layout_named(None, given["a_scale"])
+    if layout == "linear":
         return codes, scale
-    blocks = torch_cute_ops.convert_scales(scale, len(flat), flat.shape[1], "linear", given["scale_layout"])
+    blocks = torch_cute_ops.convert_scales(scale, len(flat), flat.shape[1], "linear", layout)
     return codes, blocks
 
 
@@ -254,7 +256,8 @@ def test_nan_terms_stay_with_their_expert(op, alpha, device):
     for which in terms:
         for name, results in by_backend(op, given | {which: changed_at(terms[which], 1, torch.nan)}, device).items():
             if "a_scale" in given:
-                scale = to_linear(results[1].cpu(), SCALE_LAYOUTS[given["scale_layout"]], 9, 3 * 64 // 16)
+                layout = SCALE_LAYOUTS[spec.layout_named(None, given["a_scale"])]
+                scale = to_linear(results[1].cpu(), layout, 9, 3 * 64 // 16)
                 nan = (scale.view(torch.uint8) == 0x7F).unflatten(1, (3, -1))
             else:
                 nan = results[0].isnan().cpu().unflatten(1, (3, -1))

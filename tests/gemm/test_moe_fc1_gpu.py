@@ -102,12 +102,12 @@ def test_rows_do_not_depend_on_others(op):
         launch = backend.launcher(problem, tactic, target)
         every = []
         for rows in (m, m, 33, 1):
-            # The scales of the first rows are the first tile, and come first in it.
-            lines = layout.padded_rows(rows)
-            outputs = poisoned([like[0][:rows], *(scale[:lines] for scale in like[1:])])
+            # The scales of the first rows are in the first tile.
+            tiles = -(-rows // layout.tile_rows)
+            outputs = poisoned([like[0][:rows], *(scale[:tiles] for scale in like[1:])])
             first = operands._replace(
                 a=operands.a[:rows],
-                a_scale=None if a_scale is None else a_scale[:lines],
+                a_scale=None if a_scale is None else a_scale[:tiles],
                 routing=operands.routing[:rows],
             )
             launch(first, outputs if len(outputs) == 2 else (*outputs, None))

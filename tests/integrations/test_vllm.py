@@ -126,7 +126,7 @@ def supported(vllm, monkeypatch):
 def test_values(bias, supported, device):
     layer, weight = layer_of(72, 192, device, bias)
     supported.process_weights_after_loading(layer)
-    assert layer.weight_scale.shape == (128, 12) and isinstance(layer.weight_scale, nn.Parameter)
+    assert layer.weight_scale.shape == (1, 3, 32, 4, 4) and isinstance(layer.weight_scale, nn.Parameter)
     x = torch.randn(2, 3, 192, device=device).bfloat16()
     got = supported.apply_weights(layer, x, layer.bias)
     assert got.shape == (2, 3, 72) and got.dtype == torch.bfloat16

@@ -80,9 +80,7 @@ def execute(
     rows = x.shape[0]
     if isinstance(p.fmt, FP4Format):
         y = poisoned(rows, p.width // 2, dtype=torch.uint8)
-        tile = p.layout.tile_rows or 1
-        padded = -(-rows // tile) * tile
-        scale = poisoned(padded, p.layout.padded_blocks(config.blocks), dtype=p.fmt.scale_dtype)
+        scale = poisoned(*p.layout.shape((rows,), config.blocks), dtype=p.fmt.scale_dtype)
     elif p.fmt is None:
         y = scale = None
     else:
@@ -457,8 +455,7 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
     kernel = case.kernel
     c, rows = kernel.config, 131
     codes = torch.arange(rows * width // 2).to(torch.uint8).reshape(rows, -1)
-    tile = c.layout.tile_rows or 1
-    scale = torch.randint(256, (-(-rows // tile) * tile, c.layout.padded_blocks(c.blocks)), dtype=torch.uint8)
+    scale = torch.randint(256, c.layout.shape((rows,), c.blocks), dtype=torch.uint8)
     factor = torch.tensor([3.0]) if c.global_scale else None
     out = poisoned(rows, width, dtype=dtype)
     arguments = fp4_dequant.Arguments(y=codes, scale=scale, global_scale=factor, out=out, max_ctas=2)

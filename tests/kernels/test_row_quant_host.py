@@ -20,9 +20,9 @@ APART = 1 << 40
 SMS = 132
 
 
-def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, int]]:
+def launched(kernel: Any, rows: int, row_tiles: int) -> list[tuple[int, int, int]]:
     """Return the grids of a call that quantises ``rows`` rows."""
-    dims = {"rows": rows, "row_stride": kernel.config.spec.input_width, "scale_rows": scale_rows}
+    dims = {"rows": rows, "row_stride": kernel.config.spec.input_width, "tile_rows": row_tiles}
     given: list[Any] = []
     for i, spec in enumerate(kernel.arguments()):
         given.append(placed(spec, (i + 1) * APART, dims) if isinstance(spec, TensorArg) else spec and SMS)
@@ -31,8 +31,7 @@ def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, in
 
 @pytest.mark.parametrize(("layout", "tile"), [("128x4", 128), ("8x4", 8)])
 def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile: int) -> None:
-    """Check the number of rows of tiled scales, whole tiles: the only extent of an output that TVM-FFI does not
-    check."""
+    """Check the number of rows of tiles of scales: the only extent of an output that TVM-FFI does not check."""
     spec = RowQuantSpec(
         source="rows",
         dtype=torch.bfloat16,
@@ -45,9 +44,9 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()
 
     for rows in (1, tile - 1, tile, tile + 1, 3 * tile):
-        right = -(-rows // tile) * tile
+        right = -(-rows // tile)
         assert all(0 not in grid for grid in launched(kernel, rows, right))
-        for wrong in (right - tile, right - 1, right + 1, right + tile, rows):
+        for wrong in (right - 1, right + 1, right + tile, right * tile, rows):
             if wrong != right:
                 assert 0 in launched(kernel, rows, wrong)[0], (rows, wrong)
 
@@ -65,5 +64,4 @@ def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
     is_tiled = layout == "128x4"
     for rows, slices in ((1, 7), (8, 7), (128, 7), (129, 2), (4096, 2)):
         ctas = min(max(rows, 32) if is_tiled else rows, SMS // slices)
-        scale_rows = -(-rows // 128) * 128 if is_tiled else rows
-        assert launched(kernel, rows, scale_rows) == [(ctas * slices, 1, 1)], rows
+        assert launched(kernel, rows, -(-rows // 128)) == [(ctas * slices, 1, 1)], rows

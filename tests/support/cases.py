@@ -529,7 +529,8 @@ def make_call(
         given["input"] = torch.randn(*shape[:-1], width, dtype=dtype, device=device)
     else:
         given["y"] = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
-        like = OPS["fp4_quantize"].fake(torch.empty(shape, device="meta"), scale_layout=given["scale_layout"])[1]
+        layout = {} if given["scale_layout"] is None else {"scale_layout": given["scale_layout"]}
+        like = OPS["fp4_quantize"].fake(torch.empty(shape, device="meta"), **layout)[1]
         scale = torch.randint(0, 0x7F, like.shape, dtype=torch.uint8, device=device)
         given["scale"] = scale.view(torch.float8_e4m3fn)
     if "residual" in given:

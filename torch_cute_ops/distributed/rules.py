@@ -88,6 +88,8 @@ REPLICATED: Final = Rule("", {}, {})
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """Return the rules for a call; the first replicates everything."""
+    if _has_foreign_tiles(call):
+        return [REPLICATED]
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
     elif isinstance(spec.path, BackendPath):
@@ -95,6 +97,15 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     else:
         found = _OTHERS.get(spec.name, _nothing)(call)
     return [REPLICATED, *found]
+
+
+def _has_foreign_tiles(call: Call) -> bool:
+    """Return True if tiles of FP4 scales have another library's shape, whose dimensions are no rows and blocks."""
+    if call.get("scale_layout") not in ("128x4", "8x4"):
+        return False
+    scales = (call.get(name) for name in ("scale", "a_scale", "b_scale", "w_scale"))
+    dims = [len(each.shape) for each in scales if each is not None and each.dtype.itemsize == 1]
+    return any(dim not in (4, 5) for dim in dims)
 
 
 def has_rules(spec: OpSpec) -> bool:
@@ -178,8 +189,11 @@ def _dequantize(call: Call) -> Iterator[Rule]:
         (layout,) = fitting
     else:
         layout = SCALE_LAYOUTS[call["scale_layout"]]
+    unnamed = None
+    if call["scale_layout"] is None and last > 2:
+        unnamed = "the scales of a shard could fit two layouts, as y has over three dimensions; name scale_layout"
     for dim in range(last):
-        refusal = None
+        refusal = unnamed
         if not layout.is_linear and _rows_before((*shape[:dim], 1), 0) != 1:
             refusal = f"{layout.name} scales are over the flattened rows; shard dimension 0, or flatten y"
         multiples = _tiles("the number of rows", _rows_before(shape, 0), layout)
@@ -189,7 +203,7 @@ def _dequantize(call: Call) -> Iterator[Rule]:
         yield Rule("rows", {"y": Shard(dim), "scale": scale}, {"out": Shard(dim)}, multiples, refusal)
     scale = Shard(last if layout.is_linear else 1)
     multiples = [Multiple("K", 2 * shape[last], block * _blocks_together(layout))]
-    yield Rule("columns", {"y": Shard(last), "scale": scale}, {"out": Shard(last)}, multiples)
+    yield Rule("columns", {"y": Shard(last), "scale": scale}, {"out": Shard(last)}, multiples, unnamed)
 
 
 # GEMMs
