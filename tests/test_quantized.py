@@ -250,13 +250,17 @@ def test_export(name, device):
 @pytest.mark.slow
 @by_format
 def test_inductor(name, device):
-    q, x = quantize(torch.randn(N, K, device=device), name), torch.randn(3, 4, K, device=device).bfloat16()
+    """Inductor fuses operations before and after the product, for any number of rows."""
 
     def program(x, q):
         return linear(x * 2, q).relu() + 1
 
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(program, fullgraph=True)(x, q), program(x, q))
+    compiled = torch.compile(program, fullgraph=True)
+    for rows in (1, 2, 7, 128, 300):
+        q, x = quantize(torch.randn(N, K, device=device), name), torch.randn(rows, K, device=device).bfloat16()
+        assert torch.equal(compiled(x, q), program(x, q))
+    assert 1 <= len(_debug_get_cache_entry_list(program.__code__)) <= 3
     torch._dynamo.reset()
 
 

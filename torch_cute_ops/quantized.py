@@ -101,7 +101,8 @@ class QuantizedWeight:
         fmt = FP4_FORMATS.get(format)
         if fmt is not None:
             codes = codes.view(torch.uint8)
-            scale = convert_scales(scale, *shape, layout_of_operand(scale).name, "128x4").view(fmt.scale_dtype)
+            layout: FP4ScaleLayout = "linear" if layout_of_operand(scale).is_linear else "128x4"
+            scale = convert_scales(scale, *shape, layout, "128x4").view(fmt.scale_dtype)
         alpha = None
         if global_scale is not None:
             global_scale = global_scale.reshape(1)

@@ -95,7 +95,7 @@ def _numbers_of(rows: int | Iterable[int]) -> list[int]:
         TypeError, ValueError: for a value that is no integer, or not positive.
     """
     given = rows if isinstance(rows, Iterable) and not isinstance(rows, str) else (rows,)
-    numbers = set()
+    numbers: set[int] = set()
     for number in given:
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise TypeError(f"warmup: rows contains {number!r}, a {type(number).__name__}; expected positive integers")
