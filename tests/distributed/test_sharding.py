@@ -531,7 +531,7 @@ def test_by_torchs_own_check(mesh):
                 continue  # torch requires 1e-5, but partial sums are rounded to 16 bits
             tensors = tensors_of(op, given)
             # torch makes shards contiguous, but a weight is a transposed view, so it gets the underlying tensor.
-            place = next((i for i, name in enumerate(given) if name == "b" and given["b"].dim() == 2), None)
+            place = next((i for i, name in enumerate(given) if name in ("b", "w")), None)
 
             def outputs_of(*args: Any, op: OpSpec = op, place: int | None = place) -> tuple[torch.Tensor, ...]:
                 call = transposed(args, place)
@@ -540,8 +540,10 @@ def test_by_torchs_own_check(mesh):
 
             truth, arguments = (transposed(tuple(private_of(op, given).values()), place) for _ in range(2))
             inputs = {name: rule.inputs.get(name, Replicate()) for name in tensors}
-            if place is not None and isinstance(inputs["b"], Shard):
-                inputs["b"] = Shard(1 - inputs["b"].dim)
+            name = None if place is None else [*given][place]
+            if name is not None and isinstance(inputs[name], Shard):
+                last = given[name].dim() - 1
+                inputs[name] = Shard({last: last - 1, last - 1: last}.get(inputs[name].dim, inputs[name].dim))
             outputs = tuple(rule.outputs.get(name, Replicate()) for name in op.outputs)
             combination = tuple(inputs.values()), outputs
             with ranks():
@@ -553,7 +555,7 @@ def test_by_torchs_own_check(mesh):
 
 def transposed(args: tuple[Any, ...], place: int | None) -> tuple[Any, ...]:
     """Return the call with one argument transposed."""
-    return args if place is None else (*args[:place], args[place].t(), *args[place + 1 :])
+    return args if place is None else (*args[:place], args[place].mT, *args[place + 1 :])
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
