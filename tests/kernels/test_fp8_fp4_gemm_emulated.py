@@ -140,7 +140,7 @@ def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
     """Return the recoded weight and its notes. The codes are written by a kernel that is still running."""
     is_plain = case.layout == "plain"
-    experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
+    experts, n, k = 1 if is_plain else len(b), b.shape[-1], 2 * b.shape[-2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
     tiles = experts * -(-n // NOTE_ROWS)
@@ -149,7 +149,7 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
         given, written = written_late(WeightArguments(b, b_scale, weight, notes, first, 1), WEIGHT)
         if not before.overlaps or first < tiles:
             run_kernel(before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, written_before=written)
-    return weight[0].t() if is_plain else weight, notes
+    return (weight[0] if is_plain else weight).mT, notes
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, ...], *epilogue: Any) -> FP8FP4GemmCase:
