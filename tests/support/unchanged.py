@@ -9,7 +9,7 @@ toolchain. ``tests/kernel_checks.json`` lists a digest for each test that passed
 - the code of the test's file, of the test support that it imports, and of ``ptx_emulator``;
 - the versions of the compiler's packages, and which of its builds is loaded.
 
-Comments and docstrings do not count. References are not covered: the conformance tests compare them with independent
+Comments and docstrings do not count, except for tests that read docstrings. References are not covered: the conformance tests compare them with independent
 formulas in every run. ``--record-unchanged`` writes the file anew after a run in which every test passed.
 """
 
@@ -27,7 +27,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "kernel_checks.json"
-COVERED = ("test_compile_kernels.py", "test_encoder.py", "test_overlap.py", "_emulated.py")
+DOCSTRINGS_READ = ("test_pipelines.py",)
+"""Names of the files whose tests also read the docstrings of kernel packages."""
+COVERED = ("test_compile_kernels.py", "test_encoder.py", "test_overlap.py", "_emulated.py", *DOCSTRINGS_READ)
 """Ends of the names of the files whose tests may be skipped."""
 COMPILED = (
     "torch_cute_ops/kernels",
@@ -65,7 +67,8 @@ def digest_of(item: pytest.Item) -> str:
     run = _code((item.path,), RUN)
     # The configurations themselves: names of tests do not tell all of a configuration.
     configs = sorted(repr(kernel.config) for kernel in _kernels_of(item))
-    return _sha(item.nodeid, compiled, run, *configs, *_toolchain())[:16]
+    docstrings = _docstrings() if item.path.name in DOCSTRINGS_READ else ()
+    return _sha(item.nodeid, compiled, run, *configs, *docstrings, *_toolchain())[:16]
 
 
 def _sha(*texts: str) -> str:
@@ -87,6 +90,13 @@ def _toolchain() -> tuple[str, ...]:
     from torch_cute_ops.runtime.toolchain import compiler_flavour, compiler_versions
 
     return (*compiler_versions(), str(compiler_flavour()))
+
+
+@functools.cache
+def _docstrings() -> tuple[str, ...]:
+    """Return the docstrings of all kernel packages."""
+    packages = sorted((ROOT / "torch_cute_ops" / "kernels").glob("*/__init__.py"))
+    return tuple(ast.get_docstring(_tree(package)) or "" for package in packages)
 
 
 @functools.cache
