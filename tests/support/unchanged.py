@@ -9,8 +9,9 @@ toolchain. ``tests/kernel_checks.json`` lists a digest for each test that passed
 - the code of the test's file, of the test support that it imports, and of ``ptx_emulator``;
 - the versions of the compiler's packages, and which of its builds is loaded.
 
-Comments and docstrings do not count, except for tests that read docstrings. References are not covered: the conformance tests compare them with independent
-formulas in every run. ``--record-unchanged`` writes the file anew after a run in which every test passed.
+Comments and docstrings do not count, except for tests that read docstrings. References are not covered: the
+conformance tests compare them with independent formulas in every run. ``--record-unchanged`` writes the file anew after
+a run in which every test passed.
 """
 
 from __future__ import annotations
