@@ -222,6 +222,24 @@ def test_saved_again(tmp_path):
     assert again.config.architectures == ["Qwen2ForCausalLM"]
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
+def test_loaded_again(name, tmp_path):
+    """``load_`` of another checkpoint keeps every tensor of a merged model in place."""
+    config = {**CONFIGS, **MOE}[name]
+    for seed in (0, 1):
+        random = integration.from_config(config, device="cpu", seed=seed)
+        checkpoint.save(random, tmp_path / str(seed), "modelopt")
+    model, want = (integration.from_pretrained(tmp_path / str(seed), device="cpu", progress=False) for seed in (0, 1))
+
+    def places() -> dict[str, int]:
+        return {key: tensor.data_ptr() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    before = places()
+    assert not torch.equal(logits(model), logits(want))
+    checkpoint.load_(model, tmp_path / "1")
+    assert places() == before and torch.equal(logits(model), logits(want))
+
+
 def test_transformers_refuses_to_save_quantised_models(tmp_path):
     """transformers refuses to save such models, their submodels and copies; a submodel without quantised layers can be
     saved."""
