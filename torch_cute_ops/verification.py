@@ -362,11 +362,12 @@ def _gemm(
     from torch_cute_ops.gemm.operands import Operands
     from torch_cute_ops.gemm.problem import Grouping, Operand
 
-    path, (out,) = spec.path, outputs
-    problem, n = path.problem(call), outputs[0].shape[-1]
+    (out,) = outputs
+    path: Any = spec.path
+    problem, n = path.problem(call), out.shape[-1]
     count = call.a.shape[:-1].numel()
     weight, b_scale = _bytes_of_codes(call.b, problem.b.format), call.b_scale
-    a, a_scale = _bytes_of_codes(call.a, problem.a.format).reshape(count, -1), call.a_scale
+    a = _bytes_of_codes(call.a, problem.a.format).reshape(count, -1)
     alpha = call.alpha if call.alpha is None or call.alpha.dim() else call.alpha.reshape(1)
     if problem.grouping.over == "rows":
         owners = expert_of_rows(count, call.offsets, call.counts)
@@ -376,7 +377,7 @@ def _gemm(
         rows = used[_chosen(len(used), used.device)]
     else:
         owners, rows = None, _chosen(count, a.device)
-    a_scale = _scale_rows(a_scale, problem.a, rows, count, problem.k)
+    a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
     got = out.reshape(count, n)[rows]
     kept = {"fp8_sums": FP8_SUMS}
     if owners is None:
@@ -407,6 +408,7 @@ def _gemm(
         )
         bias = None if call.bias is None else call.bias[expert]
         own = slice(i, i + 1)
+        assert a_scale is not None
         given = Operands(a[rows[own]], weight[expert], a_scale[own], b_scale[expert], factor, bias)
         found = _within(got[own], *error_bounds.expected(one, given, 1, **kept))
         if found is not None:
@@ -440,7 +442,8 @@ def _gated(
     from torch_cute_ops.gemm.operands import GatedOperands
     from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
 
-    problem, count = spec.path.problem(call), len(call.a)
+    path: Any = spec.path
+    problem, count = path.problem(call), len(call.a)
     rows = _chosen(count, call.a.device)
     routing = call.routing[rows]
     gate = gate_arguments(*call.gate)

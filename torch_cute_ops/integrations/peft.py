@@ -34,6 +34,16 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         ValueError: for a variant of LoRA that needs the weight itself, such as DoRA.
     """
 
+    # Set by PEFT; mypy does not see its classes.
+    base_layer: Any
+    active_adapters: Any
+    lora_A: Any
+    lora_B: Any
+    lora_dropout: Any
+    scaling: Any
+    _cast_input_dtype: Any
+    update_layer: Any
+
     def __init__(
         self,
         base_layer: nn.Module,
@@ -81,13 +91,13 @@ class LoraQuantLinear(nn.Module, LoraLayer):
             "and quantise the result"
         )
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         """Return K and N of a quantised layer; PEFT would warn that it does not know the class."""
-        return module.in_features, module.out_features  # type: ignore[return-value]
+        return module.in_features, module.out_features
 
-    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype of new adapters; PEFT would take the dtype of the codes."""
-        return base_layer.weight.device, torch.float32  # type: ignore[return-value, union-attr]
+        return base_layer.weight.device, torch.float32
 
     def __repr__(self) -> str:
         return f"lora.{super().__repr__()}"

@@ -59,7 +59,7 @@ def linear(layer: Any, input: Tensor) -> Tensor:
         ValueError: if a weight or scale requires grad.
     """
     refuse_weight_gradient(layer, layer.named_buffers())
-    result: Tensor = _Linear.apply(input, layer.bias, layer)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(input, layer.bias, layer)
     return result
 
 
@@ -108,7 +108,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         ValueError: if a weight, a scale or a bias of the experts requires grad.
     """
     refuse_weight_gradient(module, [*module.named_buffers(), *module.named_parameters()])
-    result: Tensor = _Experts.apply(hidden_states, top_k_weights, top_k_index, module)  # type: ignore[no-untyped-call]
+    result: Tensor = _Experts.apply(hidden_states, top_k_weights, top_k_index, module)
     return result
 
 
@@ -126,7 +126,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *experts_gradients(ctx.module, *ctx.saved_tensors, grad), None, None
+        hidden_states, top_k_weights, top_k_index = ctx.saved_tensors
+        gradients = experts_gradients(ctx.module, hidden_states, top_k_weights, top_k_index, grad)
+        return *gradients, None, None
 
 
 def experts_gradients(

@@ -179,7 +179,7 @@ class ExpertLayer(nn.Module):
 
     def _forward_with_gradient(self, x: Tensor) -> Tensor:
         """Compute :meth:`forward` for tokens (M, H), with a choice of experts in plain torch, which has a gradient."""
-        weights, ids = choose_experts(self.logits(x), self.topk, bias=self.bias, **self.scoring)
+        weights, ids = choose_experts(self.logits(x), self.topk, bias=self.bias, finite=False, **self.scoring)
         y = self.experts(x, ids, weights)
         return y if self.shared is None else y + self.shared(x)
 
