@@ -370,7 +370,7 @@ def test_checks_of_gates(problem, made_up):
         assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[place].sub_(2))
     elif problem.quantised is not None and problem.quantised.scale_layout.name == "128x4":
         # The last bytes are padding, since the result is only 24 rows high.
-        assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[-1, -1, -1, -1].fill_(9))
+        assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[-1, -1, -1, -1, -1].fill_(9))
 
 
 def made_by_hand(problem, operands, error=0.0):
