@@ -26,7 +26,7 @@ def moe_fc2_weight(
         ``w_scale``: block scales of the (N, E·I) matrix, in ``scale_layout`` and the dtype of ``scale``.
 
     Raises:
-        ValueError: for a wrong shape or layout, or more than 512 experts.
+        ValueError: for a wrong shape or layout, or more than 1,024 experts.
         TypeError: for a wrong dtype.
 
     Example:
