@@ -49,7 +49,8 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
         ValueError: for FP8 with ``Partial``, because summing bytes does not sum numbers.
     """
     is_bytes = is_byte_float(tensor.dtype)
-    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     if not is_bytes and order == [*range(tensor.ndim)]:
         return tensor.redistribute(placements=placements)
     if is_bytes and any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
