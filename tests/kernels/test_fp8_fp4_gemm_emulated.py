@@ -80,6 +80,8 @@ def execute(
     held: tuple[int, ...] = (),
     starved: Sequence[int] = (),
     lacks: int | None = None,
+    offsets_given: list[int] | None = None,
+    offsets_used: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
 
@@ -90,6 +92,7 @@ def execute(
         late: arguments that the previous kernel, which is still running, writes.
         held, starved: arguments of ``run_kernel``.
         lacks: weight tile whose recoding has not ended.
+        offsets_given, offsets_used: offsets out of range, and the offsets that they are clipped to.
     """
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
@@ -110,12 +113,16 @@ def execute(
     else:
         if case.layout == "masked":
             args += [None, one.kwargs["counts"]]
+        if offsets_used is not None:
+            args[4] = torch.tensor(offsets_used, dtype=torch.int32).clamp(max=len(args[0]))
         a, b, a_scale, b_scale, offsets, counts = args
         alpha, bias = operands(case.epilogue, run.n, len(b))
         sums = grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32, **named)
         want = finished_by_expert(sums, offsets, counts, case.epilogue, alpha, bias, POISON)
     out = torch.full_like(want, POISON)
     a, b, a_scale, b_scale, offsets, counts = args
+    if offsets_given is not None:
+        offsets = torch.tensor(offsets_given, dtype=torch.int32)
     if case.before:
         b, b_scale = recoded(case, b, b_scale, seed)
     if lacks is not None:
@@ -236,6 +243,27 @@ def test_gemm(run: Run) -> None:
     """Compare bit for bit. Rows of padding are not written."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [([-3, 5, 16], [0, 5, 16]), ([0, 7, 2**31 - 1], [0, 7, 10**6]), ([12, 4, 16], [4, 4, 16])],
+    ids=["negative", "beyond", "descending"],
+)
+@pytest.mark.parametrize(
+    "of",
+    [
+        case(NVFP4, "128x4", "offsets", (32, 128, 1), BF16),
+        case(NVFP4, "linear", "offsets", RECODED, BF16),
+        codes("128x4", "offsets", (16, 128, 1), BF16),
+        in_registers("128x4", "offsets", (16, 128, 1), BF16),
+    ],
+    ids=["ss", "recode", "codes", "rs"],
+)
+def test_wrong_offsets(of: FP8FP4GemmCase, given: list[int], used: list[int]) -> None:
+    """Check that a GEMM reads and writes only rows of its buffers, whatever the offsets are."""
+    got, want = execute(Run(of, (7, 9), 72, 128, 2), offsets_given=given, offsets_used=used)
+    assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))  # rows of padding are NaN
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
