@@ -23,6 +23,7 @@ from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels import fp4_experts
 from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
@@ -391,7 +392,8 @@ class Strict(Reference):
     def launcher(self, problem, tactic, target):
         launch = super().launcher(problem, tactic, target)
 
-        def multiply(given, out):
+        def multiply(fields, out):
+            given = Operands(*fields)
             a, b, alpha = given.a, given.b, given.alpha
             if not (a.is_contiguous() and b.t().is_contiguous() and given.b_scale.is_contiguous()):
                 raise ValueError("strides")
