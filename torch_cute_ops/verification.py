@@ -321,7 +321,9 @@ def _at(scores: Tensor, ids: Tensor) -> Tensor:
 def _scores(before: dict[str, Any], rows: Tensor) -> Tensor:
     """Return the numbers by which experts are chosen, in fp32."""
     logits, bias = before["logits"][rows].float(), before["bias"]
-    scores = logits.sigmoid() if before["scoring"] == "sigmoid" else logits
+    if before["scoring"] == "softmax" and bias is None:
+        return logits
+    scores = logits.sigmoid() if before["scoring"] == "sigmoid" else logits.softmax(1)
     return scores if bias is None else scores + bias
 
 
