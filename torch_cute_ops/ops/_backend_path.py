@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, TILE_BLOCKS, layout_of_operand, weight_layout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS, layout_of_operand, weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.ops import _checks
@@ -151,9 +151,7 @@ class BackendPath(CallPath[Call]):
 
     def example_format(self, given: Any) -> tuple[FP4Format, ScaleLayout]:
         """Return the FP4 format and the scale layout of an example's activations; 128x4 if it names no layout."""
-        return _checks.check_fp4_format(
-            self.op, given.block_size, given.scale_format, given.scale_layout or DEFAULT_SCALE_LAYOUT
-        )
+        return _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
 
     def declare_layout(self) -> dict[str, Property]:
         """Return the property ``scale_layout``, if the op has scales of FP4: the layout that a call has."""
@@ -193,7 +191,7 @@ class BackendPath(CallPath[Call]):
         # Nothing is tuned in a capture, so that a later call may have to tune.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
-        return launcher  # type: ignore[no-any-return]
+        return launcher
 
     def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
         problem, m = self.problem(call), bucket(call.a.shape[-2])

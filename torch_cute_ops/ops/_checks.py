@@ -19,7 +19,7 @@ from torch_cute_ops.formats import (
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
-from torch_cute_ops.formats.scale_layout import reason_no_tiles
+from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, reason_no_tiles
 from torch_cute_ops.formats.shapes import Output
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
@@ -60,11 +60,12 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
 
 
 def check_fp4_format(
-    op: str, block_size: int, scale_format: str | None, scale_layout: str
+    op: str, block_size: int, scale_format: str | None, scale_layout: str | None
 ) -> tuple[FP4Format, ScaleLayout]:
-    """Return the format and the scale layout that the arguments name."""
+    """Return the format and the scale layout that the arguments name; ``DEFAULT_SCALE_LAYOUT`` for no layout."""
+    name = DEFAULT_SCALE_LAYOUT if scale_layout is None else scale_layout
     try:
-        return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+        return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(name)
     except ValueError as error:
         raise ValueError(f"cute::{op}: {error}") from None
 

@@ -260,6 +260,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if not m:
             return None
         if self.views_b_scale:
+            assert self.b_scale_shape is not None
             b_scale = b_scale.view(self.b_scale_shape)
         if scales is not None:
             # The compiled function takes any number of scale rows.

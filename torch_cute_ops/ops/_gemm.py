@@ -588,9 +588,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if self.tile_rows:
             tile = self.tile_rows
             # The compiled function takes any number of scale rows.
-            extents = a_scale.shape  # type: ignore[union-attr]
+            extents = a_scale.shape
             if extents[0] != (m + tile - 1) // tile or extents[1] != self.scale_columns:
-                a_scale, is_changed = self.tiles(a_scale, m), True  # type: ignore[arg-type]
+                a_scale, is_changed = self.tiles(a_scale, m), True
                 if a_scale is None:
                     return None
         copies_scale = False

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, fitting_layouts
+from torch_cute_ops.formats.scale_layout import fitting_layouts
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath
@@ -54,8 +54,7 @@ class _Dequantize(KernelPath[_Call]):
 
     def _formats(self, call: _Call) -> tuple[FP4Format, ScaleLayout]:
         """Return the format, and the layout that the call names or that the shape of the scales shows."""
-        name = DEFAULT_SCALE_LAYOUT if call.scale_layout is None else call.scale_layout
-        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, name)
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
         if call.scale_layout is not None:
             return fmt, layout
         lead, blocks = call.y.shape[:-1], call.y.shape[-1] * 2 // fmt.block_size
@@ -70,7 +69,7 @@ class _Dequantize(KernelPath[_Call]):
 
     def check(self, call: _Call) -> None:
         op, y, scale = self.op, call.y, call.scale
-        fmt, _ = _checks.check_fp4_format(op, call.block_size, call.scale_format, DEFAULT_SCALE_LAYOUT)
+        fmt, _ = _checks.check_fp4_format(op, call.block_size, call.scale_format, None)
         _checks.check_packed(op, "y", y, fmt)
         _, layout = self._formats(call)
         _checks.check_dtype(op, "scale", scale, fmt.scale_dtypes)
@@ -99,9 +98,7 @@ class _Dequantize(KernelPath[_Call]):
         }
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
-        fmt, layout = _checks.check_fp4_format(
-            self.op, given.block_size, given.scale_format, given.scale_layout or DEFAULT_SCALE_LAYOUT
-        )
+        fmt, layout = _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
         y, scale = fp4_shapes((1, given.hidden), fmt, layout)
         return {
             "y": torch.zeros(y, dtype=torch.uint8, device=device),

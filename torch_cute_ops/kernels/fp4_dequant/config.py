@@ -48,7 +48,7 @@ class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
 
     Attributes:
         y: (R, W/2) uint8, packed e2m1 codes.
-        scale: uint8, bytes of the block scales, as the padded matrix of ``Config.layout``.
+        scale: uint8, bytes of the block scales, in the shape of ``Config.layout``.
         global_scale: (1,) fp32; None without ``Config.global_scale``.
         out: (R, W) of ``Config.out_dtype``.
         max_ctas: int32, number of CTAs that fill the device.

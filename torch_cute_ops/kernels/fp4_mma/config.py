@@ -35,7 +35,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8.
         a_scale: scales of uint8 ``a``, in ``Config.a_layout``; None for 16-bit ``a``.
         b: (K/2, N) uint8: the transposed view of a row-major (N, K/2) weight.
-        b_scale: scales of ``b``, (N, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0.
+        b_scale: scales of ``b``, (N, K/B) or tiles (``ScaleLayout.shape``); e4m3, or uint8 for ue8m0.
         alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says.
         bias: (N,), or None.
         out: (M, N), written.

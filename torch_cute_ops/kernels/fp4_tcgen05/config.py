@@ -28,7 +28,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_
 
     Attributes:
         a: (M, K/2) uint8 codes.
-        a_scale: (M, K/B), or, tiled, padded to whole tiles.
+        a_scale: (M, K/B), or tiles (``ScaleLayout.shape``).
         b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
         b_scale: scales of the weight's rows, like ``a_scale``.
         alpha: (1,) or (N,) float32, or None: see ``Config.epilogue``.

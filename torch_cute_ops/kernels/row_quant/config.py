@@ -432,7 +432,7 @@ class Arguments(
         weight: (W,) of ``RowQuantSpec.weight_dtype``, for a norm.
         factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn, with a format.
-        scale: e4m3 or uint8 (FP4), the padded matrix of ``RowQuantSpec.layout``; or fp32 (FP8), (1,) or (R, scales of a
+        scale: e4m3 or uint8 (FP4), in the shape of ``RowQuantSpec.layout``; or fp32 (FP8), (1,) or (R, scales of a
             row), contiguous by rows or by columns; with a format.
         scale_linear: (R, B) like the FP4 scales, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.

@@ -143,7 +143,7 @@ class FP4Operands:
 
     M is the number of rows of activations, N of rows of the weight, and K of elements of k. ``a`` is (M, K), or (M,
     K/2) codes. ``b`` is (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3,
-    or uint8 for ue8m0: (M, K/B) and (N, K/B) or, tiled, (rows, blocks) padded to whole tiles. 16-bit activations need
+    or uint8 for ue8m0: (M, K/B) and (N, K/B), or tiles in the shape of ``ScaleLayout.shape``. 16-bit activations need
     no scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
     the global scale, (1,) float32, or None.
 
