@@ -13,6 +13,7 @@ from samples._fp8_fp4 import with_fp4_weight
 from samples.grouped_mm_fp8 import contiguous, masked
 from samples.mm_fp8_block import sample
 from support.cases import arguments, expected_of, run, with_usable_backend
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_cute_ops
 from torch_cute_ops.formats import NVFP4
@@ -102,6 +103,17 @@ def test_square_scales_compiled(m, k, fresh_compiler, device):
     assert [each[1].stride() for each in made] == [(1, m), (m, 1)]
     for (codes, scale), product in zip(made, products[len(scales) + 1 :], strict=True):
         check("mm_fp8_block", Sample("", (codes, b, scale, b_scale), options), (product,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_compilations_serve_every_number_of_rows(layout, fresh_compiler, device):
+    """Compile once for the first number of rows, once for one row and once for all others; compare with float64."""
+    where, counter = torch.device(device), CompileCounterWithBackend("aot_eager")
+    program = torch.compile(torch_cute_ops.mm_fp8_block, backend=counter, fullgraph=True)
+    for m in (4, 1, 2, 16, 300, 17, 64):
+        one = in_layout(call_of("mm_fp8_block", m, 512, where), layout)
+        check("mm_fp8_block", one, (program(*one.args, **one.kwargs),))
+    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("op", ["grouped_mm_fp8", "grouped_mm_fp8_fp4"])
