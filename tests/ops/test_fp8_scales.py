@@ -12,7 +12,7 @@ from samples import Sample
 from samples._fp8_fp4 import with_fp4_weight
 from samples.grouped_mm_fp8 import contiguous, masked
 from samples.mm_fp8_block import sample
-from support.cases import arguments, expected_of, run, with_usable_backend
+from support.cases import arguments, expected_of, forget, run, with_usable_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_cute_ops
@@ -161,6 +161,10 @@ def test_layouts_on_the_fast_path(op, launches, slow_calls):
             in_place = layout == "column" or (layout == "padded-column" and not is_masked)
             assert (passed[2].data_ptr() == given.args[2].data_ptr()) == in_place
         assert len(slow_calls) == 1
+        for layout in LAYOUTS:
+            forget(OPS[op])
+            given = in_layout(one, layout)
+            check(op, one, (OPS[op].cuda(*given.args, **given.kwargs),))
 
 
 def test_one_row_is_read_in_place(launches, slow_calls):
@@ -239,6 +243,17 @@ def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device)
             if layout.startswith("padded"):
                 whole = torch.empty(0, device=device).set_(target.untyped_storage())
                 assert int(whole.isnan().sum()) == whole.numel() - target.numel()
+
+
+def test_row_major_outputs_take_the_fast_path(launches, slow_calls):
+    """Check that later calls into row-major scales launch the kernel that writes rows, without copies."""
+    op, x = OPS["fp8_quantize"], torch.randn(4, 640)
+    y, want = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="row")
+    scale = torch.empty_like(want)
+    for _ in range(3):
+        op.cuda_out(x, granularity="block128", y=y, scale_out=scale.fill_(torch.nan))
+        assert torch.equal(scale, want) and launches.calls[-1][1][5].data_ptr() == scale.data_ptr()
+    assert len(slow_calls) == 1
 
 
 def test_a_named_layout_must_fit_the_given_scales(device):

@@ -294,6 +294,7 @@ class RowQuant(KernelPath[RowCall]):
         if not self.quantises:
             return None, ROW
         if call.granularity is None:
+            assert call.scale_layout is not None
             return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
         return _checks.check_fp8_format(self.op, call.granularity, call.scale_layout)
 
