@@ -92,7 +92,8 @@ def test_covering_cases_cover():
 
 
 def test_allowed_spills_are_cases():
-    cases = (*every_case(), *other_cases(every=True), *other_cases(every=False))
+    emulated = (one.case for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS))
+    cases = (*every_case(), *other_cases(every=True), *other_cases(every=False), *emulated)
     assert set(ALLOWED_SPILLS) <= {case.id for case in cases}
 
 

@@ -277,38 +277,39 @@ class ExpertMTiles:
         first = lane * each
         counts = cute.make_rmem_tensor((each // self.packed,), Int32)
         for i in range_constexpr(each):
-            count = Int32(0)
+            at = i // self.packed
+            if const_expr(i % self.packed == 0):
+                counts[at] = Int32(0)
             if first + i < experts:
-                count = lists.counts[first + i]
-            self._set_count(counts, i, count)
+                if const_expr(i % self.packed == 0):
+                    counts[at] = lists.counts[first + i]
+                else:
+                    counts[at] = counts[at] | lists.counts[first + i] << 16
         # The lists overwrite the counts, which all lanes have read.
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
         for which in range_constexpr(2 if self.classes > 1 else 1):
-            m_tiles_of = cute.make_rmem_tensor((each,), Int32)
+            # With many experts, registers are short, and m tiles are counted again.
+            m_tiles_of = cute.make_rmem_tensor((each if self.packed == 1 else 1,), Int32)
             m_tiles, touched = Int32(0), Int32(0)
             for i in range_constexpr(each):
-                of_expert = self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
-                if const_expr(self.packed == 1):
-                    m_tiles_of[i] = of_expert
-                m_tiles = m_tiles + of_expert
-                touched = touched + Int32(of_expert > 0)
+                at = i if self.packed == 1 else 0
+                m_tiles_of[at] = self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
+                m_tiles = m_tiles + m_tiles_of[at]
+                touched = touched + Int32(m_tiles_of[at] > 0)
             own_m_tiles, own_touched = m_tiles, touched
             m_tiles, touched = running_sum(m_tiles, lane), running_sum(touched, lane)
             begin, index = before_m_tiles + m_tiles - own_m_tiles, before_touched + touched - own_touched
             for i in range_constexpr(each):
-                # With many experts, registers are short.
-                of_expert = (
-                    m_tiles_of[i]
-                    if const_expr(self.packed == 1)
-                    else self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
-                )
-                if of_expert > 0:
+                at = i if self.packed == 1 else 0
+                if const_expr(self.packed > 1):
+                    m_tiles_of[at] = self._m_tiles_of(self._count(counts, i), first + i, begins, ends, which)
+                if m_tiles_of[at] > 0:
                     lists.experts[index] = first + i
                     lists.begins[index] = begin
                     lists.counts[index] = self._count(counts, i)
                     index = index + 1
-                begin = begin + of_expert
+                begin = begin + m_tiles_of[at]
             before_m_tiles = before_m_tiles + cute.arch.shuffle_sync(m_tiles, WARP - 1)
             before_touched = before_touched + cute.arch.shuffle_sync(touched, WARP - 1)
             if const_expr(which == 0):
@@ -317,15 +318,6 @@ class ExpertMTiles:
         if lane == 0:
             lists.begins[before_touched] = before_m_tiles
             lists.num_m_tiles[0] = before_m_tiles
-
-    def _set_count(self, counts, i: int, count) -> None:
-        """Store the number of tokens of a lane's i-th expert."""
-        if self.packed == 1:
-            counts[i] = count
-        elif i % 2 == 0:
-            counts[i // 2] = count
-        else:
-            counts[i // 2] = counts[i // 2] | count << 16
 
     def _count(self, counts, i: int) -> Int32:
         """Return the number of tokens of a lane's i-th expert."""
