@@ -21,7 +21,7 @@ class Tile(NamedTuple):
         tile_m, tile_n: rows of ``a`` and of the weight.
         split_k: CTAs of a cluster that share the K of a tile.
         ctas_per_sm: CTAs that share an SM.
-        cluster_m: CTAs of a cluster, each of which computes an equal part of the rows.
+        cluster_m: number of CTAs of a cluster that divide the rows of a tile equally.
     """
 
     tile_m: int

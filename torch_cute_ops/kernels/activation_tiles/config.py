@@ -29,7 +29,7 @@ class Config(ActivationLayout):
     """Static parameters of a kernel.
 
     Attributes:
-        pdl: whether launches are programmatic dependent launches.
+        pdl: True for programmatic dependent launches.
     """
 
     pdl: bool

@@ -55,7 +55,7 @@ class Config:
         split_k: CTAs of a cluster, which divide the k of a tile.
         stages: k tiles in flight.
         ctas_per_sm: CTAs that fit into an SM.
-        pdl: whether launches are programmatic dependent launches.
+        pdl: True for programmatic dependent launches.
         a_layout: scale layout of the activations if both operands are FP4 and block-scaled MMAs multiply their codes;
             None for 16-bit activations.
     """

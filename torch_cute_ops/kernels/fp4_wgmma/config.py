@@ -133,7 +133,7 @@ class Arguments(
         workspace: ``Config.workspace_bytes`` per m tile, uint8, written; None if the CTAs rearrange the activations.
         prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``Config.prefetches``; else None.
         num_ctas: number of persistent CTAs that share an m tile's iterations; unused with clusters.
-        has_partial_sums: whether these CTAs exchange partial sums, 0 or 1.
+        has_partial_sums: 1 if these CTAs exchange partial sums through the workspace, else 0.
     """
 
 
@@ -150,10 +150,10 @@ class Config:
         split_k: CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
         stages: stages of the weight's pipeline.
         a_stages: stages of the activations' pipeline.
-        pdl: whether launches are programmatic dependent launches.
-        static_weight: whether the weight was complete before the previous launch. Set only if it makes a difference:
+        pdl: True for programmatic dependent launches.
+        static_weight: True if the weight was complete before the previous launch. Set only if it makes a difference:
             with ``pdl``, if the CTAs rearrange the activations.
-        prefetches: whether the producer prefetches a matrix into L2 after its last copy. Set only if the CTAs rearrange
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. Set only if the CTAs rearrange
             few tokens.
     """
 

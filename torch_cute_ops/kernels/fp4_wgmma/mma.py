@@ -204,7 +204,7 @@ class Mma:
 
         Args:
             start: result of ``start_of``.
-            adds: whether a warpgroup adds to the accumulators or overwrites them; a warp always adds.
+            adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
             first, i: the k tile: ``first`` is the work tile's first one, and ``i`` the distance from it.
             stages: the k tile's stages.
             acc: the accumulators.

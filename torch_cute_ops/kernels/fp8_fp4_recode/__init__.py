@@ -1,6 +1,6 @@
 """GEMMs of FP8 activations with block scales and an FP4 weight that a first kernel recodes to FP8 in memory, plain or
-grouped by expert, by wgmma. For Hopper and many rows: there ``fp8_fp4_wgmma_ss``, which decodes the weight for each row
-tile, takes longer than to write it once.
+grouped by expert, by wgmma. For Hopper and many rows: recoding the weight once then takes less time than decoding it
+for each row tile, as ``fp8_fp4_wgmma_ss`` does.
 
 The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 
@@ -8,32 +8,33 @@ The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 | --- | --- | --- | --- | --- | --- | --- |
 | stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
 
-If all weight rows of a tile are over their units, the tile takes the main loop of ``fp8_wgmma``, and the epilogue
-multiplies accumulators by the units. If some row is over its own exponent in some k tile, the tile takes another
-loop: scale loaders load exponents, and consumers bring the results of each k tile to the units (``common.fp8.units``).
-If the weight is recoded while the GEMM runs, the warps that copy the weight and read its notes wait for the tile's
-rows, and consumers wait for the end of the recoding kernel before they release dependents. More row tiles run side by
-side than in other kernels, so that a weight row is in use for longer.
+The main loop of a tile depends on its weight rows. If all k tiles of all rows use the rows' units (see below), the tile
+uses the main loop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If some k tile of a row uses
+its own exponent, the tile uses another loop: scale loaders load the exponents, and consumers bring the results of each
+k tile to the units (``common.fp8.units``). If the weight is recoded while the GEMM runs, the warps that copy the weight
+and read its notes wait until the tile's rows are recoded, and consumers wait for the end of the recoding kernel before
+they release dependents. More row tiles run side by side than in other kernels, so that the GEMM needs the next weight
+rows later.
 
-The kernel that recodes the weight (``weight_kernel.py``) writes it in FP8 with exponents of powers of two, as
-``reference.mm_fp8_fp4`` is defined. Each row has a unit, a power of two that follows from the scales of its first K
-tile, and its numbers are e4m3 over that unit. If the numbers of a k tile do not fit the unit, they are over ``2^t`` of
-their own (``common.fp8.fp4_tables`` says when, and why the product is the same). Units and exponents are written too
-(``Notes``).
+The kernel that recodes the weight (``weight_kernel.py``) writes it in e4m3, divided by powers of two, as
+``reference.mm_fp8_fp4`` is defined. Each row has a unit, a power of two that follows from the scales of its first k
+tile, and its numbers are divided by that unit. If the numbers of a k tile do not fit the unit, they are divided by the
+k tile's own ``2^t`` (``common.fp8.fp4_tables`` says when, and why the product is the same). The kernel also writes
+units and exponents (``Notes``).
 
 A thread recodes 16 elements of a k tile at a time: it loads 8 bytes of codes and a scale, makes a table of eight bytes,
-looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row; a *team* of 256 threads
-recodes a work tile of 32 rows of 16 k tiles. No shared memory is used. Two schedules exist:
+looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row. A *team* of 256 threads
+recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. Two schedules exist:
 
-- CTAs of a team each recode all of the weight, and the GEMM waits for the kernel;
-- or they recode the rows that the GEMM's first tiles need, and a second launch that overlaps the GEMM recodes the
-  rest. Its few CTAs run on separate SMs; their teams take work tiles in the order in which the GEMM needs them, and
-  count work tiles that are done. The GEMM's tiles wait for the counts of their rows (``Notes.done``), not for the
-  kernel. All CTAs of this launch run before the GEMM starts, since it releases its dependents only when each CTA has
-  begun.
+- One launch of CTAs with one team each recodes the whole weight, and the GEMM waits for that kernel.
+- This launch recodes only the rows that the GEMM's first tiles need, and a second launch, which overlaps the GEMM,
+  recodes the other rows. Its few CTAs run on separate SMs. Their teams take work tiles in the order in which the GEMM
+  needs them, and count finished work tiles. The GEMM's tiles wait for the counts of their rows (``Notes.done``), not
+  for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel releases its dependents only
+  when each of its CTAs has begun.
 
-Bytes moved by the GEMM: as in ``fp8_wgmma``, and four for each weight row and row tile; by the recoding kernel, for
-each element: 1/2 + 1/block_size read, 1 + 1/64 written.
+Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes for each weight row and row tile. Bytes moved by the recoding
+kernel for each element: 1/2 + 1/block_size read, 1 + 1/64 written.
 """
 
 from typing import TYPE_CHECKING

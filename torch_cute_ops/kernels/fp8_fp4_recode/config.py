@@ -22,31 +22,31 @@ RASTER: Final = 16
 """Row tiles that run side by side: more than in other kernels, so that weight rows which are recoded while the GEMM
 runs are needed later. L2 then serves the same number of tiles with the same shared data."""
 NOTE_ROWS: Final = 128
-"""Weight rows whose notes lie together: the rows of an output tile."""
+"""Weight rows whose notes are contiguous: the rows of an output tile."""
 WARP_ROWS: Final = 4
 """Weight rows of a warp."""
 RANGE: Final = 16
-"""K tiles of a team."""
+"""K tiles of a range, which a team recodes as one work tile."""
 TEAM: Final = 256
-"""Threads of a team, which recodes ``TEAM_ROWS`` rows of a range."""
+"""Threads of a team. A work tile of a team is ``TEAM_ROWS`` rows of a range."""
 ROW_THREADS: Final = 8
 """Threads that share a row."""
 TEAM_ROWS: Final = TEAM // ROW_THREADS
 RANGE_WORK: Final = NOTE_ROWS // TEAM_ROWS
-"""Work tiles of a range: a team recodes a work tile at once."""
+"""Work tiles of a range of ``NOTE_ROWS`` rows."""
 LINE_WORDS: Final = 32
 """Words of a cache line."""
 OVERLAP_TEAMS: Final = 3
-"""Teams of a CTA that overlaps the GEMM: enough that the SM has no registers left for another CTA, and none spills. On
-an H100, four teams, with spills, recode 1.13 times as fast, and the GEMM is as fast."""
+"""Teams of a CTA that overlaps the GEMM. Three teams leave no registers for another CTA on the SM, and do not spill. On
+an H100, four teams, with spills, recode 1.13 times as fast as three, and the GEMM takes the same time."""
 
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about the GEMM. Of its ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` its notes.
+    """Everything static about the GEMM. In its ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` its notes.
 
     Attributes:
-        overlaps_recode: whether the kernel that recodes the weight runs at the same time.
+        overlaps_recode: True if the kernel that recodes the weight runs while this kernel runs.
     """
 
     tiles: ClassVar = ((MANY, WIDE, 1),)
@@ -66,12 +66,12 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot that tells how units change: after the scales of ``a``."""
+        """First word of a slot's factors that change units: after the scales of ``a``."""
         return self.tile_m
 
     @property
     def tells_expert(self) -> bool:
-        """Whether consumers need the expert of a tile: for the units of its rows."""
+        """Return whether consumers need the expert of a tile: for the units of its rows."""
         return not self.rows.is_plain
 
     @property
@@ -83,15 +83,15 @@ plan = functools.partial(with_most_stages, Config, tile_m=MANY, tile_n=NOTE_ROWS
 
 
 class Notes:
-    """Layout of the notes of ``NOTE_ROWS`` weight rows, in words from the first:
+    """Layout of the notes of ``NOTE_ROWS`` weight rows. Offsets are in 4-byte words. The notes store, in order:
 
-    1. the units as fp32;
-    2. for each ``RANGE`` of k tiles and ``WARP_ROWS`` of rows a word whose bits are the k tiles in which a row is over
-       an exponent of its own;
-    3. 16-bit exponents of the units, and then of each k tile, of the rows whose bit is set;
+    1. the rows' units as fp32;
+    2. a word for each ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
+       the k tile's own exponent instead of the row's unit;
+    3. 16-bit exponents: of the rows' units, then of the powers of two that rows use in each k tile whose bit is set;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
-    Numbers are Python integers or device integers.
+    Arguments and results are Python integers or device integers.
     """
 
     @staticmethod
@@ -101,17 +101,17 @@ class Notes:
 
     @staticmethod
     def owns(range_: Any) -> Any:
-        """Return the offset of the words of a range that say which rows are over their own exponents."""
+        """Return the offset of a range's words of bits."""
         return NOTE_ROWS + range_ * (NOTE_ROWS // WARP_ROWS)
 
     @classmethod
     def exponents(cls, k_tiles: Any, place: Any) -> Any:
-        """Return the offset of exponents: ``place`` 0 of the units, ``i + 1`` of k tile i."""
+        """Return the offset of the exponents of the units (``place`` 0) or of k tile i (``place`` i + 1)."""
         return cls.owns(cls.ranges(k_tiles)) + place * (NOTE_ROWS // 2)
 
     @classmethod
     def done(cls, k_tiles: Any) -> Any:
-        """Return the offset of the number of work tiles that are done."""
+        """Return the offset of the number of recoded work tiles."""
         return cls.exponents(k_tiles, k_tiles + 1)
 
     @classmethod
@@ -121,12 +121,12 @@ class Notes:
 
     @classmethod
     def words(cls, k_tiles: Any) -> Any:
-        """Return the size of the notes."""
+        """Return the size of the notes in words."""
         return cls.done(k_tiles) + LINE_WORDS
 
 
 def note_words(n: int, k: int, experts: int) -> int:
-    """Return the words of the notes of a weight."""
+    """Return the size in words of all notes of a weight."""
     return experts * -(-n // NOTE_ROWS) * int(Notes.words(-(-k // K_TILE)))
 
 
@@ -134,16 +134,17 @@ class WeightArguments(namedtuple("WeightArguments", "b b_scale weight notes firs
     """Run-time arguments of the kernel that recodes the weight, in order.
 
     Sizes: E experts; N rows of an expert's weight, a multiple of 8; K elements of a row, a multiple of 64; B elements
-    of a scale. A weight tile is ``NOTE_ROWS`` rows of an expert, or the rest of its rows.
+    of a block. A weight tile is ``NOTE_ROWS`` rows of an expert, or the rest of its rows.
 
     Attributes:
-        b: (K / 2, N) codes, the transposed view of a row-major (N, K / 2); with experts (E, K / 2, N).
-        b_scale: scales, linear (N, K / B) or (E, N, K / B), or tiled scales of all rows together.
+        b: (K / 2, N) uint8 FP4 codes, the transposed view of a row-major (N, K / 2) weight; (E, K / 2, N) with experts.
+        b_scale: block scales: linear (N, K / B) or (E, N, K / B), or tiled scales of all rows together.
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
-        notes: (``note_words``,) int32, written where rows exist: ``Notes`` of each weight tile.
-        first: number of weight tiles that are recoded before the GEMM starts, by the kernel that does not overlap it.
-            That kernel also initialises the numbers of work tiles that are done, of all weight tiles.
-        max_ctas: CTAs of the kernel that overlaps the GEMM and recodes all other weight tiles, in order.
+        notes: (``note_words``,) int32, ``Notes`` of each weight tile, written for rows that exist.
+        first: number of weight tiles that the first launch recodes, before the GEMM starts. The first launch also
+            initialises the numbers of recoded work tiles of all weight tiles.
+        max_ctas: number of CTAs of the second launch, which overlaps the GEMM and recodes all other weight tiles, in
+            order.
     """
 
 
@@ -153,9 +154,9 @@ class WeightConfig:
 
     Attributes:
         fmt, layout: format and scale layout of the weight.
-        is_plain: whether the weight is one matrix instead of one for each expert.
-        pdl: whether launches are programmatic dependent launches.
-        overlaps_gemm: whether it runs at the same time as the GEMM.
+        is_plain: True for one weight matrix, False for one matrix per expert.
+        pdl: True for programmatic dependent launches.
+        overlaps_gemm: True if this kernel runs while the GEMM runs.
     """
 
     fmt: FP4Format

@@ -97,16 +97,16 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source: scales of the rows of ``a``; and from the notes, factors for k tiles in which weight rows are over
-    exponents of their own."""
+    """Scale source of a recoded weight. It stores the scales of the rows of ``a`` and, for k tiles with their own
+    exponents, factors from the notes."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
 
     @cute.jit
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the offset of the tile's notes; whether a lane's ``WARP_ROWS`` weight rows exist; and whether any row
-        of the tile is over its own exponent in some k tile."""
+        """Return the offset of the tile's notes, whether the lane's ``WARP_ROWS`` weight rows exist, and whether any
+        row of the tile uses its own exponent in some k tile."""
         exists = tile.column + WARP_ROWS * lane < work.n
         notes = notes_of(tile.expert, tile.column, work)
         found = Uint32(0)
@@ -115,7 +115,7 @@ class NoteScales:
         return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
-        """Load the scales of ``a``, 32 rows at a time. Returns them and the k tile."""
+        """Load the scales of ``a``, 32 rows at a time. Return the scales and the index of the k tile."""
         return token_scales(self.config.tile_m, k_tile, tile, lane, work), k_tile
 
     @cute.jit
@@ -131,7 +131,7 @@ class NoteScales:
 
     @cute.jit
     def _store_own_units(self, notes, exists, k_tile, slot, lane, work, smem) -> Uint32:
-        """Store the powers that bring a k tile's results to the units of their rows. Returns the flags."""
+        """Store the powers of two that bring a k tile's results to the units of their rows. Return the flags."""
         at, k_stages = work.b_scale.iterator + notes, work.k_stages
         (owns,) = ptx.load_if(at + (Notes.owns(k_tile // RANGE) + lane), exists, 1)
         has_own = (owns >> Uint32(k_tile % RANGE) & Uint32(1)) != Uint32(0)
@@ -141,7 +141,7 @@ class NoteScales:
         votes = Uint32(cute.arch.vote_ballot_sync(has_own))
         flags = Uint32(HAS_OWN)
         for group in range_constexpr(NOTE_ROWS // 32):
-            # Eight lanes hold the rows of a group.
+            # A group of 32 rows belongs to eight lanes.
             changed = (votes & Uint32(0xFF << 8 * group)) != Uint32(0)
             flags |= ptx.select(changed, Uint32(1 << group), Uint32(0))
         for i in range_constexpr(WARP_ROWS):
@@ -154,8 +154,8 @@ class NoteScales:
 
 
 class RecodedLoop:
-    """Main loop: ``fp8_wgmma``'s if all weight rows of the tile are over their units; otherwise one that brings the
-    results of each k tile to the units."""
+    """Main loop. If all weight rows of the tile use their units in all k tiles, it is the main loop of ``fp8_wgmma``;
+    otherwise it brings the results of each k tile to the units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):
         self.config, self.stages, self.units, self.results = config, stages, units, results
@@ -164,7 +164,7 @@ class RecodedLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile, the first of which is full. Returns the next stage, and its parity."""
+        """Multiply the CTA's stages of a tile. The first stage is full. Return the next stage, and its parity."""
         (flags,) = load_words(self.units.flag_word(stage, smem))
         if flags != Uint32(0):
             self.results.store_pending(acc, pending, consumer, work)
@@ -176,7 +176,7 @@ class RecodedLoop:
 
 
 class UnitEpilogue:
-    """The epilogue of accumulators over the units of their weight rows."""
+    """Epilogue of accumulators that are divided by the units of their weight rows."""
 
     def __init__(self, config: Config):
         self.plain: Any = GemmEpilogue(config)

@@ -109,7 +109,7 @@ class RecodeWeightKernel:
             self._recode(codes, scale, weight, notes, cta // RANGE_WORK, cta % RANGE_WORK, range_, tid)
 
     def _tell_done(self, notes, tile, k_tiles, team, tid) -> None:
-        """Count a work tile that the team has recoded. The GEMM copies it through the async proxy."""
+        """Count a work tile that the team has recoded, after a fence: the GEMM copies it through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
         at = notes.iterator + (Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles))
@@ -125,7 +125,7 @@ class RecodeWeightKernel:
         expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + index * TEAM_ROWS + tid // ROW_THREADS
         exists = row < n
         begin = range_ * RANGE
-        # A thread's parts of the range's k tiles, and their scales, are at constant distances.
+        # From k tile to k tile, the addresses of a thread's codes, numbers and scales differ by constants.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         codes_at = codes.iterator + (codes_at + begin * (K_TILE // 2) + part * (PART // 2))
         weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
@@ -171,8 +171,8 @@ class RecodeWeightKernel:
     def _own_table(
         self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
     ) -> tuple:
-        """Return the two words of a thread's table of a range's ``i``-th k tile, and the k tile's bit if some row of
-        the warp is over its own exponent there. Note that exponent if the numbers do not fit the row's unit."""
+        """Return the two words of a thread's table for k tile ``i`` of a range, and the k tile's bit if, in it, some row
+        of the warp uses its own exponent. In that case, also store the exponent that the thread's row uses."""
         fmt, k_tile = self.config.fmt, begin + i
         there, _, byte = loaded
         low, high, owns = *table, Uint32(0)
@@ -191,7 +191,10 @@ class RecodeWeightKernel:
         return low, high, owns
 
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
-        """Load a thread's parts of ``at_once`` k tiles from ``first`` on: whether they exist, codes, and scales."""
+        """Load a thread's parts of ``at_once`` k tiles from ``first`` on.
+
+        Return a tuple for each k tile: True if the part exists, its codes, and the byte of its scale.
+        """
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):
             there = count > i * (K_TILE // 2)

@@ -1,9 +1,10 @@
 """MXFP4 codes as e4m3 numbers without their scale, and scales as fp32 factors.
 
-By definition, the numbers of a k tile are rounded to e4m3 over the unit ``2^t``; the largest scale of the k tile is
-``2^(t + 6)``. Subnormal numbers of e4m3 are multiples of ``2^(t - 9)``. In that unit, a block whose scale is ``2^d``
-below the largest scale consists of the numbers ``code · 2^(15 - d)``, which are integers up to ``d = 14``. From
-``d = 15`` on they are rounded to 0, 1, 2, 3, 4 or 6, which are codes of the scale ``2^(t - 9)``.
+By definition (``reference.mm_fp8_fp4``), the numbers of a k tile are divided by its unit ``2^t`` and rounded to e4m3.
+The largest scale of the k tile is ``2^(t + 6)``, and the rounded numbers are multiples of ``2^(t - 9)``, the smallest
+subnormal number. In multiples of ``2^(t - 9)``, a block with the scale ``2^(t + 6 - d)`` consists of the numbers
+``code · 2^(15 - d)``. For ``d`` up to 14, these are integers, and nothing is rounded. From ``d = 15`` on, they are
+rounded to 0, 1, 2, 3, 4 or 6, which are codes of the scale ``2^(t - 9)``.
 """
 
 import functools
@@ -25,14 +26,14 @@ _NAN: Final = 0x7FC00000
 _LEAST: Final = 0x00400000
 """2^-127, the value of the scale byte 0."""
 _EXACT: Final = 14
-"""Largest distance from the largest scale, in powers of two, at which codes are exact."""
+"""Largest ``d`` for which codes are exact."""
 _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x04020200), (0, 0x02000000))
-"""Rounded codes of the eight magnitudes, a byte each, 15 to 18 powers of two below the largest scale."""
+"""Rounded codes of the eight magnitudes, one byte each, for d = 15, 16, 17 and 18."""
 
 
 def block_factors(scales: Uint32) -> list:
-    """Return the scales of a row's four blocks as bits of fp32; for the scale bytes 0 and NaN only the exponent field,
-    which ``hard_factors`` replaces."""
+    """Return the scales of a row's four blocks as bits of fp32. ``hard_factors`` replaces the bits of the scale bytes 0
+    and NaN, which are wrong."""
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]
 
@@ -45,8 +46,8 @@ def is_easy(factors: list) -> Boolean:
 
 
 def hard_factors(factors: list) -> tuple[list, Uint32]:
-    """Return the factors of a row's blocks if ``is_easy`` does not hold, and the amounts by which their codes are
-    rounded (``rounded``), a byte each."""
+    """Return the factors of a row's blocks if ``is_easy`` is False, and the blocks' ``amount`` arguments of
+    ``rounded``, one byte each."""
     fields = [Int32(factor) for factor in factors]
     is_nan = [field == Int32(_NAN_FIELD) for field in fields]
     alive = [ptx.select(nan, Int32(0), field) for nan, field in zip(is_nan, fields, strict=True)]
@@ -62,7 +63,7 @@ def hard_factors(factors: list) -> tuple[list, Uint32]:
 
 
 def rounded(codes: Uint32, amount: Uint32) -> Uint32:
-    """Round eight codes of a block whose scale is ``14 + amount`` powers of two below the largest; 0 rounds nothing."""
+    """Round eight codes of a block with ``d = 14 + amount``, or return the codes if ``amount`` is 0."""
     low, high = Uint32(0), Uint32(0)
     for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
         low, high = (
@@ -70,6 +71,6 @@ def rounded(codes: Uint32, amount: Uint32) -> Uint32:
         )
     magnitudes = codes & Uint32(0x77777777)
     halves = [ptx.prmt_by(low, high, magnitudes >> 16 * i) for i in range(2)]
-    # The codes are in a byte each; pack neighbours into one byte.
+    # Each code takes a byte; pack neighbours into one byte.
     pairs = [half | half >> 4 for half in halves]
     return ptx.prmt(pairs[0], pairs[1], 0x6420) | codes & Uint32(0x88888888)

@@ -215,7 +215,7 @@ class CodeLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile, the first of which is full. Returns the next stage, and its parity."""
+        """Multiply the CTA's stages of a tile. The first stage is full. Return the next stage, and its parity."""
         acc.fill(0.0)
         for left in cutlass.range(work.end - work.begin - 1, -1, -1, unroll=1):
             first = stage * LINE_SPAN

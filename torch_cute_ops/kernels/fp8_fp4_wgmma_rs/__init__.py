@@ -2,8 +2,8 @@
 grouped by expert. For Hopper: ``reference.mm_fp8_fp4``.
 
 Roles. A CTA consists of two K groups of two consumer warpgroups, one producer warp, three scale-loader warps, and two
-teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``; units of
-weight rows as in ``kernels.fp8_fp4_wgmma_ss``.
+teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units of
+weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -12,16 +12,16 @@ weight rows as in ``kernels.fp8_fp4_wgmma_ss``.
 | partial sums | ``received`` | consumers of all CTAs | first K group | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 | K groups | accumulators | second K group | first K group | 8 | 8 | 1 |
 
-1. A stage holds two k tiles, so that copies of codes are whole lines. Each K group takes one k tile of every stage;
-   after the last stage the accumulators of the second group are added to the first group's. So each scheduler runs four
-   warps that multiply, and one of them can decode while another waits.
-2. Consumers look the codes up and keep the results in registers, as the A operand. The four lanes that share rows of an
-   MMA each decode a quarter of a row's k tile, 16 bytes of codes: two scale blocks. So a lane makes tables of its own
-   blocks only.
-3. The K of an MMA is then eight elements of each lane's quarter. Two teams of decoders take the stages in turn, and
-   rearrange ``a`` in the same way, words of four elements. Each of a team's two warps takes a k tile.
+1. A stage holds two k tiles, so that codes are copied in whole cache lines of 128 bytes. Each K group takes one k tile
+   of every stage. After the last stage, the accumulators of the second group are added to the accumulators of the first
+   group. So each scheduler runs four warps that multiply, and one of them can decode while another waits.
+2. Consumers decode by look-up tables and keep the results in registers, as the A operand. Each of the four lanes that
+   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. So a lane needs the
+   tables of these two blocks only.
+3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take the stages in
+   turn, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
 
-Bytes moved: as in ``fp8_wgmma``, with half of the weight, and its block scales.
+Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """
 
 from typing import TYPE_CHECKING

@@ -11,23 +11,24 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 | stages | decoded weight | decoders | consumer warps | decoded_arrivals | consumer_warps * cluster_m | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes, 64 bytes a row and k tile. The scale loaders load the block scales,
-   and store the bytes that the decoders' tables follow from (``common.fp8.units``).
-2. Accumulators of a weight row are over a unit, a power of two that follows from the scales of the first k tile. As
-   long as a row's numbers of a k tile are the same over that unit as over ``2^t``, except for the power, they are
-   decoded over the unit. If a row does not fit, its 32 rows are decoded over ``2^t`` of their own, and consumers
-   multiply the results of that k tile by powers of two that the scale loaders leave; and after the last k tile all
-   accumulators, which leads back to the unit 1.
+1. The producer copies ``a`` and the weight's codes: 64 bytes for each weight row of a k tile. The scale loaders load
+   the block scales, and store the bytes from which the decoders make their tables (``common.fp8.units``).
+2. The accumulators of a weight row are divided by its unit, a power of two that follows from the scales of the row's
+   first k tile. A k tile is decoded with the row's unit if the numbers then have the same values as with the k tile's
+   own unit ``2^t``. If that fails for a row, its group of 32 rows is decoded with ``2^t``, and consumers multiply the
+   results of that k tile by powers of two that the scale loaders leave in the stage. After the last k tile, consumers
+   multiply all accumulators by their units.
 3. Teams of decoders take the stages in turn. A thread decodes a row, or half of a row: for each block scale it makes a
    table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
    thread's instructions depend on each other; several teams hide that latency.
-4. With 64 instead of 128 weight rows in a tile, a team has two warps, and each consumer half of the rows of ``a``.
+4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies
+   half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
-   weight rows, and sends them to the other by bulk copies between their shared memories.
-6. If tiles of 128 rows are few, two CTAs share one, each with half of K. A CTA finishes the rows of one consumer
-   warpgroup, whose threads add the accumulators that the same threads of the other CTA send.
+   weight rows, and sends them to the other CTA by bulk copies between their shared memories.
+6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. A CTA finishes the rows of one consumer
+   warpgroup: its threads add the accumulators that the same threads of the other CTA send.
 
-Bytes moved: as in ``fp8_wgmma``, with half of the weight, and its block scales.
+Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """
 
 from typing import TYPE_CHECKING

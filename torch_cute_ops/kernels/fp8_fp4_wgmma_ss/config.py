@@ -22,7 +22,7 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 PAIR: Final = 256
-"""Rows of ``a`` in a tile of two CTAs, each of which decodes half of the weight for both."""
+"""Rows of ``a`` in a tile of two CTAs. Each CTA decodes half of the weight tile for both CTAs."""
 LEAST: Final = 32
 """Rows of ``a`` in the smallest tile. For fewer rows ``wgmma_codes`` and ``wgmma_rs`` are faster."""
 TILES: Final = (

@@ -24,7 +24,7 @@ class Config:
         epilogue: operations on an accumulator before it is stored.
         tile_m: rows of ``a`` of a tile, 16 or 64.
         stages: stages of the pipeline, a k tile each.
-        pdl: whether launches are programmatic dependent launches.
+        pdl: True for programmatic dependent launches.
     """
 
     rows: ExpertLayout

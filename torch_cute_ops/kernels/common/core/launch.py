@@ -94,7 +94,7 @@ class _Memory(NamedTuple):
     Attributes:
         tensor: the tensor.
         begin, end: addresses of the tensor's first byte and of the byte after its last.
-        is_occupied: whether the tensor is not empty.
+        is_occupied: True if the tensor is not empty.
     """
 
     tensor: cute.Tensor

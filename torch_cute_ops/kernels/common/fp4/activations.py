@@ -1,27 +1,29 @@
 """Activations rearranged for MMAs with an FP4 weight, and decoded if they are in FP4.
 
 A lane reads the weight's codes as they lie in memory and decodes eight at a time into pairs
-(``kernels.common.fp4.codes``). Its elements of k therefore come in another order, and the activations are brought into
-the same order. In a k tile of 256 elements (or 128), quarter ``q`` belongs to lane ``q`` of a quad. A *k group* is
-eight elements of each quarter, which two k16 steps of an MMA take:
+(``kernels.common.fp4.codes``). The MMAs therefore see the elements of k in another order, and the activations are
+brought into the same order. Four lanes of a warp, a *quad*, share a row of an operand: quarter ``q`` of its k tile (256
+or 128 elements) belongs to lane ``q`` of the quad. A *k group* is eight elements of each quarter. Two k16 steps of an
+MMA multiply a k group:
 
     step = 2 · k_group + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
-for element ``e`` of pair ``h``. Elements from K on are zero.
+for element ``e`` (0 or 1) of pair ``h``. Elements beyond K are zero.
 
 For wgmma, the rearranged bytes are the operand in shared memory: atoms of 8 tokens x 64 positions, 1,024 bytes, in
 which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA, "Matrix-descriptor"). The
-atom of token group ``g`` and positions ``64 · c ...`` is number ``c · groups + g``, so that one bulk copy brings the
-atoms of neighbouring tokens. (GEMMs over experts store, for each group of eight tokens, one k tile after the other.)
+atom of token group ``g`` (eight tokens) that begins at position ``64 · c`` has the index ``c · groups + g``, so that
+one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts store the k tiles of a token group one after
+the other.)
 
-For mma.sync, a token's 512 (or 256) bytes of a k tile are contiguous, and the next token follows. Its k group ``p`` is
-64 bytes, at place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. Eight
-lanes that read two neighbouring tokens thus avoid bank conflicts. If tokens are copied one by one, k group ``p`` is
-at place ``p``, and the next token follows after an odd number of k groups.
+For mma.sync, the 512 (or 256) bytes of a token's k tile are contiguous, and the next token follows. A k group takes 64
+bytes: for each quarter, the 16 bytes that a lane needs in two steps. K group ``p`` of token ``n`` is stored at place
+``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If tokens are copied one by
+one, k group ``p`` is at place ``p``, and the distance between tokens is an odd number of k groups.
 
-With ``prologue_gate``, a given row is gate and up. A lane reads both, and rearranges ``silu(gate) · up``, rounded to
-their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that hold a block's k
-groups find its scale together, so all lanes of a warp call ``store``, each with a k group.
+With ``prologue_gate``, a given row consists of gate and up. A lane reads both, and rearranges ``silu(gate) · up``,
+rounded to their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes with the k
+groups of a block compute the block's scale together, so all lanes of a warp call ``store``, each with a k group.
 """
 
 from functools import reduce
@@ -47,8 +49,8 @@ class Activations:
     Attributes:
         config: format of the activations.
         k_groups: k groups of a k tile.
-        spread: whether k tiles may begin in the middle of a tile of scales.
-        apart: distance, in lanes, of neighbouring k groups of a token, if activations are quantised.
+        spread: True if k tiles may begin in the middle of a scale tile.
+        apart: distance in lanes between neighbouring k groups of a token, if activations are quantised.
     """
 
     def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = ATOM_M):

@@ -39,12 +39,12 @@ class ActivationLayout:
             for an MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4, or None for 16-bit activations.
-        by_warp: whether the layout is for warp-level MMAs (mma.sync), not for wgmma.
+        by_warp: True for the operand layout of warp-level MMAs (mma.sync), False for wgmma's layout.
         k_tile: elements of k that are rearranged together.
-        prologue_gate: whether a given row is 2K elements of 16 bits, gate and up. ``silu(gate) · up`` is then a row of
-            activations, rounded to its dtype unless it is quantised.
-        prologue_quant: how 16-bit activations are quantised to FP4 first, as in ``kernels.row_quant``, or None if they
-            are not.
+        prologue_gate: True if a given row consists of gate and up, 2K 16-bit elements. A row of activations is then
+            ``silu(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
+        prologue_quant: way in which 16-bit activations are first quantised to FP4, as in ``kernels.row_quant``; or None
+            without quantisation.
     """
 
     a_dtype: torch.dtype
@@ -84,7 +84,7 @@ class WeightTile:
         fmt, layout: format and scale layout of the weight.
         tile_n: rows of the weight, a multiple of 8.
         k_tile: elements of k, 256 or 128.
-        spread: whether the k of an expert may begin in the middle of a tile of scales. (Rows may in any case.)
+        spread: True if an expert's range of k may begin in the middle of a scale tile. (Its rows always may.)
     """
 
     fmt: FP4Format
@@ -141,10 +141,11 @@ class WeightTile:
 class FP4Operands:
     """Formats of the activations and the weight of a wgmma GEMM with an FP4 weight.
 
-    M is the number of rows of activations, N of rows of the weight, and K of elements of k. ``a`` is (M, K), or (M,
-    K/2) codes. ``b`` is (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3,
-    or uint8 for ue8m0: (M, K/B) and (N, K/B), or tiles in the shape of ``ScaleLayout.shape``. 16-bit activations need
-    no scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
+    M is the number of rows of activations, N the number of rows of the weight, and K the length of both. ``a`` is
+    (M, K) in 16 bits, or (M, K/2) uint8 FP4 codes. ``b`` is (K/2, N) uint8 FP4 codes, the transposed view of a
+    row-major (N, K/2) weight. Block scales of FP4 codes are e4m3, or uint8 for ue8m0. Linear scales are (M, K/B) and
+    (N, K/B) for blocks of B elements; tiled scales have the shape ``ScaleLayout.shape``. 16-bit activations need no
+    scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
     the global scale, (1,) float32, or None.
 
     Attributes:
@@ -152,8 +153,8 @@ class FP4Operands:
         dtype: dtype of the MMAs' operands, the decoded weight and the activations: bfloat16, or float16 (NVFP4 only).
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
-        prologue_gate: whether the activations are ``silu(gate) · up`` of the two halves of each row of ``a``.
-        prologue_quant: how the activations are quantised to ``fmt`` first, or None if they are not.
+        prologue_gate: True if the activations are ``silu(gate) · up`` of the two halves of each row of ``a``.
+        prologue_quant: way in which activations are first quantised to ``fmt``, or None without quantisation.
     """
 
     a_dtype: torch.dtype

@@ -64,7 +64,7 @@ def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: c
         pairs: the words of the lane's two rows, decoded (``WeightStages.pairs``),
         word: index of the words in the stage,
         stage: stage of the activations,
-        adds: whether to add to the accumulators or to overwrite them,
+        adds: True to add to the accumulators, False to overwrite them,
         acc: accumulators, four for each eight tokens.
 
     Even and odd words use separate registers. Therefore words must alternate, and a word's MMAs must end before the
@@ -160,7 +160,7 @@ class KTileMma:
             start: result of ``start_of``.
             part, parts: index of the range of the lane's words; number of ranges.
             k_tile, stage: index of the k tile, and stage of its activations.
-            adds: whether a warpgroup adds to the accumulators or overwrites them; a warp always adds.
+            adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
             rows: for each of the lane's two rows, the stage of the weight, the row in it, and the row of its scales.
             lane: index in the warp.
             acc: accumulators, four for each eight tokens.

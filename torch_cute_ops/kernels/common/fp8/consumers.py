@@ -89,7 +89,8 @@ class SmemMma:
 
     Args:
         config: configuration of the kernel.
-        is_decoded: whether the weight is in the workspace, decoded, instead of in the stages as copied.
+        is_decoded: True if the MMAs read a decoded weight from the workspace, False if they read the weight from the
+            stages as copied.
     """
 
     parts = 1  # accumulators of an element in a k tile
@@ -216,7 +217,7 @@ class MainLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile, the first of which is full.
+        """Multiply the CTA's stages of a tile. The first stage is full.
 
         With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
 
@@ -436,7 +437,7 @@ class Results:
 
         Args:
             turn: parity of the tile's number among the CTA's tiles.
-            is_last: whether this is the CTA's last tile.
+            is_last: True for the CTA's last tile.
         """
         c, threads = self.config, GROUPS * WARPGROUP
         # All CTAs have read the previous tile's sums. (Waiting for parity 1 passes a barrier that was never used.)

@@ -24,7 +24,7 @@ class Divisor(NamedTuple):
         factor: row factor times the power of two; values are first multiplied by it.
         scale: scale times the power of two.
         inverse: inverse of ``scale``.
-        live: whether a computed scale is neither zero nor NaN; None for a given scale.
+        live: True if a computed scale is neither zero nor NaN; None for a given scale.
     """
 
     factor: Float32

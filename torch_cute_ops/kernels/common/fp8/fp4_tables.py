@@ -1,16 +1,16 @@
 """Decode an FP4 weight to e4m3 by tables, four codes at a time.
 
-A weight row is decoded over a *unit*, a power of two. Each block scale gives a table of eight bytes: the values of the
-e2m1 magnitudes, ``magnitude · scale / unit``, rounded to e4m3. One PRMT then looks up four codes, which are its
-selectors; the signs are added afterwards.
+A weight row is decoded over a *unit*, a power of two: the row's numbers are divided by the unit and stored in e4m3.
+Each block scale gives a table of eight bytes, ``magnitude · scale / unit`` in e4m3 for each of the eight e2m1
+magnitudes. One PRMT then looks up four codes, which are its selectors; the signs are added afterwards.
 
-By definition, a row's k tile of 128 elements is over its own unit ``2^t``, the smallest with which no number exceeds
-448. Over a larger unit the numbers are equal except for that power, if none is subnormal. So the k tiles of a row share
-a unit in most cases. A table then follows from two bytes, e4m3 of the scale and of 1.5 times the scale: the other bytes
-are their multiples by powers of two.
+By definition (``reference.mm_fp8_fp4``), each k tile of a row (128 elements) has its own unit ``2^t``, the smallest
+unit with which no number exceeds 448. With a larger unit, the same values result, as long as no number is subnormal. So
+in most cases all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times
+the scale in e4m3: the other bytes are these two times powers of two.
 
-Numbers over a k tile's own unit, and scales of NVFP4, are computed in float16, which is exact: a product has at most 6
-significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
+For a k tile with its own unit, and for NVFP4 scales, the numbers are computed in float16. This is exact, because a
+product has at most 6 significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
 """
 
 import functools
@@ -22,7 +22,7 @@ from cutlass import Boolean, Int32, Uint32
 from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels.common.core import ptx
 
-# Two e2m1 magnitudes a word, in float16
+# Two e2m1 magnitudes in each word, as float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
 _ONE_AND_A_HALF = 0x3E003E00
 _LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's smallest number, in float16
@@ -31,17 +31,19 @@ _HEADROOM = 3
 """Powers of two by which a row's unit exceeds the smallest unit of its first k tile. Scales of other k tiles may then
 be 8 times as large, or 1/160 (0.5 · scale has to be normal)."""
 _MXFP4_UNITS = (-40, 7)
-"""Exponents of units of MXFP4 rows. A byte holds the bias of a scale's exponent, and accumulators do not overflow
-unless scales are above 2^60 (the results of a k tile, over the unit, are below 2^103)."""
+"""Smallest and largest exponent of the unit of an MXFP4 row. The difference between a scale's biased exponent and the
+unit's exponent then fits in a byte, and accumulators do not overflow unless scales are above 2^60 (the results of a k
+tile, divided by the unit, are below 2^103)."""
 
 
 class SharedUnit(NamedTuple):
     """Scales of a row's k tile over the unit of the row.
 
     Attributes:
-        ones, one_and_halves: for each half of the k tile, e4m3 bytes of its scales, and of 1.5 times its scales.
-        fits: whether tables follow from these bytes: no scale is negative or NaN, and no number is subnormal or too
-            large.
+        ones, one_and_halves: e4m3 bytes of the scales, and e4m3 bytes of 1.5 times the scales, for each half of the k
+            tile.
+        fits: True if the decoding tables follow from these bytes: no scale is negative or NaN, and no decoded number is
+            subnormal or too large.
     """
 
     ones: list
@@ -50,7 +52,7 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return ``t`` of a row's k tile from the bytes of its scales; any exponent if all are zero or NaN."""
+    """Return ``t`` of a row's k tile from the bytes of its scales, or any exponent if all scales are zero or NaN."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
@@ -74,13 +76,13 @@ def shared_exponent(words: list, fmt: FP4Format) -> Int32:
 
 
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
-    """Return the scales of a row's k tile over ``2^exponent``."""
+    """Return the scales of a row's k tile, divided by ``2^exponent``."""
     if fmt == MXFP4:
-        # Exponents in e4m3, a byte each: differences modulo 256, without borrows
+        # e4m3 exponents, one in each byte: differences modulo 256, without borrows between bytes
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
         exponents = ((word | Uint32(_SIGNS)) - bias) ^ ((word ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS))
         low = exponents & Uint32(0x7F7F7F7F)
-        # Exponents from 2, half of which is normal, to 13: 6 · 2^(13 - 7) = 384
+        # Exponents from 2 (0.5 · scale is normal) to 13 (6 · scale = 6 · 2^(13 - 7) = 384)
         fits = _signs(low + Uint32(0x7E7E7E7E), exponents | low + Uint32(0x72727272)) == Uint32(_SIGNS)
         ones = exponents << 3
         one_and_halves = ones + Uint32(0x04040404)
@@ -89,13 +91,13 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
     more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
     ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
     one_and_halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
-    # Bytes from 0x10, half of which is normal, to 0x69, six times which rounds to 448
+    # Bytes from 0x10 (0.5 · scale is normal) to 0x69 (6 · scale rounds to 448)
     fitting = [_signs(one + Uint32(0x70707070), one | one + Uint32(0x16161616)) for one in ones]
     return SharedUnit(ones, one_and_halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
 
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
-    """Return the tables of half a k tile that fits its row's unit: two words each, the smaller magnitudes first."""
+    """Return the tables of half a k tile that fits its row's unit. A table is two words, smaller magnitudes first."""
     return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
 
 
@@ -108,7 +110,7 @@ def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the tables of half a k tile over its own unit ``2^exponent``, from the bytes of its scales."""
+    """Return the tables of half a k tile for its own unit ``2^exponent``, from the bytes of its scales."""
     if fmt == MXFP4:
         numbers = []
         for i in range(2):
@@ -123,8 +125,8 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
-    """Return the two words of each block's table over ``2^exponent``, from the bytes of the scales; and whether blocks
-    fit that unit (``SharedUnit.fits``), for each block of MXFP4, or for each two blocks of NVFP4."""
+    """Return the two words of each block's table for the unit ``2^exponent``, from the bytes of the scales, and whether
+    blocks fit that unit (``SharedUnit.fits``): one value for each block of MXFP4, or for each two blocks of NVFP4."""
     if fmt == MXFP4:
         # All magnitudes except zero are powers of two, or 1.5 times a power of two.
         fields = [Int32(byte) - (exponent + 120) for byte in bytes_]
@@ -150,18 +152,18 @@ def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tu
 
 
 def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the two words of a block's table over its own unit ``2^exponent``, from the byte of its scale."""
+    """Return the two words of a block's table for its own unit ``2^exponent``, from the byte of its scale."""
     return tables_of_own_unit(byte * Uint32(0x0101), exponent, fmt)[0]
 
 
 def _table_of(number: Uint32) -> list:
-    """Return the table of a block; both halves of ``number`` are its scale over the unit, in float16."""
+    """Return the table of a block. Both halves of ``number`` are the block's scale divided by the unit, in float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
     return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
-    """Return 2 to an exponent of at least -149; infinity from 128 on."""
+    """Return ``2^exponent`` for an exponent of at least -149; infinity for exponents from 128 on."""
     normal, subnormal = Uint32(cutlass.min(exponent + 127, Int32(255))) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 

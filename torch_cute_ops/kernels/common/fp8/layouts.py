@@ -34,12 +34,12 @@ SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How rows belong to experts.
+    """Assignment of rows to experts.
 
     Attributes:
-        has_offsets: whether offsets are given. An expert's rows begin at its offset. They end where its count says, or
-            without counts at the next offset.
-        has_counts: whether counts are given. Without offsets each expert owns an equal part of the buffer.
+        has_offsets: True if offsets are given. An expert's rows begin at its offset. With counts, their number is the
+            expert's count; without counts, they end at the next offset.
+        has_counts: True if counts are given. Without offsets, each expert owns an equal part of the buffer.
         max_experts: number of experts for which the table of experts has room, from ``table_experts``.
 
     With neither, one expert owns all rows.
@@ -51,12 +51,12 @@ class ExpertLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one expert owns all rows."""
+        """Return whether one expert owns all rows."""
         return not (self.has_offsets or self.has_counts)
 
     @property
     def is_masked(self) -> bool:
-        """Whether each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
+        """Return whether each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property
@@ -142,34 +142,35 @@ class FP8GemmConfig:
     output tile that they belong to. A *slot* is the place of one k tile in the pipeline.
 
     Attributes:
-        rows: how rows of ``a`` belong to experts.
+        rows: assignment of rows of ``a`` to experts.
         epilogue: operations on an accumulator before it is stored.
         tile_m, tile_n: rows of ``a`` and of the weight in a CTA's output tile.
-        split_k: CTAs of a cluster that share the K of a tile.
-        stages: stages of the pipeline.
-        pdl: whether launches are programmatic dependent launches.
-        static_weight: whether the weight was complete before the previous launch. Set only where it makes a difference
-            (``reads_ahead``).
-        prefetches: whether the producer brings memory into L2 after its last copy.
+        split_k: number of CTAs of a cluster that divide the K of a tile among them.
+        stages: number of stages of the pipeline.
+        pdl: True for programmatic dependent launches.
+        static_weight: True if the weight was complete before the previous launch on the stream. Set only if it makes a
+            difference (``reads_ahead``).
+        prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: (tile_m, tile_n, split_k) that the kernel is built for.
         stage_counts: numbers of stages to choose from, the largest first.
         registers: registers per thread of consumers, of the producer's warpgroup, and of any decoders.
-        in_flight: K tiles whose MMAs a consumer starts before it waits for the first.
+        in_flight: number of k tiles whose MMAs a consumer starts before it waits for the first k tile's MMAs.
         slot_words: fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
-        span: K tiles of a stage.
+        span: number of k tiles of a stage.
         k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th k tile of each stage, and
             the accumulators of the sets are added up after the last stage of a tile.
-        scales_ahead: stages whose scales a scale loader loads together.
-        prefetch_tile_m: largest ``tile_m`` whose producer brings memory into L2.
-        workspace_bytes: shared memory that only this kernel uses.
-        decoder_warps: warps of a team that decodes or rearranges a stage which has arrived; 0 without decoders.
-        decoder_teams: teams of decoders, which take the stages in turn.
-        cluster_m: CTAs of a cluster that share a weight tile, each for ``tile_m`` rows of ``a``.
-        unrolls: whether one pass of the main loop is a whole round of the pipeline, so that all addresses are
+        scales_ahead: number of stages whose scales a scale loader loads together.
+        prefetch_tile_m: largest ``tile_m`` with which the producer prefetches memory into L2.
+        workspace_bytes: bytes of shared memory that only this kernel uses.
+        decoder_warps: number of warps of a team, which decodes or rearranges a stage after its copies have arrived; 0
+            without decoders.
+        decoder_teams: number of teams of decoders, which take the stages in turn.
+        cluster_m: number of CTAs of a cluster that share a weight tile, each for ``tile_m`` rows of ``a``.
+        unrolls: True if one pass of the main loop is a whole round of the pipeline, so that all addresses are
             constants.
-        waits_last: whether consumers wait for the previous kernel only after their last tile, because it runs next to
-            this one.
+        waits_last: True if consumers wait for the previous kernel only after their last tile, because that kernel runs
+            while this kernel runs.
     """
 
     rows: ExpertLayout
@@ -217,12 +218,12 @@ class FP8GemmConfig:
 
     @property
     def waits_first(self) -> bool:
-        """Whether all threads wait for the previous kernel at once."""
+        """Return whether all threads wait for the previous kernel at once."""
         return self.pdl and not self.static_weight and not self.waits_last
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the weight is on the M side of the MMAs."""
+        """Return whether the weight is on the M side of the MMAs."""
         return self.tile_m < MANY
 
     @property
@@ -238,7 +239,7 @@ class FP8GemmConfig:
 
     @property
     def teams_meet(self) -> bool:
-        """Whether a stage belongs to different teams in successive rounds of the pipeline."""
+        """Return whether a stage belongs to different teams in successive rounds of the pipeline."""
         return self.stages % self.decoder_teams > 0
 
     @property
@@ -268,7 +269,7 @@ class FP8GemmConfig:
 
     @property
     def tells_expert(self) -> bool:
-        """Whether consumers need the expert of a tile, for its alpha or bias."""
+        """Return whether consumers need the expert of a tile, for its alpha or bias."""
         return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
 
     @property
@@ -303,7 +304,7 @@ class FP8GemmConfig:
 
     @property
     def streams_weight(self) -> bool:
-        """Whether the weight is read once, as a rule."""
+        """Return whether the weight is read once, as a rule."""
         return self.tile_m < 2 * WGMMA_M
 
     @property

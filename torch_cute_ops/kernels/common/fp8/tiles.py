@@ -224,7 +224,7 @@ def by_expert(matrix: cute.Tensor, is_transposed: bool = False) -> cute.Tensor:
 
     Args:
         matrix: (rows, columns) or (E, rows, columns); transposed (columns, rows) or (E, columns, rows).
-        is_transposed: whether the matrix is transposed.
+        is_transposed: True if the matrix is transposed.
     """
     *experts, rows, columns = matrix.shape
     *of_expert, of_row, _ = matrix.stride

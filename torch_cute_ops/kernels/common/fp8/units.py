@@ -1,12 +1,13 @@
-"""FP4 weights over units: accumulators of a weight row are over a power of two, the row's *unit*.
+"""Units of FP4 weight rows: the accumulators of a row are divided by a power of two, the row's *unit*.
 
-As long as a row's numbers fit its unit in e4m3 (``common.fp8.fp4_tables``), k tiles are decoded over that unit, and
-consumers promote without changing units. If some row of a group of 32 does not fit in a k tile, the group is decoded
-over exponents of that k tile's own. Then ``Units`` multiplies the k tile's MMA results by powers of two that the scale
-loaders leave in the stage; and after the last k tile of a tile, all accumulators, which brings them to the unit 1.
+Most k tiles of a row fit its unit: divided by the unit, their numbers neither exceed e4m3 nor become subnormal
+(``common.fp8.fp4_tables``). Consumers then promote their MMA results without changing units. If a row does not fit in
+some k tile, its group of 32 rows is decoded with the k tile's own exponents. ``Units`` then multiplies the MMA results
+of the k tile by powers of two that the scale loaders leave in the stage. After the last k tile of an output tile,
+``Units`` multiplies all accumulators by their units, so that the epilogue sees the unit 1.
 
-A slot stores from word ``units_at`` on: for each weight row the factor of the accumulators, for each row the
-factor of the k tile's results, and a word of flags.
+From word ``units_at`` on, a slot stores a factor of the accumulators for each weight row, a factor of the k tile's MMA
+results for each weight row, and a word of flags.
 """
 
 from typing import Any, Final
@@ -29,17 +30,18 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, load_stage_scales
 
 ACC, PARTIAL = 0, 1
-"""Factors of accumulators, and of a k tile's MMA results."""
+"""Indices of the factors of accumulators, and of the factors of a k tile's MMA results."""
 IS_LAST: Final = 0x10
 """Flag of the last k tile of a tile."""
 HAS_OWN: Final = 0x20
-"""Flag of a tile some of whose k tiles are over their own exponents."""
+"""Flag of an output tile with k tiles that are decoded with their own exponents."""
 
 
 class Units:
-    """Promotion of accumulators over units. The configuration's ``units_at`` is the first word of a slot that it reads.
+    """Promotion of MMA results to accumulators that are divided by units.
 
-    Scale sources write the words that it reads: ``store_powers`` and ``flag_word``.
+    It reads a slot's words from the configuration's ``units_at`` on. Scale sources write these words (``store_powers``
+    and ``flag_word``).
     """
 
     def __init__(self, config: Any, stages: Stages):
@@ -57,8 +59,8 @@ class Units:
             self.powers(slot, smem, which)[row] = power_of_two(exponent)
 
     def flag_word(self, slot, smem: Smem) -> cute.Tensor:
-        """Return the word of flags: ``IS_LAST``, and bit i if weight rows 32 i to 32 i + 31 are not all over their
-        units."""
+        """Return the word of flags: ``IS_LAST``, and bit i if some of the weight rows 32 i to 32 i + 31 do not fit
+        their units."""
         return self.stages.words(slot, Int32(self.config.units_at + 2 * self.config.tile_n), 1, smem)
 
     def factors(self, slot, consumer: Consumer, smem: Smem) -> list:
@@ -73,7 +75,7 @@ class Units:
 
     @cute.jit
     def prepare(self, acc, partial, flags, slot, consumer, smem):
-        """Change the units of accumulators, and bring the results of a k tile to these units."""
+        """Multiply the accumulators, and the MMA results of a k tile, by their factors, if flags are set."""
         if flags != Uint32(0):
             if const_expr(self.config.is_swapped):
                 for values, which in ((acc, ACC), (partial, PARTIAL)):
@@ -97,18 +99,18 @@ class Units:
 
 
 class UnitScales:
-    """Scale source of an FP4 weight over units: leaves records for the decoder, and factors for ``Units``.
+    """Scale source of an FP4 weight with units. It leaves records for the decoder, and factors for ``Units``.
 
-    A record is four words of a weight row, two for each half of the k tile: bytes that tables of the shared unit follow
-    from (``SharedUnit``), or the scales themselves and the k tile's own exponent.
+    A record is four words for a weight row, two for each half of the k tile. If the row's group fits its units, the two
+    words are ``SharedUnit.ones`` and ``SharedUnit.one_and_halves``; otherwise the scales and the k tile's own exponent.
     """
 
     def __init__(self, config: Any, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
 
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the exponents of the units of a lane's weight rows, every 32nd of the tile, as bytes; and the number
-        of rows from the first of them on."""
+        """Return the exponents of the units of a lane's weight rows (every 32nd row of the tile), one byte each, and
+        the number of the weight's rows from the lane's first row on."""
         c = self.config
         first = work.begin if c.span == 1 else work.begin * c.span
         words = self.weight.lane_scales(c.tile_n, tile, lane, first, work)
@@ -121,7 +123,7 @@ class UnitScales:
         return load_stage_scales(self.config, self.weight, k_stage, tile, lane, work)
 
     def store(self, loaded: list, begun: tuple, is_last, stage, lane, work, smem) -> None:
-        # With two K groups each has a last k tile.
+        # With two K groups, each group has its own last k tile.
         for i, of_slot in enumerate(loaded):
             slot = stage if self.config.span == 1 else stage * self.config.span + i
             self._store_slot(of_slot, begun, is_last, slot, lane, work, smem)
@@ -130,8 +132,9 @@ class UnitScales:
     def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
         """Store the scales of a k tile.
 
-        If all rows of a group fit their units, records are of the shared units; otherwise of the k tile's own. Then
-        consumers have to change units; and after the last k tile of a tile too, whose accumulators end in the unit 1.
+        If all rows of a group fit their units, the records are for these units; otherwise they are for the k tile's own
+        exponents, and consumers need factors. They also need factors in the last k tile of an output tile, after which
+        accumulators have the unit 1.
         """
         c = self.config
         of_tokens, of_weight = loaded
@@ -155,7 +158,8 @@ class UnitScales:
 
     @cute.jit
     def _store_changes(self, words, unit, flags, group, slot, row, work, smem):
-        """Store the factors that change units, and if the group is over its own exponents, the records of these."""
+        """Store the factors that change units. If the group does not fit its units, also store the records for the k
+        tile's own exponents."""
         after = ptx.select((flags & Uint32(IS_LAST)) != Uint32(0), Int32(0), unit)
         of_partial = unit
         if (flags & Uint32(1 << group)) != Uint32(0):

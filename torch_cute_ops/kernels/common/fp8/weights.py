@@ -40,7 +40,7 @@ class FP8Weight:
 
     Args:
         tile_n: weight rows of a tile.
-        is_plain: whether the weight is one matrix instead of one for each expert.
+        is_plain: True for one weight matrix, False for one matrix per expert.
     """
 
     def __init__(self, tile_n: int, is_plain: bool):
@@ -77,7 +77,7 @@ class FP4Weight:
 
     Args:
         fmt, layout: format and scale layout.
-        is_plain: whether the weight is one matrix instead of one for each expert.
+        is_plain: True for one weight matrix, False for one matrix per expert.
         copied_n: weight rows that a CTA copies.
         line: bytes of codes of a row in a stage.
     """
@@ -142,7 +142,7 @@ class FP4Weight:
             scale: as ``views`` returns it.
             n: rows of an expert's weight.
             expert, row: which row.
-            exists: whether the row exists.
+            exists: True if the row exists.
             first: the k tile's first scale, an Int64.
             left: number of scales of the row from there on.
         """
