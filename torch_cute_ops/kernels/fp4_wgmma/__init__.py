@@ -3,22 +3,23 @@
 Over experts: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
 
 The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`` per warpgroup). The activations are on
-the N side, in shared memory. Nothing is repacked in advance. The activations are rearranged first: by
+the N side, in shared memory. The weight is not repacked in advance. The activations are rearranged at each call: by
 ``kernels.activation_tiles``, or, if ``tile_m`` is small, by the CTAs of the GEMM.
 
 Roles
 -----
 A CTA consists of a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by
 ``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k: 128 bytes of codes per row, a cache
-line. With few tokens, a tile may be fewer rows of ``b``, so that the number of tiles suits the number of SMs. With
-``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If that leaves schedulers with unequal numbers of warps,
-the k tiles of each of the last 16 rows are divided among two or four warps, on different schedulers, which take turns.
+line. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
+``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If schedulers would then run unequal numbers of warps,
+the last one or two groups of 16 rows are each given to four or two warps on different schedulers, which take turns at
+the k tiles.
 
-If ``tile_m`` is at most 32, decoder warps next to the producer read the activations, decode them if they are in FP4,
-and rearrange them into their stages: one launch, and no workspace. These are three warps; for 16 tokens, three pairs of
-warps; for 32 tokens, four warps that work together. All consumers together rearrange the first k tiles of 16-bit
-activations of up to eight tokens. When 16-bit activations are rearranged, they may also be gated: gate and up are read,
-and their product is rounded.
+If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode them if they are in FP4,
+and rearrange them into their stages: one launch, and no workspace. For up to 8 tokens, three decoder warps take turns
+at the k tiles; for 16 tokens, three pairs of warps; for 32 tokens, four warps share each k tile. With 16-bit
+activations of up to eight tokens, all consumers together rearrange the first k tiles. When 16-bit activations are
+rearranged, they may also be gated: gate and up are read, and ``silu(gate) · up`` is rounded.
 
 Pipelines
 ---------
@@ -31,28 +32,31 @@ Pipelines
 Data path
 ---------
 1. The producer fills both pipelines. The codes of a k tile are one TMA box with the 128-byte swizzle. A stage of
-   activations is a k tile, or one or two of its four slices. The producer starts to copy the weight before the
-   activations are rearranged (programmatic dependent launch): ``activation_tiles`` waited for all kernels before
-   it, so the weight is complete. Without that kernel, the producer waits for the previous kernel, unless the weight is
-   static. ``Config.ahead`` limits the number of k tiles that are copied early: one, if decoding is the limit. After its
-   last copy, the producer may prefetch a matrix into L2, such as the weight of the next GEMM.
-2. A lane multiplies two rows of ``b``. It loads its quarter of a k tile, 64 elements of each row, at once with their
-   scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, decodes the next eight meanwhile, and
-   then waits for the previous MMAs. A warp releases a stage of activations when the MMAs that read it are complete, and
-   a stage of codes when it has decoded a part of every load. A tile of one row needs special MMAs (``mma.RowMma``):
-   columns are blocks, and scales multiply block sums instead of codes. If the row is in FP4, and the tile consists of
-   whole warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup (``mma.CodeMma``).
-3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile: each takes a contiguous, equal range of
-   iterations, the k tiles of all n tiles. If a range ends inside an n tile, its partial sums go to memory, and the CTA
-   with the tile's last k tile adds them up in the order of k. A CTA starts with the partial sums that others need,
-   so they hardly ever wait, and it waits only for CTAs of lower numbers, which were started before it. Every CTA
-   needs an iteration, because others wait for its partial sums. With a cluster of ``split_k`` CTAs, each takes an
-   equal range of the k tiles of one n tile. They reduce partial sums through shared memory: a CTA reduces every
-   ``split_k``-th row, which the others send (``st.async``) or, if memory does not suffice, which it reads between two
-   barriers of the cluster. A row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or
-   ``split_k``), not on M or on other rows.
-4. Over experts, with equal ranges of k, a thread holds two sets of accumulators. Where an expert's range or the
-   work tile ends, the accumulators are multiplied by the tokens' factors for the expert, in fp32, and added to the
+   activations is a k tile, or one or two of its four slices. After ``activation_tiles``, the producer starts to copy
+   the weight while that kernel still runs (programmatic dependent launch). This is safe because ``activation_tiles``
+   waited for all kernels before it, so the weight is complete. Without that kernel, the producer waits for the previous
+   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to one k
+   tile if decoding is the limit. After its last copy, the producer may prefetch a matrix into L2, such as the weight of
+   the next GEMM.
+2. A lane multiplies two rows of ``b``. The four lanes that share these rows each load a quarter of the k tile, 64
+   elements of each row, at once with their scales. A lane decodes eight codes of both rows (two k16 steps), starts
+   their MMAs, decodes the next eight codes meanwhile, and then waits for the previous MMAs. A warp releases a stage of
+   activations when the MMAs that read it are complete. It releases a stage of codes when all its loads from the stage
+   are complete. A tile of one row needs special MMAs (``mma.RowMma``): columns are blocks, and scales multiply block
+   sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple of 64, these are FP8 MMAs of a warpgroup
+   (``mma.CodeMma``).
+3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile. Its iterations are the k tiles of all n
+   tiles, and each CTA takes an equal, contiguous range of them. If a range ends inside an n tile, the CTA writes its
+   partial sums to memory, and the CTA with the n tile's last k tile adds them up in the order of k. A CTA first
+   computes the partial sums that another CTA needs, so waits are rare and short. It waits only for CTAs with lower
+   indices, which were started before it. Every CTA must have an iteration, because another CTA waits for its partial
+   sums. With a cluster of ``split_k`` CTAs, each CTA takes an equal range of the k tiles of one n tile. The CTAs reduce
+   partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
+   (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
+   result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
+   rows.
+4. Over experts, with equal ranges of k, a thread holds two sets of accumulators. At the end of an expert's range, or of
+   the work tile, the accumulators are multiplied by the tokens' factors for the expert, in fp32, and added to the
    total, in the order of the experts. The factors are copied with the last activations of a k tile. Factors of zero add
    nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
 5. The epilogue finishes the sums. They are transposed in registers, so that a store writes 16 contiguous bytes.

@@ -30,62 +30,64 @@ from torch_cute_ops.runtime.arch import Arch
 K_SLICES: Final = 4
 """Slices of a k tile: 64 elements of k, 128 bytes of activations per token."""
 TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Most consumer warpgroups, keyed by ``tile_m``. The accumulators need the other registers."""
+"""Largest number of consumer warpgroups, keyed by ``tile_m``. Registers for accumulators limit it."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""``tile_n``, keyed by ``tile_m``, if several are possible: whole warps' columns for mma.sync, whole warpgroups'
-columns for wgmma."""
+"""Possible values of ``tile_n``, keyed by ``tile_m``, if several exist: multiples of a warp's 16 columns for mma.sync,
+and of a warpgroup's 64 columns for wgmma."""
 WARP_N: Final = 16
 """Columns of the result that a warp computes: M of an ``mma.sync``, or a warp's part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
 """(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time; its warps take
-turns at groups of eight tokens. Single warps would take longer for a k tile of 32 tokens than the consumers do."""
+turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the consumers
+multiply it."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
-"""Registers per thread of (consumers, other warps), keyed by the numbers of their warpgroups, if the CTAs rearrange the
-activations."""
+"""Registers per thread of (consumers, other warps), keyed by the numbers of warpgroups of (consumers, other warps), if
+the CTAs rearrange the activations."""
 BARRIER_BYTES: Final = 512
 """Shared memory reserved for mbarriers."""
 K_TILE_BLOCKS: Final = K_TILE // 16
 """NVFP4 blocks of a k tile."""
 ROW_BYTES: Final = K_TILE * 2
-"""Bytes of a k tile of one row of activations, float16."""
+"""Bytes of a k tile of one row of activations in float16."""
 ROW_STAGE_BYTES: Final = 640
-"""Bytes of a stage of one row: a k tile and a float32 factor per block, rounded up to whole lines for ``ZEROS_AT``."""
+"""Bytes of a stage of one row: a k tile and a float32 factor per block, rounded up to a multiple of 128."""
 CODE_ATOMS: Final = 3
 """Swizzle atoms of a stage of one row of codes: one operand for each half of the k tile, and the factors."""
 ZEROS_AT: Final = -192
-"""Offset of 128 bytes of zeros from the stages of one row: in the other half of a line, against bank conflicts."""
+"""Offset in bytes of 128 zeros from the stages of one row: half a line from them, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
 """Bytes before the stages of one row, which contain the zeros."""
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` that a CTA rearranges itself."""
 MAX_PREFETCHING_M: Final = 16
-"""Largest ``tile_m`` after which the producer prefetches into L2. On an H100, prefetching makes a layer of an 8B model
-3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
+"""Largest ``tile_m`` with which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
+model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
 MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. Up to this size, the lanes that share a block are equally far
 apart in the consumers, which rearrange the first k tiles, and in the decoders."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
 """Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
-activations. On an H200, a layer of an 8B model in W4A4 then takes 3.6, 1.3, 4.4 and 4 µs less at 16, 32, 64 and 128
-rows; with 16-bit activations up to 2 µs less. One row would take 1.5 µs more. With 16 rows, a 32B or a 70B
-model takes 3 µs more for matrices whose activations another kernel rearranges: memory is the limit there."""
+activations. On an H200, copying one k tile ahead makes a decoder layer of an 8B model in W4A4 3.6, 1.3, 4.4 and 4 µs
+faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1 row, it would be 1.5 µs slower.
+With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would be 3 µs slower, because memory is the
+limit."""
 MAX_CLUSTER_M: Final = 128
-"""Largest ``tile_m`` whose accumulators fit in the memory of the codes, for a cluster to reduce."""
+"""Largest ``tile_m`` of clusters: the accumulators, which they reduce, still fit in the shared memory of the codes."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
 """CTAs of a cluster."""
 EXPERT_TILES_M: Final = (16, 32, 64, 128)
-"""``tile_m`` over experts. A thread then holds two sets of accumulators."""
+"""Possible values of ``tile_m`` over experts. A thread then holds two sets of accumulators."""
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the possible ``tile_n``: all columns of the consumer warpgroups, and fewer for clusters, which then use
-    more SMs."""
+    """Return the possible values of ``tile_n``: 64 columns per consumer warpgroup, or, for clusters, also fewer
+    columns, with which the clusters use more SMs."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
 def mma_n(tile_m: int) -> int:
-    """Return N of the MMAs of a tile: one per token, and at least 8."""
+    """Return N of the MMAs of a tile: the number of tokens, and at least 8."""
     return max(tile_m, ATOM_M)
 
 
@@ -95,25 +97,25 @@ def rearranges(tile_m: int, split_k: int) -> bool:
 
 
 def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
-    """Return whether FP8 MMAs of warpgroups multiply a tile's codes: of one row of FP4 activations, if the tile
-    consists of whole warpgroups' columns."""
+    """Return whether FP8 wgmma multiplies the codes of a tile without decoding them: for one row of FP4 activations, if
+    ``tile_n`` is a multiple of a warpgroup's 64 columns."""
     return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 
 
 def sends(tile_m: int, split_k: int) -> bool:
     """Return whether the CTAs of a cluster send their partial sums instead of reading the other CTAs'.
 
-    Received partial sums need memory, which suffices with few tokens, though a stage less may fit. On an H100, a
-    layer of an 8B model is 1 to 2 µs faster with 16 rows, and 5 µs with 32 rows.
+    Received partial sums need shared memory. With few tokens it suffices, although one stage less may fit. On an H100,
+    sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with 32 rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
 
 
 def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
-    """Return the slices of a k tile in a stage of activations."""
+    """Return the number of slices of a k tile in a stage of activations."""
     if tile_m <= 32:
         return K_SLICES
-    # On an H200, two are 1.5 % faster. Over experts, registers suffice only for one.
+    # With 64 tokens, two slices are 1.5 % faster than one on an H200. Over experts, registers suffice only for one.
     return 2 if tile_m == 64 and expert_k is None else 1
 
 
@@ -122,17 +124,18 @@ class Arguments(
 ):
     """The run-time arguments, in order.
 
-    M rows of activations, N rows of the weight, a multiple of 8, K elements of k, a multiple of 32. Over E experts,
-    K / E elements of k belong to each expert.
+    M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
+    elements of k (a multiple of 32). Over E experts, K / E elements of k belong to each expert.
 
     Attributes:
         a, a_scale, b, b_scale: operands and scales, as ``FP4Operands`` describes them.
-        alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says. Over experts (M, E) float32, any strides.
-        bias: (N,), or None.
-        out: (M, N), written.
-        workspace: ``Config.workspace_bytes`` per m tile, uint8, written; None if the CTAs rearrange the activations.
-        prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``Config.prefetches``; else None.
-        num_ctas: number of persistent CTAs that share an m tile's iterations; unused with clusters.
+        alpha: (1,) or (N,) float32 factors, or None, as ``Config.epilogue`` says. Over experts, (M, E) float32 factors
+            with any strides.
+        bias: (N,) in ``Config.epilogue``'s bias dtype, or None.
+        out: (M, N) in ``Config.epilogue``'s dtype, written.
+        workspace: ``Config.workspace_bytes`` uint8 per m tile, written; None if the CTAs rearrange the activations.
+        prefetch: (rows, bytes) uint8, contiguous matrix to prefetch into L2 if ``Config.prefetches``; else None.
+        num_ctas: int32, number of persistent CTAs that share an m tile's iterations; unused with clusters.
         has_partial_sums: 1 if these CTAs exchange partial sums through the workspace, else 0.
     """
 
@@ -143,13 +146,14 @@ class Config:
 
     Attributes:
         operands: formats of the activations and of the weight.
-        epilogue: operations on the finished accumulators. Over experts only its dtype; factors are separate.
+        epilogue: operations on the finished accumulators. Over experts, only its dtype is used: ``Arguments.alpha`` is
+            then always given.
         expert_k: elements of k of an expert, with one factor per token; None without experts.
         tile_m: rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
         tile_n: rows of the weight of a tile.
-        split_k: CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
-        stages: stages of the weight's pipeline.
-        a_stages: stages of the activations' pipeline.
+        split_k: number of CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
+        stages: number of stages of the weight's pipeline.
+        a_stages: number of stages of the activations' pipeline.
         pdl: True for programmatic dependent launches.
         static_weight: True if the weight was complete before the previous launch. Set only if it makes a difference:
             with ``pdl``, if the CTAs rearrange the activations.
@@ -171,48 +175,48 @@ class Config:
 
     @cached_property
     def n_warps(self) -> int:
-        """Warps along N, ``WARP_N`` columns each."""
+        """Number of warps along N. Each computes ``WARP_N`` columns."""
         return self.tile_n // WARP_N
 
     @cached_property
     def split_n_warps(self) -> int:
-        """Last warps along N whose k tiles are divided among warps of several schedulers, so that schedulers have
-        equal work."""
+        """Number of the last warps along N whose k tiles are divided among warps of several schedulers, so that all
+        schedulers do the same work."""
         return self.n_warps % SCHEDULERS
 
     @cached_property
     def warp_split_k(self) -> int:
-        """Warps that divide the k tiles of each of these columns: they take turns."""
+        """Number of warps that divide the k tiles of the same 16 columns by taking turns, in the last warps along N."""
         return SCHEDULERS // self.split_n_warps if self.split_n_warps else 1
 
     @cached_property
     def consumer_warps(self) -> int:
-        """Consumer warps."""
+        """Number of consumer warps."""
         return self.n_warps + (self.warp_split_k - 1) * self.split_n_warps
 
     @cached_property
     def consumer_groups(self) -> int:
-        """Consumer warpgroups."""
+        """Number of consumer warpgroups."""
         return self.consumer_warps // 4
 
     @cached_property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return (self.consumer_groups + self.other_groups) * WARPGROUP
 
     @cached_property
     def other_groups(self) -> int:
-        """Warpgroups of the producer warp and the decoders."""
+        """Number of warpgroups for the producer warp and the decoders."""
         return -(-(1 + self.decoder_groups * self.a_full_arrivals) // 4)
 
     @cached_property
     def decoder_groups(self) -> int:
-        """Groups of decoder warps, which rearrange activations."""
+        """Number of groups of decoder warps, which rearrange activations."""
         return DECODERS[self.tile_m][0] if self.rearranges else 0
 
     @cached_property
     def a_full_arrivals(self) -> int:
-        """Warps that fill a stage of activations: a group of decoders, or the producer."""
+        """Number of warps that fill a stage of activations: the warps of a decoder group, or the producer."""
         return DECODERS[self.tile_m][1] if self.rearranges else 1
 
     @cached_property
@@ -222,7 +226,7 @@ class Config:
 
     @cached_property
     def by_codes(self) -> bool:
-        """Return whether one row is multiplied as codes."""
+        """Return whether one row of FP4 activations is multiplied without decoding its codes."""
         return by_codes(self.operands, self.tile_m, self.tile_n)
 
     @cached_property
@@ -232,19 +236,21 @@ class Config:
 
     @cached_property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of consumers and of other warps; the total does not exceed the launch's."""
+        """Registers per thread of (consumers, other warps). The total does not exceed the registers at launch."""
         if self.rearranges:
             return REGISTERS[self.consumer_groups, self.other_groups]
         return {2: (232, 40) if self.expert_k is not None else (240, 24), 4: (112, 32)}[self.consumer_groups]
 
     @cached_property
     def max_k_groups(self) -> int:
-        """Most k groups of activations that a decoder's lane loads before it stores, for lack of registers."""
+        """Largest number of k groups of activations that a decoder's lane loads before it stores; registers limit
+        it."""
         return 4 // self.other_groups // (1 + self.operands.prologue_gate)
 
     @cached_property
     def reduces(self) -> bool:
-        """Return whether accumulators go through shared memory: of clusters, of warps that divide k, and of one row."""
+        """Return whether accumulators are reduced through shared memory: with clusters, warps that divide k, or one
+        row."""
         return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
     @cached_property
@@ -254,7 +260,7 @@ class Config:
 
     @cached_property
     def acc_size(self) -> int:
-        """Accumulators of a thread."""
+        """Number of accumulators of a thread."""
         return mma_n(self.tile_m) // 2
 
     @cached_property

@@ -171,8 +171,8 @@ class RecodeWeightKernel:
     def _own_table(
         self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
     ) -> tuple:
-        """Return the two words of a thread's table for k tile ``i`` of a range, and the k tile's bit if, in it, some row
-        of the warp uses its own exponent. In that case, also store the exponent that the thread's row uses."""
+        """Return the two words of a thread's table for k tile ``i`` of a range, and the k tile's bit if some row of the
+        warp uses the k tile's own exponent. In that case, also store the exponent that the thread's row uses."""
         fmt, k_tile = self.config.fmt, begin + i
         there, _, byte = loaded
         low, high, owns = *table, Uint32(0)
