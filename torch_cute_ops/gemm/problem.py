@@ -98,7 +98,7 @@ class GemmProblem:
         prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format with a global scale,
             which calls pass as ``a_scale``; ``"plain"`` without a global scale; or None. The scale layout is the
             weight's.
-        static_weight: promise that the weight and its scales were complete before the previous launch on the stream, so
+        static_weight: promise that the weight and its scales were written before the previous launch on the stream, so
             that kernels may read them early.
         prefetches: True if calls name a matrix for a later launch, which may be prefetched into L2.
     """

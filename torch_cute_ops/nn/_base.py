@@ -74,9 +74,9 @@ class QuantLinear(nn.Module):
 
     The arithmetic is fixed at construction and does not depend on the batch.
 
-    The GEMMs treat the weight as static (their ``static_weight``): it must be complete before the first forward. Every
-    method that writes the weight therefore ends with one more launch. Code that writes the buffers directly must launch
-    another kernel, or synchronise, before the next forward.
+    The GEMMs are called with ``static_weight=True``: they may read the weight before the previous launch on the stream
+    ends. Every method that writes the weight therefore launches one more kernel afterwards. Code that writes the
+    buffers directly must launch another kernel, or synchronise, before the next forward.
 
     Each subclass builds layers with ``from_tensors``, which takes the tensors of a checkpoint, and ``from_float``,
     which quantises an ``nn.Linear``. ``from_tensors`` stays on the tensors' device and does not copy the weight. Its
@@ -420,7 +420,7 @@ class QuantLinear(nn.Module):
     def split(self) -> list[Self]:
         """Return one layer per part, in order; ``[self]`` if there is one part.
 
-        The inverse of :func:`merge`. Codes are views of this layer's codes; scales are copies.
+        This undoes :func:`merge`. Codes are views of this layer's codes; scales are copies.
         """
         if len(self.parts) == 1:
             return [self]

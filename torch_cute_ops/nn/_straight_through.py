@@ -1,6 +1,6 @@
 """Gradients of quantised layers for their input: the rounding of weights and activations counts as the identity.
 
-Adapters in front of, or next to, a frozen quantised layer need the gradient of its input, ``dx = dy · W`` with the
+Adapters before or next to a frozen quantised layer need the gradient for the layer's input, ``dx = dy · W`` with the
 decoded weight W. The forward computes as without gradients and keeps nothing but references to the layer's buffers; the
 backward decodes a block of rows of W at a time.
 """

@@ -57,8 +57,9 @@ def quantize_(
 
     Args:
         model: model on any device, with linear layers in bfloat16, float16 or float32.
-        scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. Activations of the
-            last two use a scale per row, or with ``calibrate`` one scale for all rows (static).
+        scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. With ``"fp8_tensor"``
+            and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static scale for all
+            rows.
         activations: value for the layers' ``activations``: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights,
             ``"fp8"`` for FP8 weights; ``"auto"`` selects the first that the scheme supports.
         ignore: layers to leave unchanged, a pattern or several: names, last components of names, wildcards

@@ -45,8 +45,8 @@ def grouped_mm_fp8_fp4(
             max_rows, K).
         b: (E, K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
-            8, E at most 1,024. Strides reveal a stack passed as it is stored; nothing reveals the transposed view of
-            square weights that are stored transposed.
+            8, E at most 1,024. A row-major tensor is refused. Square weights that are stored transposed cannot be
+            detected.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, also with padding between the columns; other strides are
             copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
@@ -56,9 +56,9 @@ def grouped_mm_fp8_fp4(
             linear (E, N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
-        counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
-            of them. Offsets and counts out of range are refused on a CPU. On a GPU they give wrong results, but no
-            access out of bounds.
+        counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
+            means all rows between the expert's offsets. Offsets and counts out of range are refused on a CPU. On a GPU
+            they give wrong results, but no access out of bounds.
         alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
             expert. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -67,14 +67,14 @@ def grouped_mm_fp8_fp4(
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
         scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
-            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
-            linear. Tiles that are padded expert by expert are accepted with a name if the rows of an expert are a
-            multiple of 128.
+            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
+            fits is read as linear. Tiles that are padded expert by expert are accepted with a name if the rows of an
+            expert are a multiple of 128.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
-        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
-            kernel may then read them before that launch ends.
+        static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
+            are not written since. The kernel may then read them before that launch ends.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

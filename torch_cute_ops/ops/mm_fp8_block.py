@@ -36,25 +36,25 @@ def mm_fp8_block(
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
-        b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. Strides
-            reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
-            stored transposed.
+        b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. A
+            row-major tensor is refused. A square weight that is stored transposed cannot be detected.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
             M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
-            transposed view is refused; a transposed square that was made contiguous cannot be detected.
+            transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
         alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column.
             ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
-        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
-            kernel may then read them before that launch ends.
+        static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
+            are not written since. The kernel may then read them before that launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 64 rows bring its first 8 MB into L2
-            after their own loads. The result does not depend on it, and it may be written at the same time.
+            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 64 rows load the
+            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
+            be written during the call.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

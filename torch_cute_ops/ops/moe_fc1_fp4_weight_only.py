@@ -45,8 +45,8 @@ def moe_fc1_fp4_weight_only(
         a: (M, H) bfloat16 or float16.
         w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 1,024 experts, the rows of
-            gate precede the rows of up. I is a multiple of 64. Strides reveal a stack passed as it is stored; nothing
-            reveals the transposed view of square weights (H/2 = 2·I) that are stored transposed.
+            gate precede the rows of up. I is a multiple of 64. A row-major tensor is refused. Square weights (H/2 =
+            2·I) that are stored transposed cannot be detected.
         w_scale: block scales of ``w``: tiles over the rows of all experts, 128x4 (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as
             :func:`fp4_quantize` of the weight (E, 2·I, H) writes them, or linear (E, 2·I, H/B), with B the block size;
             float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
@@ -60,16 +60,16 @@ def moe_fc1_fp4_weight_only(
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
         scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
-            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
-            linear. Tiles that are padded expert by expert are accepted with a name if the rows of an expert are a
-            multiple of 128.
+            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
+            fits is read as linear. Tiles that are padded expert by expert are accepted with a name if the rows of an
+            expert are a multiple of 128.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
-        static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The
-            kernel may then read them before that launch ends.
+        static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
+            are not written since. The kernel may then read them before that launch ends.
         out: contiguous (M, E·I) tensor to write the result into.
 
     Returns:

@@ -30,38 +30,37 @@ def moe_fc2_fp4_weight_only(
 
         out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[k, n] + bias[e, n])
 
-    A row of ``a`` contains a token's activations for every expert, one expert after another, and a column of ``w``
-    the experts' weights in the same order: E·I elements for E experts of width I, both of which follow from the shapes.
-    Each expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
+    A row of ``a`` contains a token's activations for every expert, one expert after another, and a column of ``w`` the
+    experts' weights in the same order: E·I elements for E experts of width I. The shapes determine E and I. Each
+    expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
     accumulator, which is rounded once. The FP4 weight is decoded exactly and without its global scale. With an MXFP4
     weight, float16 activations are first rounded to bfloat16, because MXFP4 scales exceed the range of float16.
 
     Args:
         a: (M, E·I) bfloat16 or float16. I is a multiple of 64.
         w: (E·I/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
-            view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. Strides
-            reveal a weight passed as it is stored; nothing reveals the transposed view of a square weight that is
-            stored transposed.
+            view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. A
+            row-major tensor is refused. A square weight that is stored transposed cannot be detected.
         w_scale: block scales of ``w`` as an (N, E·I) matrix: 128x4 (⌈N/128⌉, ⌈E·I/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, E·I/B), with B the block size; float8_e4m3fn (NVFP4), or
             uint8 or float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / g_w``, as
-            :func:`moe_route_dense` writes it. Pairs with 0 or -0 are skipped, whatever ``a``, ``w`` and the scales hold
-            for them, NaN and uninitialised memory included.
-        bias: (E, N) float32 or the dtype of the result, added by each expert. It is multiplied by ``alpha`` too: divide
-            it by the factor of ``alpha`` that divides out global scales.
+            :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
+            skipped, even if ``a``, ``w`` or the scales contain NaN or uninitialised memory there.
+        bias: (E, N) float32 or the dtype of the result, added to each expert's sum before the multiplication by
+            ``alpha``. If ``alpha`` contains a factor that divides out global scales, divide the bias by this factor.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
         scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
-            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
-            linear.
+            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
+            fits is read as linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
-        static_weight: promise that ``w`` and ``w_scale`` were complete before the previous launch on the stream. The
-            kernel may then read them before that launch ends.
+        static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
+            are not written since. The kernel may then read them before that launch ends.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

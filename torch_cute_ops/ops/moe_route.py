@@ -108,16 +108,17 @@ def moe_route(
 
     Scores are the softmax of a token's logits over all experts, or their sigmoids. Experts are chosen by score plus
     ``bias``; weights are the scores without bias. With groups, a token's experts come from the ``topk_groups`` best
-    groups. A group counts as the sum of its two best experts' scores plus bias, as in DeepSeek-V3; with ``"softmax"``
-    and no bias as its best expert alone, as in DeepSeek-V2. Everything is computed in fp32. Among equal experts, or
-    groups, the first is chosen; NaN comes last.
+    groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3. With ``"softmax"``
+    and no bias they are ranked by their largest score, as in DeepSeek-V2. Everything is computed in fp32. Among experts
+    or groups of equal rank, the first is chosen; NaN ranks last.
 
-    As in :func:`torch.softmax`, NaN or inf among a token's logits makes its weights NaN; with ``"sigmoid"``, NaN does
-    if its expert is chosen. Padded rows of captured graphs may hold garbage; ``finite`` keeps their weights finite.
+    With ``"softmax"``, a NaN or inf among a token's logits makes the token's weights NaN, as in :func:`torch.softmax`.
+    With ``"sigmoid"``, a NaN does so if its expert is chosen. Padded rows of captured graphs may contain arbitrary
+    logits; ``finite`` keeps their weights finite.
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
     multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
-    row is left are dropped. Few tokens take one launch, more tokens two; no result depends on their timing.
+    row is left are dropped. Few tokens take one launch, more tokens two. Results are deterministic.
 
     Args:
         logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.

@@ -42,8 +42,8 @@ def silu_mul_fp4quant_mm_fp4(
     Args:
         a: (M, 2K) bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second half.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
-            ``weight.t()`` of a row-major (N, K/2). Strides reveal a weight passed as it is stored; nothing reveals the
-            transposed view of a square weight that is stored transposed.
+            ``weight.t()`` of a row-major (N, K/2). A row-major tensor is refused. A square weight that is stored
+            transposed cannot be detected.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
             or float8_e8m0fnu (MXFP4).
@@ -57,16 +57,17 @@ def silu_mul_fp4quant_mm_fp4(
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
         scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. With a name, tiles may have another library's shape: flat (torchao), or a
-            padded matrix (FlashInfer, vLLM, cuBLAS); without a name, a padded matrix of a suitable size is read as
-            linear.
+            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
+            fits is read as linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
-        static_weight: promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream. The
-            kernel may then read them before that launch ends.
+        static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
+            are not written since. The kernel may then read them before that launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; rows are multiples of 16 bytes. On Hopper, tiles of up to 16 rows bring its first 8 MB into L2
-            after their own loads. The result does not depend on it, and it may be written at the same time.
+            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
+            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
+            be written during the call.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
