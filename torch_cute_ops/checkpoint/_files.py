@@ -165,7 +165,7 @@ class Files:
         return self._slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
 
     def is_quantised(self, name: str) -> bool:
-        """Return True if an element has one byte in an FP8 format, or if bytes may hold FP4 codes."""
+        """Return True if the dtype is an FP8 format, or uint8, which may hold FP4 codes."""
         return self._slice(name).get_dtype() in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
     def read(self, name: str) -> Tensor:

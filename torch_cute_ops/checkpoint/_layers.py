@@ -44,8 +44,8 @@ class Field(NamedTuple):
         dtypes: accepted dtypes; the first is written.
         shape: function that returns the shape for N and K. Further dimensions of size 1 are ignored.
         is_reciprocal: True if the checkpoint stores the reciprocal of the module's value.
-        is_optional: True for a scale of activations. Static FP8 activations need it, and so do FP4 activations if
-            they are computed; schemes with dynamic FP8 activations refuse it.
+        is_optional: True for a scale of activations. Static FP8 activations need the scale, and so do FP4 activations
+            if the module's ``activations`` are ``"fp4"``. Schemes with dynamic FP8 activations refuse the scale.
     """
 
     stored: str

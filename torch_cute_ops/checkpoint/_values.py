@@ -44,8 +44,8 @@ def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> 
 
 
 def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
-    """Refuse a scale that is 0 although elements of its part of the weight are not 0. Producers write 0 only for the
-    scale of elements that are all zero.
+    """Refuse a scale that is 0 although some of its elements are not 0. Producers write 0 only for the scale of
+    elements that are all zero.
 
     Args:
         described: name and file of the scales, for messages.
@@ -68,7 +68,7 @@ def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
 
 
 def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -> None:
-    """Refuse a tensor of numbers that contains NaN, or a parameter that contains an infinity.
+    """Refuse a tensor that contains NaN, or a parameter that contains an infinity.
 
     Raises:
         ValueError: naming the first bad number.

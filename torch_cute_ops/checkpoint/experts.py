@@ -119,7 +119,7 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
     return blocks.flatten(-2), scales, bias
 
 
-# Experts whose parameters (E, ...) are quantised as they are
+# Experts whose parameters (E, ...) are quantised without splitting them into layers
 
 
 def fused_names(files: Files, stored: str, part: str) -> list[str]:
@@ -130,7 +130,8 @@ def fused_names(files: Files, stored: str, part: str) -> list[str]:
 def read_fused(
     files: Files, name: str, scheme: LayerScheme, experts: int, n: int, k: int, *, is_transposed: bool
 ) -> dict[str, Tensor]:
-    """Read a parameter of experts that was quantised as it is, by transformers in FP8 blocks or by ModelOpt in NVFP4.
+    """Read a three-dimensional parameter of experts that was quantised without splitting it into layers: by
+    transformers in FP8 blocks, or by ModelOpt in NVFP4.
 
     Args:
         files: tensors of the checkpoint.

@@ -315,8 +315,8 @@ class Loader:
     # Quantisation of modules that are loaded in 16 bits
 
     def _quantise(self, name: str, module: nn.Module, chosen: Quantisation) -> None:
-        """Replace a module that was loaded, if it was chosen, so that its 16-bit weight is freed before the next module
-        is loaded."""
+        """Quantise a loaded module, if the selection contains it, so that its 16-bit weight is freed before the next
+        module is loaded."""
         selection = chosen.selection
         if name in selection.experts:
             given, swiglu = selection.experts[name]
@@ -333,7 +333,7 @@ class Loader:
         _free(module)
 
     def _amax_of(self, name: str, chosen: Quantisation) -> Tensor | None:
-        """Return the largest magnitude of the weights of a layer and of its siblings, which are not loaded yet; or None
+        """Return the largest magnitude of the weights of a layer and of its siblings, read from the checkpoint; or None
         for a layer without siblings."""
         linears = chosen.selection.linears
         if not self.siblings:
@@ -471,7 +471,8 @@ class Loader:
         Args:
             name: module name.
             given: unquantised experts, or a description of ``current``.
-            current: quantised experts that are overwritten if the checkpoint's are alike, or replaced.
+            current: quantised experts of the model. They are overwritten in place if class, sizes and settings match,
+                otherwise replaced.
         """
         stored = self.stored(name)
         layers = self.expert_layers(name, given.experts)
@@ -579,7 +580,8 @@ class Loader:
         )
 
     def _fused_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        """Read experts whose parameters are quantised as they are: transformers' FP8 blocks, or ModelOpt's NVFP4."""
+        """Read experts whose three-dimensional parameters are quantised: transformers' FP8 blocks, or ModelOpt's
+        NVFP4."""
         parts = {part: f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")}
         scheme = self.spec.scheme_of_tensors(self.files.original(stored))
         if scheme is None:

@@ -48,7 +48,7 @@ def save(
     """Write a model's tensors and configuration in another producer's format.
 
     :func:`load_` reads the same bits, with one exception. ModelOpt stores a global scale as a factor,
-    compressed-tensors stores its reciprocal. A factor can lack an exact float32 reciprocal; then the nearest is
+    compressed-tensors stores its reciprocal. If a factor has no exact float32 reciprocal, the nearest number is
     written.
 
     Args:
@@ -62,7 +62,7 @@ def save(
             is a Hugging Face model.
         merged: names of merged layers and of the layers that each concatenates, as for :func:`load_`; these layers are
             written separately, and so is each layer of an expert.
-        shard_bytes: largest file size in bytes, unless one layer alone is larger.
+        shard_bytes: largest file size in bytes. A file with a single layer may be larger.
 
     Raises:
         FileExistsError: if a file exists already.

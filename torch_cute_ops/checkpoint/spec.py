@@ -54,8 +54,8 @@ class QuantSpec:
     def scheme(self, name: str) -> LayerScheme | None:
         """Return the scheme of the linear layer ``name``, or ``None`` if it is not quantised.
 
-        The name itself takes precedence over modules that contain the layer, the innermost first, these over wildcards
-        and regular expressions, and these over ``"Linear"``.
+        Targets are tried in this order: the layer's name; modules that contain the layer, innermost first; wildcards
+        and regular expressions; ``"Linear"``.
         """
         if self._ignored.includes(name):
             return None
@@ -249,8 +249,8 @@ _OFFLINE = ("weight_input", "weight_output")
 
 
 def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
-    """Raise for transforms that a model must apply at run time, such as QuIP's. Others need nothing: SpinQuant's R1 and
-    R2, for example, are part of the weights."""
+    """Raise for transforms that a model must apply at run time, such as QuIP's. Other transforms, such as SpinQuant's
+    R1 and R2, are already part of the weights."""
     for name, group in (transforms.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):
             raise ValueError(f"{path}: transform_config: {name} is {group!r}; expected a list of what it applies")

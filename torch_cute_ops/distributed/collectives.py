@@ -28,7 +28,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``, in the order of the ranks.
 
     Args:
-        tensor: tensor of the same shape and dtype on every rank; FP8 travels as uint8.
+        tensor: tensor of the same shape and dtype on every rank; FP8 is sent as uint8.
         group: ranks.
         dim: 0 or 1.
 
@@ -69,7 +69,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> QuantizedRows:
-    """Concatenate the ranks' quantised rows, in the order of the ranks. Codes and scales travel; nothing is
+    """Concatenate the ranks' quantised rows, in the order of the ranks. Codes and scales are sent; nothing is
     requantised.
 
     Args:

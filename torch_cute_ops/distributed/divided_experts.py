@@ -25,8 +25,8 @@ WAYS: Final = get_args(By)
 
 
 class _Experts(Divided):
-    """Experts on several ranks: each rank has some experts, or a shard of each, and computes partial sums of every
-    token.
+    """Experts on several ranks. Each rank stores some experts, or a shard of every expert, and computes partial sums
+    for every token.
 
     Attributes:
         first: index of this rank's first expert.
@@ -47,7 +47,7 @@ class _Experts(Divided):
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return the same as undivided experts would, so that all ranks take one path."""
+        """Return the result of undivided experts, so that all ranks choose the same path."""
         world = self.world if self.style.by == "expert" else 1
         return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 

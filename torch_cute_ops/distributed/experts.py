@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to their experts in FP8 or FP4, and results travel back."""
+"""Expert parallelism: tokens are sent to the ranks of their experts in FP8 or FP4, and results are sent back."""
 
 from collections.abc import Callable
 from functools import partial
@@ -148,15 +148,15 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 class ExpertParallel(nn.Module):
     """Experts of a layer, divided among ranks by expert, by intermediate size, or both.
 
-    Each rank has its own tokens. Each (token, expert) pair travels to the expert's rank by ``all_to_all_single``, as a
-    row of codes and scales. That rank computes ``down(swiglu(up(row)))``. The result travels back, and the token's rank
-    sums its experts with their weights, in their order. With ``back="16bit"``, which returns the second GEMM's rows
-    unchanged, a token's result equals the result on one rank with all experts, bit for bit, for the same backend and
-    tactic.
+    Each rank has its own tokens. For each pair of a token and an expert, ``all_to_all_single`` sends a row of codes and
+    scales to the expert's rank. That rank computes ``down(swiglu(up(row)))`` and sends the result back. The token's
+    rank sums the results with the routing weights, in the order of the token's experts. With ``back="16bit"``, which
+    returns the second GEMM's rows unchanged, a token's result equals the result on one rank with all experts, bit for
+    bit, for the same backend and tactic.
 
     Without ``max_rows``, only routed rows are sent, and their numbers are copied to the host. With ``max_rows``, the
-    host does not wait, so the call can be captured if the backend's collectives can (NCCL's can). Each rank then sends
-    ``max_rows`` rows to every expert, most of them padding, and drops pairs that exceed this number.
+    host does not wait, so the call can be captured if the backend's collectives can be captured, as with NCCL. Each
+    rank then sends ``max_rows`` rows to every expert, most of them padding, and drops pairs that exceed this number.
 
     Args:
         up: gate and up weights of this rank's experts, (E, 2I, H), gate rows first.
@@ -164,11 +164,12 @@ class ExpertParallel(nn.Module):
         group: ranks that divide the experts, in order; ``None`` if this rank has all experts.
         tensor_group: ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2`` and
             :meth:`ExpertWeights.of_columns` do; they have the same tokens and sum their results in float32.
-        wire: format of the rows that are sent: ``"fp8"`` with a scale for 128 elements, as the GEMM takes them, or
-            ``"fp4"``: NVFP4, decoded on arrival and quantised to FP8 for the GEMM. FP4 loses precision.
-        back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with a scale for 128 elements. FP8 loses
+        wire: format of the rows that are sent. ``"fp8"`` uses a scale for each 128 elements, as the GEMM takes them.
+            ``"fp4"`` sends NVFP4, which the expert's rank decodes and quantises to FP8 for the GEMM. FP4 loses
             precision.
-        max_rows: largest number of rows that a rank sends to an expert; the number of its tokens is always enough.
+        back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with a scale for each 128 elements. FP8
+            loses precision.
+        max_rows: largest number of rows that a rank sends to an expert. A rank's number of tokens is always enough.
             ``None`` sends only routed rows.
         swiglu_alpha, swiglu_beta, swiglu_limit: arguments of ``moe_swiglu_fp8quant``.
 
@@ -222,7 +223,7 @@ class ExpertParallel(nn.Module):
                 compare("ExpertParallel", facts, each)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move without casting: codes and scales stay as in the checkpoint."""
+        """Move the tensors without casting them: codes and scales stay as in the checkpoint."""
         return super()._apply(partial(moved, fn), recurse)
 
     def _weights(self, name: str) -> ExpertWeights:

@@ -184,7 +184,7 @@ def _resize_experts(given: FloatExperts, style: DividedExperts, begin: int, end:
 
 
 class ShardedFiles(Files):
-    """Checkpoint tensors as one rank sees them: its shards of divided layers, and its experts.
+    """Tensors of a checkpoint, restricted to one rank's shards of divided layers and to the rank's experts.
 
     Args:
         path: folder of the checkpoint.

@@ -25,7 +25,7 @@ def normed_rows(
     """Apply RMSNorm to rows and quantise them for the next layer, in one pass over memory.
 
     Pass the result instead of a tensor to ``layer``, or to other layers with the same input scale. A
-    :class:`ColumnParallel` layer with ``sequence=True`` gathers it, so that the norm's codes and scales travel.
+    :class:`ColumnParallel` layer with ``sequence=True`` then gathers codes and scales instead of 16-bit rows.
 
     Args:
         layer: layer with ``activations`` ``"fp4"`` or ``"fp8"``.

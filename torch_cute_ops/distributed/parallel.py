@@ -43,7 +43,7 @@ class WeightShard:
     def bounds(self, size: int, name: str = "weight") -> tuple[int, int]:
         """Return this rank's range (begin, end) of the rows or columns of a weight.
 
-        If there are fewer units than ranks, as for key and value heads, several ranks get the same unit.
+        If there are fewer units than ranks, as can happen for key and value heads, several ranks get the same unit.
 
         Args:
             size: rows or columns of the weight.
@@ -84,7 +84,8 @@ class WeightShard:
 def shard_range(
     shard: WeightShard, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
 ) -> tuple[int, int, int] | None:
-    """Return (dimension, begin, end) of a rank's shard of a layer's tensor, or None if the rank has the whole tensor.
+    """Return (dimension, begin, end) of a rank's shard of a layer's tensor, or None if every rank holds the whole
+    tensor.
 
     Args:
         shard: shard of the weight.
@@ -331,7 +332,7 @@ def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
 def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
     """Quantise a rank's columns to FP8, with one scale per row over the columns of all ranks.
 
-    Equals ``fp8_quantize`` with granularity ``"token"`` of the whole rows.
+    The result equals ``fp8_quantize`` of the whole rows with granularity ``"token"``.
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
@@ -451,15 +452,14 @@ class LinearStyle(Style):
 class ColumnParallel(LinearStyle):
     """Shard the rows of the weight (N), so that each rank computes some columns of the result.
 
-    For q, k and v, gate and up, merged or not; in a merged layer, each part is sharded. The result equals the undivided
-    layer's columns bit for bit, for the same backend and tactic.
+    Use it for q, k and v, and for gate and up, merged or not. In a merged layer, each part is sharded. The result
+    equals the undivided layer's columns bit for bit, for the same backend and tactic.
 
     Args:
         unit: rows that stay together: ``head_dim`` for q, k and v. A part with fewer units than ranks, such as the key
             and value heads of grouped attention, is repeated.
-        sequence: True if the input is each rank's share of the tokens. The rank quantises them as the layer's GEMM
-            takes them; codes and scales are gathered along the first dimension. 16-bit activations are gathered
-            unchanged.
+        sequence: True if each rank passes different tokens. The rank quantises its tokens as the layer's GEMM takes
+            them; codes and scales are gathered along the first dimension. 16-bit activations are gathered unchanged.
         gather_output: True to return the columns of all ranks, in the order of the undivided layer. ``whole_parts`` of
             the layer gives the rows of its parts.
     """
@@ -477,19 +477,18 @@ class ColumnParallel(LinearStyle):
 
 
 class RowParallel(LinearStyle):
-    """Shard the columns of the weight (K), so that each rank takes some columns of the input; partial sums are added
-    up.
+    """Shard the columns of the weight (K), so that each rank takes some columns of the input, and add the partial sums.
 
-    For layers after a :class:`ColumnParallel` layer: o, down. The bias is added once. Codes and scales of the input
-    equal those in the undivided layer. With ``sums=torch.float32`` results differ only by the order of float32
-    additions.
+    Use it for layers after a :class:`ColumnParallel` layer, such as o and down. The bias is added once. Codes and
+    scales of the input are the same as in the undivided layer. With ``sums=torch.float32``, results differ from the
+    undivided layer's only by the order of float32 additions.
 
     Args:
-        sequence: True to return each rank's share of the tokens, the first dimension, instead of all tokens.
+        sequence: True to return to each rank an equal part of the tokens, the first dimension, instead of all tokens.
         sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as other
             tensor-parallel layers do; each partial sum and each sum are rounded to it. ``torch.float32`` rounds once
-            but sends twice the bytes. In FP8 with tensor or channel scales, whose GEMM cannot return float32 on a GPU,
-            it decodes the weight in each call.
+            but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return float32 on
+            a GPU, so each call decodes the weight.
     """
 
     dim = 1

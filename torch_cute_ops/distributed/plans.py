@@ -24,7 +24,7 @@ def decoder_plan(
         merged: True if q, k and v are one layer, ``qkv_proj``, and gate and up are one layer, ``gate_up_proj``.
         experts: division of ``mlp.experts``, as ``by`` of :class:`DividedExperts`; ``None`` for a model without
             experts. The plan does not include shared experts and routers.
-        sequence: argument of the linear styles: between the layers, the model gives each rank its share of the tokens.
+        sequence: argument of the linear styles. True if, between the divided layers, each rank holds different tokens.
         sums: argument of :class:`RowParallel`.
         prefix: name pattern of the decoder layers.
 

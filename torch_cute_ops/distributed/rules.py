@@ -100,7 +100,7 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 
 def _has_foreign_tiles(call: Call) -> bool:
-    """Return True if tiles of FP4 scales have another library's shape, whose dimensions are no rows and blocks."""
+    """Return True if tiles of FP4 scales have another library's shape, whose dimensions are not rows and blocks."""
     if call.get("scale_layout") not in ("128x4", "8x4"):
         return False
     scales = (call.get(name) for name in ("scale", "a_scale", "b_scale", "w_scale"))

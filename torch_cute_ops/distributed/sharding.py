@@ -36,10 +36,10 @@ def reason_unsharded(op: str) -> str | None:
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors travel as uint8, and strides are kept.
+    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors are sent as uint8, and strides are kept.
 
     gloo refuses FP8, and so does NCCL on some GPUs. Collectives return contiguous tensors, so a transposed view, such
-    as the weight of a GEMM, travels in the order of its memory.
+    as the weight of a GEMM, is sent as the row-major tensor that it views.
 
     Args:
         tensor: tensor of any dtype; an FP8 tensor cannot be ``Partial``.
@@ -83,7 +83,7 @@ def _moved(placement: Placement, to: Sequence[int]) -> Placement:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """Call ``tensor.full_tensor()``; FP8 tensors travel as uint8."""
+    """Call ``tensor.full_tensor()``; FP8 tensors are sent as uint8."""
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 

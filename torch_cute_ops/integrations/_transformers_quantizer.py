@@ -41,10 +41,10 @@ def register(
     """Make ``AutoModelForCausalLM.from_pretrained`` of transformers load quantised checkpoints into our layers.
 
     Replaces transformers' quantizers for these methods. A checkpoint that we do not support is passed on to
-    transformers' quantizer, with a warning that gives the reason. If that quantizer misses its own package, the
-    ``ImportError`` begins with our reason. Transformers loads the tensors that are not
-    quantised. The model goes to one device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses such a
-    model: use :func:`torch_cute_ops.checkpoint.save`.
+    transformers' quantizer, with a warning that gives the reason. If that quantizer's own package is not installed, the
+    ``ImportError`` begins with our reason. Transformers loads the tensors that are not quantised. The model goes to one
+    device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses such a model: use
+    :func:`torch_cute_ops.checkpoint.save`.
 
     Args:
         methods: values of ``quant_method``: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as in
@@ -125,7 +125,7 @@ def _quantizer_factory(
 
 @contextlib.contextmanager
 def _reason_first(reason: str | None) -> Iterator[None]:
-    """Put the reason that we did not load a checkpoint before the ``ImportError`` of a producer's package."""
+    """Prefix the ``ImportError`` of a producer's package with the reason that we did not load the checkpoint."""
     try:
         yield
     except ImportError as error:
@@ -135,7 +135,7 @@ def _reason_first(reason: str | None) -> Iterator[None]:
 
 
 def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
-    """Make the quantizer's check of its environment give the reason too."""
+    """Add our reason to the error of the quantizer's check of its environment."""
     validate: Callable[..., None] = quantizer.validate_environment
 
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -245,12 +245,12 @@ class CuteQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters can be trained, since the modules have a gradient for their input."""
+        """Return True: adapters can be trained, since the modules compute a gradient for their input."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """True: ``generate`` compiles the decode step with a static cache."""
+        """Return True: ``generate`` can compile the decode step with a static cache."""
         return True
 
 

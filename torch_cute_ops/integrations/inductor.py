@@ -90,14 +90,15 @@ class FuseQuantization(CustomGraphPass):
 
     Rewrites:
 
-    - RMSNorm, or residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``: the
-      fused op. Equal quantisations of one tensor are merged.
-    - RMSNorm before ``mm_fp4_weight_only``: ``rmsnorm`` or ``add_rmsnorm``, which lets the GEMM start early.
-    - On Hopper, SiLU·mul of one row before ``mm_fp4_weight_only``: one op that gates in the prologue. The number of
-      rows must be static in the graph. On other GPUs the gate stays, because Inductor's own kernel is as fast.
-    - On Hopper in NVFP4, ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, whose only reader is an
-      ``mm_fp4``: one op that quantises in the prologue. Codes and scales are the same; the order of the sums can
-      differ.
+    - RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, becomes the
+      fused op. Several quantisations of one tensor with equal arguments become one.
+    - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
+      they end (programmatic dependent launch).
+    - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that gates in the prologue.
+      The number of rows must be static in the graph. On other GPUs the gate stays, because Inductor's own kernel is as
+      fast.
+    - On Hopper in NVFP4, ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, moves into the prologue
+      of its only reader, an ``mm_fp4``. Codes and scales are the same; the order of additions in the GEMM can differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
 
     Recognised patterns:

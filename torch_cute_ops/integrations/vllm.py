@@ -51,7 +51,7 @@ def register() -> None:
 
 
 class CuteNvFp4LinearKernel(NvFp4LinearKernel):
-    """Multiplies 16-bit activations by an NVFP4 weight; a layer's scales of activations are not used."""
+    """Kernel that multiplies 16-bit activations by an NVFP4 weight. A layer's scales of activations are not used."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -66,7 +66,8 @@ class CuteNvFp4LinearKernel(NvFp4LinearKernel):
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Return (True, None): every NVFP4 layer, as far as is known before its size."""
+        """Return (True, None). vLLM does not pass the layer's size; :meth:`process_weights_after_loading` refuses
+        unsupported sizes."""
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""Infrastructure that no op owns: GPU architectures, compiling and caching, tuning, capture guard, settings."""
+"""Infrastructure shared by all ops: GPU architectures, compiling and caching, tuning, capture guard, settings."""

@@ -1,4 +1,4 @@
-"""Decisions that the ranks of ``torch.distributed`` make together, with a bounded wait for ranks that failed."""
+"""Decisions that all ranks of ``torch.distributed`` share, with a bounded wait for ranks that failed."""
 
 import logging
 import time
@@ -64,9 +64,9 @@ def agree(
         name: unique name of the decision, the same on every rank.
         text: post of this rank.
         decide: function from the posts, by rank, to the decision. This rank's post is always present.
-        timeout_s: longest wait of rank 0, seconds. With 0, rank 0 takes the posts that are there.
-        absent: ranks that did not come to earlier decisions and are not waited for. Ranks that do not come now are
-            added, ranks that do are removed.
+        timeout_s: longest wait of rank 0, seconds. With 0, rank 0 uses the posts that have already arrived.
+        absent: ranks that posted nothing for earlier decisions; nobody waits for them. The function adds ranks that
+            post nothing now, and removes ranks that do.
 
     Raises:
         RuntimeError: if the store cannot be reached, for example because the process that hosts it died. The state of
@@ -110,7 +110,7 @@ def posts(ranks: Ranks, name: str, text: str, timeout_s: float) -> dict[int, str
 
 
 def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict[int, str]:
-    """Return the posts of all ranks, waiting ``patience`` seconds for ranks that are not ``absent``.
+    """Return the posts of all ranks, waiting up to ``patience`` seconds for ranks that are not in ``absent``.
 
     Update ``absent``.
     """

@@ -36,7 +36,7 @@ _compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
-    """Object that the DSL compiles."""
+    """Kernel object that the DSL compiles."""
 
     config: Any
 

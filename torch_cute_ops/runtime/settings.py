@@ -102,10 +102,7 @@ TUNING: Final = _path("TORCH_CUTE_OPS_TUNING", "a file")
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder:
-
-    the configured folder, else the user's, or None, with a warning, without a home folder.
-    """
+    """Return the configured cache folder, or else the user's. Without a home folder, warn and return None."""
     return CACHE_DIR or _user_cache_folder()
 
 
