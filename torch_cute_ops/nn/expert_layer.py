@@ -99,7 +99,7 @@ class ExpertLayer(nn.Module):
         topk: number of experts per token, at most 32.
         shared: module with inputs and results of width H, or ``None``.
         router_bias: (E,), added to the logits, as in gpt-oss; or ``None``.
-        bias: (E,), stored in float32, added to the sigmoids only for the choice of experts, as in DeepSeek-V3; or
+        bias: (E,), stored in float32, added to the scores only for the choice of experts, as in DeepSeek-V3; or
             ``None``.
         scoring, num_groups, topk_groups, renormalize, scaling_factor: arguments of ``moe_route``.
 

@@ -44,7 +44,7 @@ class MoeCase(KernelCase):
         kernel = getattr(family, family.KERNEL.rpartition(".")[2])
         given = self.plan_arguments
         if self.family in ("moe_route", "moe_route_dense"):
-            given = ExpertChoice(*given[:8], is_finite=any(given[9:])), given[8]
+            given = ExpertChoice(*given[:8], any(given[9:])), given[8]
         return kernel(family.plan(*given))
 
 
