@@ -210,7 +210,7 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
     ):
         op.cuda(*args, **kwargs)
     assert len(checked) == 3  # rows of the same bucket, and the same layout in memory
-    for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.t().contiguous().t())):
+    for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.transpose(0, 1).contiguous().transpose(0, 1))):
         op.cuda(*wrong, **kwargs)  # copied
     assert len(checked) == 5
 

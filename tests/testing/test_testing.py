@@ -43,7 +43,7 @@ def test_allowed_differences(fmt):
     # Of 32,000 elements, 32 may differ by a step.
     assert_fp4_close((with_codes(y, 32, step_down), scale), (y, scale), fmt, TILED)
     moved = scale.clone().view(torch.uint8)
-    moved[0, 0] += 1
+    moved.view(-1)[0] += 1
     assert_fp4_close((y, moved.view(scale.dtype)), (y, scale), fmt, TILED)
 
 
@@ -57,9 +57,9 @@ def test_refused_differences(fmt):
         changed.view(-1)[TILED.row_offset(row, 320 // fmt.block_size) + TILED.block_offset(block)] = byte
         return changed.view(scale.dtype)
 
-    raw = int(scale.view(torch.uint8)[0, 0])
+    raw = int(scale.view(torch.uint8).view(-1)[0])
     several = scale.clone().view(torch.uint8)
-    several[0, :4] += 1
+    several.view(-1)[:4] += 1  # of row 0
     cases = {
         "33 of 32000 elements differ": (with_codes(y, 33, step_down), scale),
         "more than one step": (with_codes(y, 1, lambda code: (code & 8) | ((code & 7) + 2) % 8), scale),
@@ -187,7 +187,7 @@ def test_raw_call(launches):  # noqa: F811
     """Each call launches the op's kernel once, and nothing else."""
     x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     y = torch.zeros(3, 32, dtype=torch.uint8)
-    scale = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
     call = raw_call("rmsnorm_fp4quant", x, w, None, 1e-6, 16, None, "128x4", out=(y, scale))
     want = torch.ops.cute.rmsnorm_fp4quant(x, w, scale_layout="128x4")
     before = len(launches.calls)
