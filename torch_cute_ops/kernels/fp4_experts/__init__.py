@@ -25,8 +25,9 @@ pipeline computes one m tile at a time, so that a CTA computes up to four m tile
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
 K tiles span 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, k tiles span 128
-elements (20 % slower if both fit); or there are two pipelines, and two warps, or warpgroups, share the k of the same
-rows (for linear scales, whose boxes take 16 bytes of a row).
+elements, which is 20 % slower where both sizes fit. With linear scales, a k tile of 128 elements is too narrow, because
+a TMA box takes at least 16 bytes of a row of scales. Then a CTA runs only two pipelines, and two warps or warpgroups
+share the k of the same rows.
 
 A warp accumulates an m tile in registers. At the end of the expert's k it adds the expert's bias, multiplies by the
 factors, in fp32, and adds the products to the accumulators of the token block in shared memory, (tokens, 64). The warps
@@ -37,11 +38,12 @@ A scale tile holds four blocks. If a block holds 32 elements and an expert's wid
 second expert begins in the middle of a scale tile. A k tile then spans up to one more scale tile, and lanes begin with
 the second half of the first.
 
-Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its
-number modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal
-contiguous ranges: some classes of one n tile, or of two consecutive ones. A CTA begins with the second n tile and
-writes its partial sums to the workspace. The CTA with the n tile's last class adds them up in the order of the classes,
-its own last. A CTA waits rarely, and only for CTAs with lower numbers, which started before it.
+Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its index
+modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal contiguous
+ranges. A range consists of some classes of one n tile, or of two consecutive n tiles. In the latter case, the CTA
+begins with the second n tile and writes its partial sums to the workspace. The CTA with an n tile's last class adds up
+the partial sums in the order of the classes, its own partial sums last. A CTA waits rarely, and only for CTAs with
+lower indices, which started before it.
 
 A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
 

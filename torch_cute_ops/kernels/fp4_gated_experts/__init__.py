@@ -13,30 +13,30 @@ and nothing is written for them. ``kernels.fp4_experts`` reads the output. A cal
    in their number of tokens. N tiles that share scale tiles are computed at the same time, by neighbouring CTAs
    (*siblings*).
 
-Split-K: with ``split_k`` parts of k, CTAs share the parts equally. If several CTAs share a work tile, each computes
-consecutive parts, and leaves its partial sums in the workspace for the CTA with the next parts. A CTA begins with the
-first parts of one work tile, and ends with the last parts of another.
+Split-K: k is divided into ``split_k`` parts, and CTAs share the parts of all work tiles equally. If several CTAs share
+a work tile, each computes consecutive parts, and leaves its partial sums in the workspace for the CTA with the next
+parts. A CTA begins with the first parts of one work tile, and ends with the last parts of another work tile.
 
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
 1. A producer warp fills the stages of each *pipeline*. Pipeline p takes every ``pipelines``-th k tile (256 elements)
    from p on. The producer copies codes and scales by TMA and bulk copies, and the rows of the m tile's tokens: in bulk
-   for mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. It waits for the ``cp.async`` copies
-   of a k tile one or two k tiles later, fences them, and arrives. If no stage is empty, it does so at once for all k
-   tiles.
-2. 16 consumer warps multiply. Each computes 16 rows, 8 of the gate and 8 of up, so that a lane holds both values of a
-   column, and the k tiles of one pipeline. For up to eight tokens each warp issues its own MMAs (mma.sync), otherwise
-   as one of a warpgroup (wgmma).
+   for mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. One or two k tiles later, the
+   producer waits for the ``cp.async`` copies of a k tile, fences them, and arrives at its full barrier. If no stage is
+   empty, it does this at once for all copied k tiles.
+2. 16 consumer warps multiply. Each warp multiplies 16 rows of the weight, 8 of the gate and 8 of up, so that a lane
+   holds both values of a column, and the k tiles of one pipeline. For up to eight tokens, each warp issues its own MMAs
+   (mma.sync); for more tokens, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | pipeline | gate, up, activations | producer warp | consumer warps | 3 | n_warps | stages |
 | turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | 16 |
 
-A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of their pipelines:
-each adds its accumulator to the sum of the earlier warps and earlier parts, and leaves the sum for the next. The last
-warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the results through shared memory,
-quantise whole blocks, and store them.
+A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of their pipelines.
+Each warp adds its accumulators to the sums of the earlier warps and earlier parts, and leaves the sums for the next
+warp. The last warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the results through
+shared memory, quantise whole blocks, and store them.
 
 A token's result depends only on the tactic and its own row of ``a``, bit for bit.
 

@@ -2,20 +2,20 @@
 
 ``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations; ``RowMma`` and ``CodeMma`` multiply one row.
 
-**One row.** With one row, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the columns are blocks
-of k. Column ``2 · q + h`` contains only elements of the blocks whose codes lane ``q`` of a quad holds: of its four
-blocks of a k tile the first or the second (``h`` = 0 or 1), and afterwards, in separate accumulators, the third or
-the fourth. An accumulator is thus a block's sum of products of codes, without their scale. The same lane
-also loaded the scale, and adds the product to its total with one fma for each 16 products, where decoding needs a
-multiplication for two codes.
+**One row.** With one row of activations, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the
+columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of them holds four blocks of a k tile.
+Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks. The
+third and fourth blocks follow in separate accumulators. An accumulator is thus a block's sum of products of codes,
+without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total by one fma for each 16
+products. Decoding would need a multiplication for every two codes.
 
 ``RowMma`` multiplies activations as float16. A block of bfloat16 is brought to float16's range by a power of two, and a
-block of FP4 keeps its scale. Both are float32 factors, which the scales of the weight are multiplied by.
+block of FP4 keeps its scale. The power or the scale is a float32 factor that multiplies the scales of the weight.
 
 **One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies both sides by FP8 MMAs without their
 scales, and eight codes of the weight take six instructions. In each half of a k tile, lane ``q`` holds two blocks of
-each of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` contain only these blocks' elements. Of a word
-of codes, an MMA's lane takes the even codes as its first four elements of k, and the odd codes as its last four. A
+each of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` contain only these blocks' elements. From a word
+of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its last four. A
 block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. It is
 multiplied by both scales and added as in ``RowMma``, in the same order. The results are the same bits, except for
 columns whose k tiles several warps divide there.
@@ -205,10 +205,12 @@ class Mma:
         Args:
             start: result of ``start_of``.
             adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
-            first, i: the k tile: ``first`` is the work tile's first one, and ``i`` the distance from it.
-            stages: the k tile's stages.
-            acc: the accumulators.
-            consumer, work, smem: thread, and work and memory of its CTA; ``scale_row`` is for the current n tile.
+            first: index of the work tile's first k tile.
+            i: distance of the k tile from ``first``.
+            stages: stages of the k tile.
+            acc: accumulators of the thread.
+            consumer, work, smem: thread, and work and shared memory of its CTA. ``consumer.scale_row`` is for the
+                current n tile.
         """
         raise NotImplementedError
 
@@ -226,7 +228,7 @@ class Mma:
         return self._after(stages, smem)
 
     def _after(self, stages: Stages, smem) -> Stages:
-        """Return the stages after a k tile's, if a stage of activations is a whole k tile, too."""
+        """Return the next k tile's stages, if a stage of activations holds a whole k tile."""
         return Stages(
             *smem.weight_pipeline.next(stages.stage, stages.parity),
             *smem.a_pipeline.next(stages.a_stage, stages.a_parity),

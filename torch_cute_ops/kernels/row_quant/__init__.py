@@ -10,14 +10,14 @@
 - scale layout; linear scales as a second copy; the values before quantisation as an output, the only output without a
   format;
 - rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
-  table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, experts
-  have no padding between them, and the rows are the range from the first offset to the last.
+  table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
+  contains no padding between experts, and the rows are the range from the first offset to the last offset.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows
 that need less than a warp each. A CTA runs one or more groups, which share only the weight. A row that is too wide for
 a CTA is cut into ``splits`` slices, one for each CTA of a cluster. A wide row without reductions is also cut; its
-slices are independent (up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a kernel of their own). CTAs are
-persistent: each group walks over the rows with the grid's stride.
+slices are independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate kernel.) CTAs are
+persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
    ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once for each CTA and then kept in
@@ -27,20 +27,23 @@ persistent: each group walks over the rows with the grid's stride.
    the sum of squares over the row, and the amax for one scale per row. In a cluster each warp sends its partial results
    to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
    overwrite the residual in the buffer; after the barrier one thread stores them in bulk, and the buffer is free when
-   that copy has read it. On an H200 at width 16,384 this is 4 % faster than stores from registers, where each thread
-   fills half of 32 bytes. If the blocks of a row do not fill its threads and arithmetic is the limit, warps without a
-   last block skip it.
-3. ``norm = (v · w) · rstd``: the row factor multiplies the block's amax and its encode factor, once for each block
-   instead of once for each element. Rows of extreme magnitude, rows with such a block of MXFP4 or FP8, and all rows in
-   fp32 need ``(v · rstd) · w``: a second pass over the row in shared memory, and a second barrier. The scale and 8 or
-   16 bytes of codes of each block go to global memory. The norm, if it is an output, goes through shared memory if
-   there is room (``bulk_norm``), and is stored in bulk one row later. Eight threads share a block of FP8; each computes
-   the scales of some of their blocks and passes them on by shuffles (``codes.SharedBlocks``).
-4. Scales. A row of the 128x4 layout occupies 4 bytes of every 512. Stored row by row, each 4 bytes are an L2 request,
-   which costs 6 % at large sizes on an H200. So a group takes the four rows that share 16 bytes (a *quad*) one after
-   the other, collects their scales in shared memory, and stores 16 bytes at a time, one row later. Rows that do not
-   fill a round of quads over the whole grid, such as all rows of a small batch, are distributed one by one, and their
-   scales are stored as single bytes. Padding rows are zeroed while the first copies are in flight.
+   that copy has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers, with which each
+   thread writes half of a 32-byte sector. If a row has fewer blocks than its threads can process, and arithmetic is the
+   limit, the warps without a last block skip it.
+3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
+   factor, once for each block instead of once for each element. Some rows need ``(v · rstd) · w`` instead, by a second
+   pass
+   over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme magnitude
+   in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to global memory. If the
+   norm is an output, it goes through shared memory if there is room (``bulk_norm``), and is stored in bulk one row
+   later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of some of their blocks and
+   passes them on by shuffles (``codes.SharedBlocks``).
+4. Scales. The scales of a row in the 128x4 layout occupy 4 bytes of every 512. If they were stored row by row, every 4
+   bytes would be an L2 request, which costs 6 % of the time at large sizes on an H200. So a group takes the four rows
+   that share 16 bytes (a *quad*) one after the other, collects their scales in shared memory, and stores 16 bytes at a
+   time, one row later. Rows that do not fill a round of quads over the whole grid, such as all rows of a small batch,
+   are distributed one by one, and their scales are stored as single bytes. Scales of padding rows are zeroed while the
+   first copies are in flight.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -50,8 +53,9 @@ persistent: each group walks over the rows with the grid's stride.
 
 A group barrier, not an mbarrier, releases row buffers.
 
-Bytes moved for each row: H · itemsize read (twice with a sum or a gate), the residual written, H/2 + H/block_size
-written (FP8: H and its scales). The weight is read once for each CTA, from L2.
+Bytes moved for each row of H elements: H · itemsize read, or twice that with a sum or a gate; H · itemsize written for
+the residual; H/2 + H/block_size written for FP4, or H plus the scales for FP8. The weight is read once for each CTA,
+from L2.
 """
 
 from typing import TYPE_CHECKING

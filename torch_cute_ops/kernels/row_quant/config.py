@@ -23,24 +23,24 @@ QUAD = 4
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_SLICE_WIDTH = 7168
-"""Largest width of a slice of rows without reductions. On an H200, ``silu_mul_fp4quant`` of 14,336 columns takes
-2.75 µs for 1 row and 79 µs for 4,680 rows in two slices; 3.92 and 81 µs with whole rows; 2.3 and 93 µs in four
-slices."""
+"""Largest width of a slice of rows without reductions. On an H200, ``silu_mul_fp4quant`` with 14,336 columns takes, for
+1 row and for 4,680 rows: 2.75 and 79 µs with two slices per row, 3.92 and 81 µs with whole rows, and 2.3 and 93 µs with
+four slices per row."""
 MAX_FEW_ROWS_SLICE_WIDTH = 2048
 """Largest width of a slice of up to ``FEW_ROWS`` rows in FP4. On an H200, with 8, 16, 32, 64 and 128 rows, a W4A4
-layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less than with slices of 7,168. With FP8, a layer takes 0.9
-µs less for 1 row, and 0.8 µs more for 8 rows."""
+decoder layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less with this width than with 7,168. For FP8 rows,
+such slices make a layer 0.9 µs faster with 1 row, and 0.8 µs slower with 8 rows; so FP8 rows are not cut like this."""
 FEW_ROWS = 128
-"""Largest number of rows for which such slices were measured in a layer."""
+"""Largest number of rows that are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``: the largest measured number."""
 MAX_UNQUANTISED_SLICE_WIDTH = 1792
-"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` of 14,336 columns takes 1.2 µs
-for 1 row and 96 µs for 4,680 rows; in two slices, 1.9 and 105 µs."""
+"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes 1.2 µs
+for 1 row and 96 µs for 4,680 rows; with two slices per row, it takes 1.9 and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
-"""Bytes of row buffers from which another group does not speed up a CTA that adds."""
+"""Bytes of row buffers from which on another group does not speed up a CTA that adds a residual."""
 ENOUGH_THREADS = 256
-"""Threads from which another group does not speed up a CTA that gates."""
+"""Number of threads from which on another group does not speed up a CTA that gates."""
 REGISTERS_PER_LANE = 512
-"""Registers for each lane of a quarter of an SM. The quarter's warps share them in steps of 8."""
+"""Registers for each lane of an SM sub-partition. The warps of a sub-partition share them in steps of 8."""
 
 
 Source = Literal["rows", "add", "silu_mul"]
@@ -52,20 +52,22 @@ class RowQuantSpec:
     """Specification of a kernel: its input, its operations, and its format.
 
     Attributes:
-        source: origin of a row of values: ``"rows"``, a row of the input; ``"add"``, its sum with a row of the
-            residual, which the sum overwrites; ``"silu_mul"``, a row's second half gated by its first.
+        source: origin of a row of values: ``"rows"``, a row of the input; ``"add"``, the sum of a row of the input and
+            a row of the residual, which the sum overwrites; ``"silu_mul"``, the second half of a row gated by the
+            first.
         dtype: dtype of the input: bfloat16, float16 or float32.
         weight_dtype: dtype of the norm's weight, or None without a norm.
         width: elements of a row of values.
-        norm_width: elements of the mean square; the rest of a row is zero padding.
+        norm_width: number of elements over which the mean square is taken; the rest of a row is zero padding.
         fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
         also_linear: True if the scales are written a second time, in the linear layout.
         has_factor: True with a global scale (FP4) or a given scale (FP8).
         writes_norm: True if the values before quantisation, such as normalised rows, are an output in ``dtype``.
         rows: ``"all"`` rows of the input, or the rows of ``"experts"`` in a buffer whose padding is neither read nor
             written.
-        has_offsets, has_counts: True if the kernel is given the first row of each expert, and the number of its rows.
-            Without counts, experts have no padding between them.
+        has_offsets: True if the kernel is given the first row of each expert.
+        has_counts: True if the kernel is given the number of rows of each expert. Without counts, the buffer contains
+            no padding between experts.
         swiglu: True for ``core.epilogue.swiglu`` with run-time parameters as the gate of ``"silu_mul"``; False for
             ``silu(gate) * up``.
         max_experts: number of experts for which the table of experts' rows has room.
@@ -89,14 +91,15 @@ class RowQuantSpec:
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
-        """Return the specification for rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in their dtype."""
+        """Return the specification that maps rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in
+        ``dtype``."""
         return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
 
     @classmethod
     def for_fp4_rows(
         cls, dtype: torch.dtype, width: int, gated: bool, fmt: FP4Format, layout: ScaleLayout, has_factor: bool
     ) -> "RowQuantSpec":
-        """Return the specification for rows (M, width), or rows of gate and up (M, 2 · width) if ``gated``, to FP4."""
+        """Return the specification that quantises rows (M, width) to FP4, or gated rows (M, 2 · width) if ``gated``."""
         return cls("silu_mul" if gated else "rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
 
     @classmethod
@@ -109,7 +112,8 @@ class RowQuantSpec:
         swiglu: bool,
         experts: int = USUAL_EXPERTS,
     ) -> "RowQuantSpec":
-        """Return the specification for experts' rows, gated, to FP8 blocks with scales by columns."""
+        """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
+        scales."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
         # Without counts there is no table.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
@@ -117,7 +121,7 @@ class RowQuantSpec:
 
     @property
     def has_table(self) -> bool:
-        """True if experts' rows are looked up in a table. With offsets alone they are one range."""
+        """True if experts' rows are looked up in a table. Without counts, they are one range."""
         return self.rows == "experts" and self.has_counts
 
     @property
@@ -146,8 +150,8 @@ class RowQuantSpec:
         return self.width // self.block_elements
 
     def slices(self, splits: int) -> tuple[int, int]:
-        """Return the number of blocks of a slice, and of the last slice, of a row that is cut into ``splits``
-        slices."""
+        """Return the number of blocks of each slice but the last, and of the last slice, if a row is cut into
+        ``splits`` slices."""
         # Slices are whole scale tiles, and whole groups of blocks that share an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
@@ -158,25 +162,25 @@ class RowQuantSpec:
 
     @property
     def reduces_amax(self) -> bool:
-        """True for one scale per row, so that its amax is reduced over its threads."""
+        """True for one scale per row: the row's amax is reduced over the row's threads."""
         return self.fmt == FP8_TOKEN
 
     @property
     def folds(self) -> bool:
-        """True if the norm's row factor may be applied to whole blocks. Not in fp32: a norm in fp32 would show the
+        """True if the norm's row factor may be applied to whole blocks. False for fp32: a norm in fp32 would show the
         bits that ``v · w`` lost in the subnormal range, and all ops of a dtype must give the same codes."""
         return self.normalises and self.dtype != torch.float32
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads of a row count its blocks of unusual magnitude: if the row factor may be applied to
-        whole blocks, and a block's scale can be arbitrarily small."""
+        """True if the threads of a row count its blocks of unusual magnitude: the row factor may be applied to whole
+        blocks, and a block's scale may be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property
     def reductions(self) -> int:
-        """Number of values that the threads of a row reduce: the sum of squares; the amax, or the count of unusual
-        blocks."""
+        """Number of values that the threads of a row reduce: the sum of squares for a norm, and the amax or the count
+        of unusual blocks if it is needed."""
         return self.normalises + self.reduces_amax + self.counts_unusual_blocks
 
 
@@ -224,7 +228,7 @@ class Config:
 
     @property
     def blocks_per_thread(self) -> int:
-        """Largest number of blocks of a row of a thread."""
+        """Largest number of blocks of a row that a thread processes."""
         return ceil_div(self.slice_blocks, self.threads_per_row)
 
     @property
@@ -234,18 +238,19 @@ class Config:
 
     @property
     def has_idle_threads(self) -> bool:
-        """True if some threads have no block. This is possible only next to a short FP8 block."""
+        """True if some threads of a row have no block. Only rows with a short FP8 block allow this."""
         return self.spec.slices(self.splits)[1] < self.threads_per_row
 
     @property
     def busy_warps(self) -> int:
-        """Number of warps of a group with one block more than the other warps, which skip it; 0 if none skips.
+        """Number of warps of a group that process one block more than the other warps, or 0 if all warps process the
+        same number.
 
-        Warps skip if the blocks of a row do not fill its threads and instruction issue is the limit: norms and gates on
-        hardware without e2m1 conversion. On an H200, RMSNorm of 7,168 bfloat16 to NVFP4 runs at 0.93 of a copy's
-        bandwidth, and at 0.86 if all warps process four blocks. In exchange, the last block's instructions no longer
-        interleave with the others', so that a single row takes 0.1 µs longer. Sums, and rows without norm or gate, gain
-        nothing.
+        The other warps skip their last block, which does not exist, if instruction issue is the limit: for norms and
+        gates on hardware without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to NVFP4 runs at 0.93
+        of a copy's bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single row takes 0.1 µs
+        longer if warps skip, because the instructions of the last block no longer interleave with the instructions of
+        the other blocks. Sums, and rows without norm or gate, gain nothing.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -281,8 +286,8 @@ class Config:
         """Number of times that the grid may fill the device.
 
         Usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on how the
-        GPU groups its SMs, and one cluster left over would double the time. So such clusters are launched as more,
-        shorter ones.
+        GPU groups its SMs, and one cluster that starts late would double the time. So more clusters are launched, each
+        with fewer rows.
         """
         return 8 if self.is_cluster and self.splits > 2 else 1
 
@@ -311,13 +316,14 @@ class Config:
 
     @property
     def group_partial_sums(self) -> int:
-        """Number of partial results of a group: for even and for odd rows, and for a recomputed amax."""
+        """Number of words for the partial results of a group: for even rows, for odd rows, and for a recomputed
+        amax."""
         return self.num_partials * (2 * max(1, self.spec.reductions) + self.spec.reduces_amax)
 
     @property
     def group_barriers(self) -> int:
-        """Number of mbarriers of a group: stages full; partial sums complete, for even and odd rows; recomputed amax
-        complete."""
+        """Number of mbarriers of a group: one for each stage, one each for the partial results of even and of odd rows,
+        and one for a recomputed amax."""
         return self.stages + 2 + self.spec.reduces_amax
 
     @property
@@ -328,7 +334,7 @@ class Config:
 
     @property
     def norm_bytes(self) -> int:
-        """Bytes of the buffers for normalised rows of a CTA: two for each row that it works on."""
+        """Bytes of the buffers for normalised rows of a CTA: two buffers for each row that the CTA works on."""
         spec = self.spec
         return 2 * self.groups * self.group_rows * self.slice_width * spec.dtype.itemsize if self.bulk_norm else 0
 
@@ -336,8 +342,9 @@ class Config:
     def has_enough_groups(self) -> bool:
         """True if another group would not speed up the CTA, even if there is room for it.
 
-        A CTA that adds moves many bytes for little arithmetic, and more rows in flight only congest the memory system:
-        on an H200 at width 8,192, 0.94 of a copy's bandwidth with one group, 0.90 with two.
+        A CTA that adds a residual moves many bytes for little arithmetic, and more rows in flight only congest the
+        memory system. On an H200 at width 8,192, it reaches 0.94 of a copy's bandwidth with one group, and 0.90 with
+        two groups.
         """
         if self.spec.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
@@ -372,10 +379,11 @@ class Config:
 
     @property
     def as_smallest_add(self) -> "Config":
-        """Same work on the sum with a residual, with the fewest possible buffers.
+        """Configuration of the same norm with a residual that is added, with the fewest possible buffers.
 
         ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For all norms,
-        ``plan`` chooses values that also fit the sum, so that ops with and without an addition give the same bits.
+        ``plan`` chooses values with which this configuration also fits, so that ops with and without a residual give
+        the same bits.
         """
         if not self.spec.normalises:
             return self
@@ -426,20 +434,22 @@ class Arguments(
     contiguous.
 
     Attributes:
-        input: (R, ``RowQuantSpec.input_width``) of ``RowQuantSpec.dtype``; rows may be strided.
-        residual: (R, W) like the input, updated in place; for the source ``"add"``. Rows may be strided. It may be the
-            input itself, or other columns of the same matrix.
-        weight: (W,) of ``RowQuantSpec.weight_dtype``, for a norm.
+        input: (R, ``RowQuantSpec.input_width``) values in ``RowQuantSpec.dtype``; rows may be strided.
+        residual: (R, W) values in ``RowQuantSpec.dtype``, overwritten by the sums, for the source ``"add"``. Rows may
+            be strided. It may be the input itself, or other columns of the same matrix.
+        weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
         factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
-        y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn, with a format.
+        y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn, with a format.
         scale: e4m3 or uint8 (FP4), in the shape of ``RowQuantSpec.layout``; or fp32 (FP8), (1,) or (R, scales of a
             row), contiguous by rows or by columns; with a format.
         scale_linear: (R, B) like the FP4 scales, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
-        offsets: (E + 1,) int32, or (2,) for the range of all rows, with ``RowQuantSpec.has_offsets``.
-        counts: (E,) int32, with ``RowQuantSpec.has_counts``.
+        offsets: (E + 1,) int32 first rows of experts, or (2,) for the range of all rows, with
+            ``RowQuantSpec.has_offsets``.
+        counts: (E,) int32 numbers of rows of experts, with ``RowQuantSpec.has_counts``.
         eps: fp32, added to the mean square of a norm.
-        swiglu_alpha, swiglu_beta, swiglu_limit: fp32, with ``RowQuantSpec.swiglu``; a limit of +inf is none.
+        swiglu_alpha, swiglu_beta, swiglu_limit: fp32 parameters of the gate, with ``RowQuantSpec.swiglu``. A limit of
+            +inf means no limit.
         max_ctas: int32, number of CTAs that fill the device, times ``Config.waves``.
     """
 
@@ -449,12 +459,12 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         rows: row buffers of every group and stage.
-        norms: normalised rows that wait for their bulk store, two for each row of every group.
+        norms: buffers of normalised rows that wait for their bulk store, two for each row of every group.
         weight: weight of the norm.
-        scales: scales of quads, two for each group.
+        scales: scale buffers of quads, two for each group.
         partial_sums: ``group_partial_sums`` of each group.
         experts: table of experts' rows.
-        barriers: ``group_barriers`` of each group, then the weight's.
+        barriers: ``group_barriers`` mbarriers of each group, then the mbarrier of the weight.
         end: total size.
     """
 
@@ -477,10 +487,11 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     """Return the configuration for ``spec`` on ``arch``.
 
     Except for few rows, the choices are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536
-    to 32,768). Few threads with many blocks each beat many threads with few, because the blocks of a thread are
-    independent instructions. 50 to 100 KB in flight for each SM beat more, which only queue in the memory system. For
-    experts' rows, twice as many threads and as many groups as fit are better: for 131,072 rows of 2,048, 0.99 of a
-    copy's bandwidth instead of 0.91. Without the table, they gain another 4 %.
+    to 32,768). Few threads with many blocks each are faster than many threads with few blocks each, because the
+    instructions for a thread's blocks are independent. 50 to 100 KB in flight for each SM are faster than more bytes,
+    which only queue in the memory system. For experts' rows, twice the threads and the largest number of groups that
+    fits are faster: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. If no table of experts'
+    rows is needed, they are another 4 % faster.
 
     Raises:
         ValueError: No configuration fits; the message says why.
@@ -489,7 +500,7 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     doubled = [2**i for i in range(most_splits.bit_length())]
     if spec.reductions or spec.rows == "experts":
         return _fitting(spec, arch, pdl, doubled)
-    # Cut rows that need nothing of other slices: few rows take less time then, and many rows no more.
+    # Cut rows whose slices are independent: few rows then take less time, and many rows take the same time.
     most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
     config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
     if isinstance(spec.fmt, FP4Format):
@@ -498,8 +509,8 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
 
 def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
-    """Return the configuration for up to ``FEW_ROWS`` rows, or None for ``config``: among those with more slices,
-    the one with the fewest blocks for a thread."""
+    """Return the configuration for up to ``FEW_ROWS`` rows: ``config`` with more slices, and among these numbers of
+    slices the smallest with the fewest blocks per thread. Return None if ``config`` is as good."""
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
         try:

@@ -132,7 +132,7 @@ class RowQuantKernel:
 
     @cute.jit
     def _launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
-        """Launch the kernel; with no CTAs, so that the launch fails, unless ``allowed`` is 1."""
+        """Launch the kernel if ``allowed`` is 1. Otherwise launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
         # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one CTA
@@ -446,15 +446,15 @@ class RowQuantKernel:
 
     def _can_fold(self, total, other, scale):
         """Return whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to
-        blocks.
+        whole blocks.
 
-        The two differ by rounding, and if v · w overflows or is subnormal (weights are assumed to be below 2^88). So
-        the sum of squares must be of ordinary magnitude, and so must the source of the scales: ``other``, the row's
-        amax or the number of blocks of unusual amax; or the given ``scale`` of FP8. Scales of NVFP4 cannot represent a
-        block that is tiny compared to its row. An element that is tiny compared to its own block has code 0 either way,
-        and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd is
-        subnormal and v · w is not, the folded product is more exact. A block of zeros counts as unusual, so that its
-        row takes longer.
+        The two products differ by rounding, and they differ more if v · w overflows or is subnormal (weights are
+        assumed to be below 2^88). So the sum of squares ``total`` must be of ordinary magnitude, and so must the source
+        of the scales: the given ``scale`` of FP8, or ``other``, which is the row's amax or the number of its blocks of
+        unusual amax. NVFP4 needs no check of blocks: its scales cannot represent a block that is tiny compared to its
+        row. An element that is tiny compared to its own block gets code 0 either way, and a norm in bf16 or fp16 is too
+        coarse to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) ·
+        rstd is more exact. A block of zeros counts as unusual, so that its row takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))

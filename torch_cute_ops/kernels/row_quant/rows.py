@@ -47,8 +47,8 @@ class Rows:
         thread.quads = Int32(0)
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
-            # Take whole rounds of quads, and a partial round if the remaining rows take a walker four iterations
-            # anyway. Only full tiles are distributed as quads, and single rows begin with a tile.
+            # Take whole rounds of quads, and a partial round if some walker needs four iterations for the remaining
+            # rows anyway. Only full scale tiles are distributed as quads, and single rows begin with a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
@@ -57,7 +57,7 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """Return the row, or first row, of this walker's ``iteration``."""
+        """Return the row of this walker's ``iteration``, or the first row if the group works on several."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -88,8 +88,8 @@ class Rows:
 
     @cute.jit
     def issue(self, iteration, stage, memory_row, thread, smem):
-        """Start the copies of an iteration's rows into a buffer, for each row with its first thread, from
-        ``memory_row``."""
+        """Start the copies of an iteration's rows from ``memory_row`` into a buffer. The first thread of each row
+        starts the row's copies."""
         c = self.config
         spec = c.spec
         row = self.row_at(iteration, thread) + thread.row

@@ -58,8 +58,8 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_columns(self, row, iteration, thread):
-        """Zero the scale bytes between the last block of a row and the end of its tile. In quads they are zero
-        already."""
+        """Zero the scale bytes between the last block of a row and the end of its tile. In rows of quads, these bytes
+        are zero already."""
         c = self.config
         padding = c.spec.layout.padded_blocks(c.blocks) - c.blocks
         if const_expr(padding > 0):
@@ -85,7 +85,7 @@ class FP4Scales:
 
     @cute.jit
     def write_quad(self, iteration, thread, smem):
-        """Store the scales of the quad that ``iteration`` completed, if any, 16 bytes a thread.
+        """Store the scales of the quad that ``iteration`` completed, if any, 16 bytes per thread.
 
         A group barrier lies between that iteration and this call.
         """

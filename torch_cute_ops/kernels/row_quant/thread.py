@@ -13,7 +13,8 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 class Thread:
     """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* walks over the rows: a group, or in a cluster the groups with the same number in all of its CTAs.
+    A *walker* is a unit that processes whole rows, one after the other: a group, or, in a cluster, the groups with the
+    same index in all of its CTAs.
 
     Attributes:
         tid, threads: index in the CTA, and number of threads of the CTA.
@@ -27,11 +28,12 @@ class Thread:
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
-        rows: number of rows of the launch; for experts' rows known only after the table is filled.
+        rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
-        quads: number of quads that are distributed whole; set, like the following fields, by ``Rows.distribute``.
-        quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and over
-            all of its rows.
+        quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the next
+            fields.
+        quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and number
+            of all its iterations.
     """
 
     tid: Int32
@@ -68,14 +70,14 @@ class Smem(NamedTuple):
         buffers: row buffers of the group.
         norms: buffers of the group for normalised rows.
         weight: slice of the norm's weight.
-        all_scales, scales: scales of quads, of all groups and of this group.
+        all_scales, scales: scale buffers of quads: of all groups, and of this group.
         partial_sums: partial results of the group.
         experts: table of experts' rows.
         barriers: mbarriers of all groups.
-        full: mbarriers of the group, one for each stage: rows have arrived.
+        full: mbarriers of the group, one for each stage, which complete when rows have arrived.
         partial_sums_full: mbarriers of the group for partial results of even rows, of odd rows, and of a recomputed
             amax.
-        weight_barrier: mbarrier: the weight has arrived.
+        weight_barrier: mbarrier that completes when the weight has arrived.
     """
 
     buffers: cute.Pointer

@@ -3,12 +3,12 @@
 Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). Two ways of reducing them exist:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
-- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. The received
-  ones need memory next to the memory that is still in use.
+- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. Received
+  partial sums need shared memory in addition to the memory that is still in use.
 
 Partial sums are added in the order of the CTAs, and within a CTA in the order of the warps that divide its k tiles.
-They are accumulators of MMAs with the weight on the M side. For each 8 tokens, a lane holds four: of columns ``column``
-and ``column + 8`` of the result, and of two tokens each.
+They are accumulators of MMAs with the weight on the M side. For each 8 tokens, a lane holds four accumulators: columns
+``column`` and ``column + 8`` of the result, for two tokens.
 
 If activations are on the M side, a thread sends its accumulators unchanged to the thread of the same index in another
 CTA (``send_accumulators``, ``add_accumulators``).
@@ -31,7 +31,8 @@ COLUMNS = 4  # columns of the result that a thread reduces at once
 def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad) -> None:
     """Store a lane's accumulators in this CTA's shared memory, from ``base`` on.
 
-    If ``tile_m`` is 1, all lanes of a quad hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
+    ``quad`` is the index of the lane among the four lanes that share a column. If ``tile_m`` is 1, these four lanes
+    hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
     """
     layout = cute.make_layout((tile.tile_m, tile.pitch), stride=(tile.pitch, 1))
     to = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
