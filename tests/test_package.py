@@ -153,6 +153,7 @@ def test_exports():
         *OPS,
         "QuantizedWeight",
         "__version__",
+        "as_tiles",
         "autotune",
         "backends",
         "convert_scales",
