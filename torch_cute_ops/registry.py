@@ -40,7 +40,8 @@ _library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _packed(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the output with these strides, of the fake: compiled programs rely on them even if an extent is 1.
+    """Return the output with the strides of the fake op's output: compiled programs rely on these strides even if an
+    extent is 1.
 
     ``None`` stands for the strides of a new tensor.
     """
@@ -115,7 +116,7 @@ def _register(spec: OpSpec) -> None:
         return outputs
 
     if settings.CHECK:
-        # Not at import otherwise: it takes time and memory that calls without debug mode do not need.
+        # Import this module in debug mode only: the import takes time and memory that other calls do not need.
         path.verifier = importlib.import_module("torch_cute_ops.verification").Verifier(spec)
     _library.define(spec.signature.schema, tags=spec.signature.tags)
     _library.define(spec.signature.out_schema)

@@ -26,12 +26,12 @@ SETTING: Final = "TORCH_CUTE_OPS_CHECK"
 ROWS: Final = 4
 """Rows of a result that are compared."""
 FP8_SUMS: Final = 4 * 33 * 2.0**-13
-"""Relative error of a sum in FP8 tensor cores, of the sum of all magnitudes: a step aligns 32 products and the
-accumulator to the largest of them and keeps 14 bits, and a block of 128 takes four steps."""
+"""Error of a sum in FP8 tensor cores, relative to the sum of all magnitudes. One step aligns 32 products and the
+accumulator to the largest of them and keeps 14 bits. A block of 128 takes four steps."""
 RELATIVE: Final = 2.0**-16
-"""Relative error of numbers in fp32: sums of a row in another order, and the exponential."""
+"""Relative error of fp32 results: the sum of a row in another order, and the exponential."""
 SHARE: Final = 100
-"""One code or scale of so many may differ, by one step, after sums in another order."""
+"""One code or scale in this many may differ, by one step, after sums in another order."""
 
 _calls = itertools.count()
 
@@ -106,8 +106,8 @@ def _chosen(rows: int, device: torch.device) -> Tensor:
 
 
 Comparison = Callable[[OpSpec, Any, dict[str, Any], dict[str, Any], tuple[Tensor, ...]], str | None]
-"""Function of an op, a call, its arguments before and after the call, and its outputs, to a description of the first
-wrong output, or None."""
+"""Function that takes an op, a call, its arguments before and after the call, and its outputs. It returns a description
+of the first wrong output, or None."""
 
 
 def _comparison_of(spec: OpSpec) -> Comparison:
@@ -158,7 +158,7 @@ def _rows(
 
 
 def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
-    """Return these rows of an output; all of an output without rows, such as the scale of a tensor."""
+    """Return these rows of an output, or the whole output if it has no rows, such as the scale of a tensor."""
     if want.numel() == 1 and got.numel() == 1:
         return got.reshape(1, 1).expand(len(rows), 1)
     return got.reshape(count, -1)[rows]
@@ -286,7 +286,7 @@ def _finalized(
 ) -> str | None:
     (out,) = outputs
     if before["residual"] is not None and before["residual"].data_ptr() == out.data_ptr():
-        return None  # the result was written over it
+        return None  # the result overwrote the input
     rows = _chosen(len(out), out.device)
     names = ("expanded_to_permuted", "weights", "residual")
     own = {name: None if before[name] is None else before[name][rows] for name in names}
@@ -302,7 +302,7 @@ def _routed(
     scores = _scores(before, rows)
     pairs = {
         "weights": (weights[rows], want_weights),
-        # Experts of equal scores may change places.
+        # Experts with equal scores may be in another order.
         "ids": (_at(scores, ids[rows]), _at(scores, want_ids)),
     }
     names = ("experts", "alignment", "max_rows")
@@ -350,7 +350,7 @@ def _routed_dense(
     (out,) = outputs
     rows = _chosen(len(out), out.device)
     want = spec.compute({**before, "logits": before["logits"][rows]})
-    # Experts of equal scores may change places.
+    # Experts with equal scores may be in another order.
     return _compared({"out": (out[rows].sort(1).values, want.sort(1).values)}, None)
 
 
@@ -386,7 +386,7 @@ def _gemm(
         if problem.grouping.over != "k":
             given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
             return _within(got, *error_bounds.expected(problem, given, len(rows), **kept))
-        for i, row in enumerate(rows.tolist()):  # one by one: weights of other rows' experts may be NaN
+        for i, row in enumerate(rows.tolist()):  # one row at a time: weights of other rows' experts may be NaN
             one_scale = _scale_rows(call.a_scale, problem.a, rows[i : i + 1], count, problem.k)
             given = Operands(a[row, None], weight, one_scale, b_scale, call.alpha[row, None], call.bias)
             found = _within(got[i, None], *error_bounds.expected(problem, given, 1, **kept))
@@ -428,7 +428,7 @@ def _bytes_of_codes(tensor: Tensor, fmt: Any) -> Tensor:
 
 
 def _scale_rows(scale: Tensor | None, operand: Any, rows: Tensor, count: int, k: int) -> Tensor | None:
-    """Return the block scales of these rows in the same layout; a global scale as one element."""
+    """Return the block scales of these rows in the same layout. A global scale is returned as one element."""
     if scale is None or isinstance(operand.format, torch.dtype):
         return scale if scale is None else scale.reshape(1)
     if isinstance(operand.format, FP4Format):

@@ -72,7 +72,7 @@ def archs_here() -> list[str]:
 
 
 def availability(spec: OpSpec) -> dict[str, str]:
-    """Return, by architecture, if kernels of the op can be compiled here, or the reason that they cannot."""
+    """Return, by architecture, True if kernels of the op can be compiled here, or the reason that they cannot."""
     found = versions()
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     if missing:

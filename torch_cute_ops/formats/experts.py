@@ -6,7 +6,8 @@ import torch
 
 MAX_EXPERTS: Final = 1024
 USUAL_EXPERTS: Final = 512
-"""Number of experts for which kernels' tables in shared memory have room. Kernels for more experts have larger tables.
+"""Largest number of experts that the kernels' usual tables in shared memory hold. Kernels for more experts use larger
+tables.
 """
 MAX_TOPK: Final = 32
 """Largest number of experts of a token."""

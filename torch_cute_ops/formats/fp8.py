@@ -2,8 +2,8 @@
 
 A row's last block may be shorter than 128: with blocks, a row's length is a multiple of 64 (gpt-oss: 2,880).
 
-Block scales have one shape, (..., ⌈K/128⌉), and their strides are the layout: by row, the scales of one row are
-contiguous; by column, the scales of one block of k are.
+Block scales have one shape, (..., ⌈K/128⌉), and their strides define the layout. In row-major scales, the scales of one
+row are contiguous; in column-major scales, the scales of one block of k are contiguous.
 """
 
 from collections.abc import Sequence

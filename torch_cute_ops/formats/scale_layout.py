@@ -135,9 +135,9 @@ def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> l
 def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layout: ScaleLayout) -> str | None:
     r"""Return the reason that ``scale`` cannot be the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
-    Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks). A
-    tensor of stacked matrices, whose ``lead`` has two dimensions, may also have a dimension for the matrices in front,
-    if no matrix has padding rows: then the bytes are equal.
+    Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
+    For stacked matrices, whose ``lead`` has two dimensions, the scales may also have a first dimension for the matrices
+    if no matrix needs padding rows, because the bytes are then the same.
     """
     tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
     count = row_count(tiles)
@@ -168,8 +168,7 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
     """View tiles of another library's shape in the shape that names their layout, without a copy.
 
     Ops read the layout from the shape: pass ``as_tiles(scale, rows, k, "128x4")`` for the two-dimensional padded scales
-    of FlashInfer, vLLM and cuBLAS, or for the flat scales of torchao. Nothing can tell whether the bytes are in that
-    layout.
+    of FlashInfer, vLLM and cuBLAS, or for the flat scales of torchao. No check can detect bytes in another layout.
 
     Args:
         scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``: flat, (padded rows, padded blocks),
@@ -237,8 +236,8 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
-    """View bytes (..., 4 n) as 32-bit numbers (..., n): no layout separates the scales of four blocks, and moving four
-    bytes at once takes a tenth of the time. Compiled code moves bytes."""
+    """View bytes (..., 4 n) as 32-bit numbers (..., n). Every layout keeps the scales of four neighbouring blocks
+    together, and moving four bytes at once takes a tenth of the time. Compiled code moves bytes."""
     if torch.compiler.is_compiling() or not codes.numel() or codes.storage_offset() % TILE_BLOCKS:
         return codes
     return codes.view(torch.int32)

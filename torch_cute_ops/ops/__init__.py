@@ -1,1 +1,1 @@
-"""The ops: for each its schema, its argument checks, its CUDA entry, and the typed Python function."""
+"""Ops. Each module contains an op's typed Python function, argument checks and CUDA entry."""

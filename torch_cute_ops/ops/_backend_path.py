@@ -1,4 +1,4 @@
-"""The parts of a GEMM's call path that GEMMs with and without a gate share."""
+"""Parts of the call path that GEMMs with and without a gate share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,13 +31,13 @@ Tensor = torch.Tensor
 AUTO: Final = "auto"
 SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
 EXPERT_MULTIPLE: Final = 64
-"""Divisor of an expert's elements in a row of ``a``: whole bytes and blocks."""
+"""Required divisor of an expert's elements in a row of ``a``, so that bytes and blocks are whole."""
 
 Call = TypeVar("Call", bound=tuple[Any, ...])
 
 
 class BackendPath(CallPath[Call]):
-    """The CUDA calls of a GEMM, which several backends can compute.
+    """CUDA calls of a GEMM that several backends can compute.
 
     A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
 
@@ -48,8 +48,8 @@ class BackendPath(CallPath[Call]):
             ``a_scale`` of a ``GemmCall``.
 
     Attributes:
-        over: dimension that experts divide, as in ``gemm.problem.Grouping``.
-        b_name: the op's name of the weight.
+        over: dimension of the problem along which experts lie, as in ``gemm.problem.Grouping``.
+        b_name: name of the op's weight argument.
     """
 
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
@@ -89,8 +89,8 @@ class BackendPath(CallPath[Call]):
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
         """Return the FP4 format, and the scale layouts of the activations and of the weight.
 
-        If the call names no layout, it is the layout of the activations' scales, or else of the weight's, by their
-        number of dimensions.
+        If the call names no layout, the number of dimensions of the activations' scales, or else of the weight's
+        scales, shows the layout.
         """
         name = call.scale_layout
         if name is None:
@@ -254,7 +254,7 @@ class BackendLauncher(Launcher[Call]):
     def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
         """Return the scales of ``rows`` activations as kernels take them, or None if they have no accepted shape.
 
-        That is for tiles in another library's shape, of calls that name the layout, on the fast path.
+        The fast path calls this function for tiles in another library's shape, if the call names the layout.
         """
         scales = self.a_scales
         assert scales is not None

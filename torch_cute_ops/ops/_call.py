@@ -1,4 +1,4 @@
-"""The launcher cache, fast path and miss path of all ops: the way of CUDA calls to a kernel.
+"""Launcher cache, fast path and checked path of all ops: the code that leads from a CUDA call to a kernel launch.
 
 ``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls it.
 The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before it launches
@@ -46,7 +46,7 @@ def _of_python(value: Any) -> Any:
 
 
 class Launcher(abc.ABC, Generic[Call]):
-    """Computes the calls with one static key.
+    """Object that computes the calls with one static key.
 
     Attributes:
         kernels: kernels that a call launches.
@@ -57,7 +57,7 @@ class Launcher(abc.ABC, Generic[Call]):
     is_kept: bool = True
 
     def run(self, call: Call, out: Any) -> Any:
-        """Fast path, if the op has one: compute an unchecked call into ``out`` or new outputs, and return them.
+        """Compute an unchecked call into ``out`` or new outputs, and return them: the fast path, if the op has one.
 
         Return None without effect if the fast path does not support the call. Raise before anything is launched if the
         compiled function refuses a tensor.
@@ -245,7 +245,7 @@ class CallPath(abc.ABC, Generic[Call]):
     def run_checked(self, call: Call, out: Any) -> Any:
         """Compute a call with every check.
 
-        That is for the first call with a key, and for tensors that the fast path or the compiled function refused.
+        This path serves the first call with a key, and tensors that the fast path or the compiled function refused.
         """
         call = self.call_type._make(map(_of_python, call))
         self.check_call(call)

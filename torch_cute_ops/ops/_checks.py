@@ -222,10 +222,10 @@ def check_no_sharing(
     updated: Collection[str],
     may_share: tuple[str, str] | None,
 ) -> None:
-    """No output, and no argument that is updated in place, shares memory with another tensor of the call.
+    """Check that no output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    An updated argument may be the very view that ``input`` is, or hold other columns of the same rows. The output and
-    the argument of ``may_share`` may be the same view too.
+    An updated argument may be the same view as ``input``, or different columns of the same rows. The output and the
+    argument of ``may_share`` may be the same view too.
     """
     written = {**outputs, **{name: arguments[name] for name in updated}}
     others = {**arguments, **outputs}
@@ -244,7 +244,8 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return the memory of a tensor, its first byte there, and the byte after its last; None for symbolic sizes.
+    """Return the memory of a tensor, the tensor's first byte in this memory, and the byte after its last; None for
+    symbolic sizes.
 
     Memory 0 is the address space.
     """

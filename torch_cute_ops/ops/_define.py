@@ -49,7 +49,7 @@ class OpSpec:
 
     Attributes:
         signature: parameters and outputs.
-        path: the way of CUDA calls to a kernel.
+        path: code that leads from a CUDA call to a kernel launch.
         function: the typed Python function of the op's name.
         generate: function that generates the code of ``function`` and of the attributes that follow. Without it their
             first call does.
@@ -188,7 +188,7 @@ def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]
     The function's keyword-only parameter ``out`` takes the outputs.
 
     Args:
-        path: the way of CUDA calls to a kernel.
+        path: code that leads from a CUDA call to a kernel launch.
         outputs: names of the outputs.
     """
 

@@ -368,7 +368,7 @@ class ExpertFP4Gemm(FP4Gemm):
         return grouping
 
     def alpha_kind(self, call: GemmCall) -> None:
-        """Return None: the factors of experts are no part of the epilogue."""
+        """Return None: factors of experts are applied before the epilogue."""
 
     def declare_kind(self) -> dict[str, Property]:
         declared = {"experts": size(self.experts), **super().declare_kind()}
@@ -414,7 +414,7 @@ class FP8Gemm(Gemm):
         return n, k
 
     def check_layout(self, call: GemmCall) -> None:
-        """Check that the call says where the rows of each expert are."""
+        """Check that the call has ``offsets`` or ``counts``, which locate the rows of each expert."""
 
     def _check_weight_format(self, call: GemmCall) -> tuple[FP4Format | None, ScaleLayout | None]:
         if self.b == "fp8":

@@ -1,4 +1,4 @@
-"""Static properties of an op's calls: what ``warmup``, deployment files and the command line name a kernel by.
+"""Static properties of an op's calls, by which ``warmup``, deployment files and the command line name a kernel.
 
 Each op declares its properties once, in ``CallPath.declare``; the properties of a call, examples of calls and the
 options of the command line follow from the declaration.
@@ -22,7 +22,7 @@ _KINDS: Final[dict[str, type]] = {"int": int, "bool": bool, "str": str, "ScalarT
 
 
 def size_in_words(value: Any) -> str:
-    """Return the expectation that a message states for a value that is no size."""
+    """Return the expected value, in words, for a message about a value that is no size."""
     return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
@@ -35,7 +35,8 @@ class Property:
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
         choices: all possible strings, or nothing if any string is possible.
-        of: function of a call that returns its value, or None for a value that advice to the user leaves out.
+        of: function that returns the property of a call, or None for a property that messages with a ``warmup`` call
+            leave out.
     """
 
     kind: type

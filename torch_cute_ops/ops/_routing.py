@@ -1,4 +1,4 @@
-"""Parts that the routing ops share: the choice of each token's experts, and the order of the routed rows."""
+"""Code that the routing ops share: the choice of each token's experts, and the order of the routed rows."""
 
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 SCORINGS: Final = ("softmax", "sigmoid")
 MAX_GROUPS: Final = 32
 MAX_ROWS: Final = 2**31 - 2**20
-"""Rows of the permutation, and pairs: an index is an int32, and a CTA's last step may go beyond by less than the
-difference."""
+"""Largest number of rows of the permutation, and of pairs. Indices are int32, and a CTA's last step may exceed the
+number of rows; the margin to 2^31 covers this."""
 
 
 class ChoiceCall(NamedTuple):
@@ -84,7 +84,7 @@ def expert_choice(call: ChoiceCall) -> "ExpertChoice":
 
 
 def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
-    """Return the part of a static key that a choice decides, of an unchecked call."""
+    """Return the part of an unchecked call's static key that depends on the choice of experts."""
     logits = call.logits
     return (
         *(logits.shape[-1], logits.dtype, call.topk, call.bias is not None),

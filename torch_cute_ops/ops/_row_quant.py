@@ -1,4 +1,4 @@
-"""The ops that quantise or round rows: sources, checks, and the way of their calls to the row-quantising kernel."""
+"""Ops that quantise or round rows: sources, checks, and the call path to the row-quantising kernel."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -165,10 +165,10 @@ class RowQuant(KernelPath[RowCall]):
     output, it rounds them to the input dtype.
 
     Args:
-        source: what a row of values is: a row of the input; its sum with the residual's, which the sum replaces; or the
-            gated product of its halves.
-        normalises: whether there is a weight, and rows are RMS-normalised first.
-        fixed: as of ``CallPath``.
+        source: source of the values of a row: the row of the input; the sum of this row and the residual's row, which
+            the sum overwrites; or the gated product of the row's halves.
+        normalises: True if rows are first RMS-normalised with a weight.
+        fixed: argument of ``CallPath``.
     """
 
     call_type = RowCall
@@ -323,7 +323,7 @@ class RowQuant(KernelPath[RowCall]):
         return True
 
     def _problem(self, call: RowCall) -> Any:
-        """What the kernel is asked for."""
+        """Return the kernel's configuration for a call."""
         from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
         from torch_cute_ops.kernels.row_quant import RowQuantSpec
 

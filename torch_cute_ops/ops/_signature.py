@@ -54,7 +54,7 @@ _KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
 }
 
 _NUMBERS: Final[dict[str, type]] = {"int": numbers.Integral, "SymInt": numbers.Integral, "float": numbers.Real}
-"""Types of numbers that are no Python numbers, such as ``numpy.int64``; the dispatcher takes them too."""
+"""Number types of other libraries, such as ``numpy.int64``, which the dispatcher accepts too."""
 
 _LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
 """Largest numbers in a schema; Python's integers are unlimited."""

@@ -32,8 +32,8 @@ def is_prefetchable(matrix: torch.Tensor) -> bool:
 def gates_with_gemm(rows: int, device: torch.device) -> bool:
     """Return True if a compiled model fuses a gate and the following GEMM with 16-bit activations into one op.
 
-    That is for one row, on GPUs that can compute both in one launch. The op may still choose two launches, for weights
-    with far more K than rows. The answer for a CPU is for tests.
+    The answer is True for one row, on GPUs that can compute both in one launch. The op may still choose two launches,
+    for weights with far more K than rows. The answer for a CPU is for tests.
     """
     return rows <= MOST_GATED_ROWS and _has_wgmma(device)
 
@@ -41,7 +41,7 @@ def gates_with_gemm(rows: int, device: torch.device) -> bool:
 def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gated: bool = False) -> bool:
     """Return True if one op replaces a quantisation to FP4, ``gated`` or not, and the following GEMM.
 
-    That is for few rows in NVFP4, on GPUs that can compute both in one launch.
+    The answer is True for few rows in NVFP4, on GPUs that can compute both in one launch.
     """
     most = MOST_GATED_ROWS if gated else MOST_QUANTISED_ROWS
     return block_size == NVFP4.block_size and rows <= most and _has_wgmma(device)

@@ -19,7 +19,7 @@ def add_rmsnorm_fp4quant_both_layouts(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as :func:`add_rmsnorm_fp4quant` does, and write the scales both in the 128x4 and in the linear layout.
+    """Compute :func:`add_rmsnorm_fp4quant`, and write the scales both in the 128x4 and in the linear layout.
 
     One pass over memory serves a layer whose GEMMs read 128x4 scales while its expert dispatch, or another reader of
     rows, takes linear scales. The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed

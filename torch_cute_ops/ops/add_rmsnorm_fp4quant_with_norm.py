@@ -20,7 +20,7 @@ def add_rmsnorm_fp4quant_with_norm(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as :func:`add_rmsnorm_fp4quant` does, and return the norm too, e.g. for an MoE router.
+    """Compute :func:`add_rmsnorm_fp4quant`, and return the norm too, for example for an MoE router.
 
     The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as by
     :func:`fp4_quantize`, all in one pass over memory::

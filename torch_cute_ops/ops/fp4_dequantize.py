@@ -136,8 +136,8 @@ def fp4_dequantize(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: name of the layout of the scales, ``"128x4"``, ``"8x4"`` or ``"linear"``, which is checked.
-            ``None`` reads the layout from the shape. With a name, tiles may have another library's shape: flat
+        scale_layout: layout that the scales are checked to have: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads
+            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
             (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If ``y`` has more than three dimensions, the shape
             may fit two layouts; the op then raises and asks for the name.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.

@@ -66,11 +66,11 @@ def grouped_mm_fp8_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
+            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
             (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear. Tiles that are padded expert by expert are accepted with a name if the rows of an
-            expert are a multiple of 128.
+            fits is read as linear. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and
+            the rows of an expert are a multiple of 128.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

@@ -57,10 +57,10 @@ def moe_fc2_fp4(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: name of the layout of the scales, ``"128x4"``, ``"8x4"`` or ``"linear"``, which is checked.
-            ``None`` reads the layout from the shape. If it is given, tiled scales may also have another library's
-            shape: flat (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix
-            whose shape fits is read as linear.
+        scale_layout: layout that the scales are checked to have: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads
+            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
+            fits is read as linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and

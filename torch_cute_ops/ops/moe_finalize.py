@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 UNIT = 8
-"""Multiple that the length of a row must be: the 2-byte elements that a thread copies at once."""
+"""Required divisor of a row's length: the number of 2-byte elements that a thread copies at once."""
 
 
 class _Call(NamedTuple):

@@ -26,7 +26,7 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """Calls without ``expanded_to_permuted`` are slower: it is computed from its inverse first."""
+    """Launcher that first computes a missing ``expanded_to_permuted`` from its inverse; such calls are slower."""
 
     def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)

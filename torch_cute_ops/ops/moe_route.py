@@ -117,14 +117,14 @@ def moe_route(
     logits; ``finite`` keeps their weights finite.
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
-    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
-    row is left are dropped. Few tokens take one launch, more tokens two. Results are deterministic.
+    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs beyond an
+    expert's first ``max_rows`` are dropped. Few tokens take one launch, more tokens two. Results are deterministic.
 
     Args:
         logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.
         topk: experts per token, at most 32.
         bias: (E,) float32, added to the scores for the choice only; ``None`` means 0.
-        scoring: function that makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
+        scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
         num_groups: groups of equally many experts, at most 32.
         topk_groups: groups from which a token's experts may be chosen.
         renormalize: flag to divide a token's weights by their sum.
@@ -132,7 +132,8 @@ def moe_route(
         alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
             need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
             the GEMM chooses its tactic by R, padding included.
-        max_rows: rows reserved for each expert (masked layout); ``None`` reserves the rows that each expert needs.
+        max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
+            rows that each expert needs.
         finite: flag to read NaN and -inf among the logits as the smallest finite float32, and inf as the largest.
         out: contiguous tensors to write ``(weights, ids, expanded_to_permuted, permuted_to_expanded, offsets, counts)``
             into.

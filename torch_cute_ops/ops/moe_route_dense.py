@@ -90,18 +90,19 @@ def moe_route_dense(
 
     Scores are the softmax of a token's logits over all experts, or their sigmoids. Experts are chosen by score plus
     ``bias``; weights are the scores without bias. With groups, a token's experts come from the ``topk_groups`` best
-    groups. A group counts as the sum of its two best experts' scores plus bias, as in DeepSeek-V3; with ``"softmax"``
-    and no bias as its best expert alone, as in DeepSeek-V2. Everything is computed in fp32. Among equal experts, or
-    groups, the first is chosen; NaN comes last.
+    groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3. With ``"softmax"``
+    and no bias they are ranked by their largest score, as in DeepSeek-V2. Everything is computed in fp32. Among experts
+    or groups of equal rank, the first is chosen; NaN ranks last.
 
-    As in :func:`torch.softmax`, NaN or inf among a token's logits makes its weights NaN; with ``"sigmoid"``, NaN does
-    if its expert is chosen. Padded rows of captured graphs may hold garbage; ``finite`` keeps their weights finite.
+    With ``"softmax"``, a NaN or inf among a token's logits makes the token's weights NaN, as in :func:`torch.softmax`.
+    With ``"sigmoid"``, a NaN does so if its expert is chosen. Padded rows of captured graphs may contain arbitrary
+    logits; ``finite`` keeps their weights finite.
 
     Args:
         logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.
         topk: experts per token, at most 32.
         bias: (E,) float32, added to the scores for the choice only; ``None`` means 0.
-        scoring: function that makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
+        scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
         num_groups: groups of equally many experts, at most 32.
         topk_groups: groups from which a token's experts may be chosen.
         renormalize: flag to divide a token's weights by their sum.

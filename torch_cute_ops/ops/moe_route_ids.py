@@ -97,9 +97,9 @@ def moe_route_ids(
     """Give each pair of a token and an expert a row in the experts' order, for experts that were chosen elsewhere.
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
-    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs for which no
-    row is left are dropped. A pair with a negative id, such as -1 for an expert on another rank, gets no row and is
-    not counted. A token that names an expert twice gets two rows.
+    multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs beyond an
+    expert's first ``max_rows`` are dropped. A pair with a negative id, such as -1 for an expert on another rank, gets
+    no row and is not counted. A token that names an expert twice gets two rows.
 
     For the k-th pair of expert e::
 
@@ -114,7 +114,8 @@ def moe_route_ids(
         alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
             need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
             the GEMM chooses its tactic by R, padding included.
-        max_rows: rows reserved for each expert (masked layout); ``None`` reserves the rows that each expert needs.
+        max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
+            rows that each expert needs.
         out: contiguous tensors to write ``(expanded_to_permuted, permuted_to_expanded, offsets, counts)`` into.
 
     Returns:

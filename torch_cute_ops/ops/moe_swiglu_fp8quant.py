@@ -131,12 +131,12 @@ class _Gate(KernelPath[_Call]):
 
 
 def _has_large_table(call: _Call) -> bool:
-    """Return whether the kernel has the larger table of experts' rows."""
+    """Return True if the kernel has the larger table of experts' rows."""
     return call.counts is not None and call.counts.numel() > USUAL_EXPERTS
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:
-    """Return whether offsets, counts and the dimensions of the input agree on the number of experts."""
+    """Return True if offsets, counts and the dimensions of the input agree on the number of experts."""
     if offsets is None:
         return counts is not None and len(shape) == 3 and counts.shape == shape[:1] and shape[0] <= MAX_EXPERTS
     experts = offsets.numel() - 1

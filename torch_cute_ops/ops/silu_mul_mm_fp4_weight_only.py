@@ -52,8 +52,8 @@ def silu_mul_mm_fp4_weight_only(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: name of the layout of the weight's scales, ``"128x4"`` or ``"linear"``, which is checked. ``None``
-            reads the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
+        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
+            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
             (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
             fits is read as linear.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under

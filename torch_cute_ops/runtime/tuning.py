@@ -21,7 +21,7 @@ class Block:
     Attributes:
         timeout_s: longest wait for other ranks, seconds.
         settled: keys that were already tuned in this block.
-        absent: ranks that did not come in time.
+        absent: ranks that posted nothing in time.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -40,16 +40,16 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
 
     The first call with new static properties, or with an M in another bucket, checks the candidates' results against
     the reference, times the correct candidates with a cold L2, and keeps the fastest, in memory and in a file for later
-    processes. This takes the candidates' compile time, about a second on the GPU, and memory for copies of the
+    processes. This takes the time to compile the candidates, about a second of GPU time, and memory for copies of the
     operands. Candidates with a wrong result are logged and not used. Nothing is tuned in a CUDA-graph capture, for
     calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the choice
     without tuning, and a warning gives the reason.
 
     If ``torch.distributed`` is initialised, all ranks of the default process group must make the same calls in the
-    block, and get the same choices. A rank with an earlier choice passes it on. Otherwise the sum of the times over all
-    ranks that did not fail decides, among candidates that all these ranks have timed. A rank that fails informs the
-    others, which go on at once. The ranks wait ``timeout_s`` for a rank that does not come (twice as long for rank 0),
-    then decide without it; a late rank takes their decision.
+    block, and get the same choices. If a rank knows an earlier choice, all ranks use it. Otherwise the ranks choose the
+    candidate with the shortest total time over all ranks that did not fail, among candidates that all these ranks have
+    timed. A rank that fails informs the others, which go on at once. The ranks wait ``timeout_s`` for a missing rank,
+    or twice as long for rank 0. Then they decide without this rank; a rank that is late uses their decision.
 
     Example:
         >>> with torch_cute_ops.autotune():
