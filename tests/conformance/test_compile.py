@@ -5,7 +5,6 @@ import torch
 from expected import assert_same
 from samples.grouped_mm_fp8 import contiguous
 from support.cases import (
-    IS_OLD,
     choices_of,
     copy_updated,
     defined,
@@ -116,14 +115,10 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     return graphs
 
 
-TAKING_TILES = ("fp4_dequantize", "mm_fp4", "moe_fc1_fp4", "moe_fc2_fp4")
-"""Ops that take scales of rows in tiles."""
-
-
 def most_graphs(op, choices):
     """Return the allowed number of graphs: one more where one tile of rows, another symbol or a size, is special."""
     has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
-    return 3 if has_tiles and (op.name in TAKING_TILES or IS_OLD) else 2
+    return 3 if has_tiles else 2
 
 
 by_op_and_choices = pytest.mark.parametrize(
@@ -182,7 +177,7 @@ def test_export(op, device):
 
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
-    most = 128 if IS_OLD and op.name.endswith("both_layouts") else 300  # 128 rows are one tile
+    most = 128 if op.name.endswith("both_layouts") else 300  # torch specialises one tile, of 128 rows
     rows = torch.export.Dim("rows", max=most)
     shapes = dynamic_shapes(op, tensors, rows)
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from expected import assert_same
 from support.cases import (
-    IS_OLD,
     arguments,
     choices_of,
     copied,
@@ -83,7 +82,7 @@ program, calls = torch._inductor.aoti_load_package(package), torch.load(calls)
 outputs = [program(*call) for call in calls]
 torch.save((calls, outputs), results)
 """
-ROWS = (5, 1, 2, 128, *([] if IS_OLD else [300]))
+ROWS = (5, 1, 2, 128)
 """Numbers of rows of a package's calls; the program is exported with the first."""
 N, K = 64, 128
 

@@ -552,10 +552,6 @@ def split_call(op: OpSpec, *lead: int, device: str, **choices: Any) -> tuple[dic
     return tensors, {name: value for name, value in given.items() if name not in tensors}
 
 
-IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""True for torch versions such as 2.9, which treat a single tile of rows that an op writes as a special size."""
-
-
 def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, dict[int, Any] | None]:
     """Return the dimensions of a call's tensors that are ``rows``, as ``torch.export`` takes them."""
     samples = importlib.import_module(f"samples.{op.name}")
