@@ -1,4 +1,4 @@
-"""Functional emulator of PTX for sm_90a and Blackwell: runs kernels on a CPU, thread for thread, and finds races.
+"""Functional emulator of PTX for sm_90a and Blackwell: runs all threads of a kernel on a CPU and finds races.
 
 ``Machine`` executes one launch of a parsed PTX program; its module says what is modelled and which faults are found.
 ``host`` evaluates the host function of a kernel that CuTe DSL compiled. ``adapter`` runs kernels of torch_cute_ops, and

@@ -2,9 +2,9 @@
 
 Each ``--param`` is one parameter of the kernel, in order: ``zeros:DTYPE:COUNT``, ``ones:…``, ``arange:…``, ``randn:…``
 or ``FILE.npy`` for a pointer to a buffer, or a number, which takes the size of the parameter. DTYPE is a NumPy dtype
-such as f4, float16 or uint8. The kernel runs once in step and once for each seed, each time on fresh buffers. Exit
-status 0: no fault, and the same bits in every run; 1: a fault, which is printed with instruction, thread and address;
-2: wrong arguments, or an instruction that the emulator does not implement.
+such as f4, float16 or uint8. The kernel runs once with all warps in step and once with each seed, each time on fresh
+buffers. Exit status 0: no fault, and the same bits in every run; 1: a fault, which is printed with instruction, thread
+and address; 2: wrong arguments, or an instruction that the emulator does not implement.
 """
 
 from __future__ import annotations

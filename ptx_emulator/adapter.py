@@ -111,9 +111,9 @@ def run_kernel(
         strict: True if only ``bar.warp.sync`` orders memory within a warp (see ``Machine``).
         lenient: True for kernels of other projects (see ``Machine``).
         edit: Function that changes the PTX first, for tests that inject faults.
-        written_before: Tensors by argument number: contents that the previous kernel writes to that argument as late as
-            it can (see ``Machine``). Writes of the kernel's own launches are then as late for its later launches. None:
-            each launch starts when the previous one has ended.
+        written_before: Tensors by argument number. The previous kernel writes a tensor's contents to that argument as
+            late as possible (see ``Machine``). Each launch of this kernel then also writes as late as possible for the
+            kernel's later launches. None: each launch starts when the previous launch has ended.
         held: Bulk copies of each launch that are executed as late as possible (see ``Machine``).
         starved: Warps of each launch that run as late as possible (see ``Machine``).
 

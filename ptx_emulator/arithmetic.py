@@ -1,4 +1,4 @@
-"""Results of instructions without memory access or synchronisation, on arrays with one element a thread.
+"""Results of instructions without memory access or synchronisation, on arrays with one element per thread.
 
 ``PURE`` maps the first parts of an opcode to an ``Operation``. A function gets its operands as arrays of the types that
 the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and returns the target's array. Where PTX
@@ -49,8 +49,9 @@ class Op:
 class Operation:
     """A function of arrays.
 
-    ``ins`` and ``out`` name types: ``t`` is the opcode's last, ``d`` its first, ``w`` has twice the bits of ``t``.
-    ``mods`` are the modifiers that it knows; any other makes the instruction unknown.
+    ``ins`` and ``out`` name types: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and ``w`` has
+    twice the bits of ``t``. ``mods`` are the modifiers that the function supports; an instruction with any other
+    modifier is unknown.
     """
 
     function: Callable[..., Any]
@@ -63,7 +64,7 @@ PURE: dict[str, Operation] = {}
 
 
 def pure(names: str, ins: str, out: str = "t", mods: str = "") -> Callable[[Callable], Callable]:
-    """Enter a function into the table under each of ``names``."""
+    """Add a function to the table under each of ``names``."""
 
     def enter(function: Callable) -> Callable:
         for name in names.split():
@@ -128,8 +129,8 @@ FLOAT_MODS = "rn ftz sat"
 
 def _binary(op: Op, function: Callable[..., Array], a: Array, b: Array) -> Array:
     if op.type.is_float:
-        # One operation in float64, rounded to at most 24 bits, is right (Figueroa: 53 >= 2 * 24 + 2). Halves need less,
-        # and a sum of two of them that is subnormal is exact.
+        # One operation in float64, then rounded to at most 24 bits, gives the correctly rounded result (Figueroa: 53 >=
+        # 2 * 24 + 2). Half precision needs fewer bits, and a subnormal sum of two halves is exact.
         if op.type.name == "f32" and not op.mods & {"ftz", "sat"}:
             return canonical(function(a, b))
         return arithmetic(op, function, a, b)
@@ -354,7 +355,7 @@ def _shf(op, low, high, amount):
 def _bfe(op, a, start, length):
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     bits = op.type.bits
-    # As 64 bits with the sign extended, two shifts take the field.
+    # In a 64-bit number with the sign extended, two shifts extract the field.
     wide = a.astype(np.int64 if op.type.is_signed else np.uint64)
     moved = np.where(start >= bits, wide >> wide.dtype.type(63), wide >> np.minimum(start, 63).astype(wide.dtype))
     length = np.minimum(length, bits)

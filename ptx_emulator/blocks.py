@@ -136,8 +136,9 @@ ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen
 def find_loads(blocks: list[Block]) -> int:
     """Number the loads that may read shared memory, and find the instructions that need their results.
 
-    Only instructions that synchronise, branch or access memory stay where they are, so only they need results. Others
-    pass the need on to their users. ``mma`` does too: ptxas 13 was seen to move an ``mma`` after a later arrival.
+    The compiler may move any instruction except those that synchronise, branch or access memory, so only these need a
+    result at their place in the program. A load is needed by every such instruction that uses its result, directly or
+    through other instructions. ``mma`` may move: ptxas 13 was seen to move an ``mma`` after a later arrival.
     """
     loads = 0
     origins: Counter[int] = Counter()  # loads that a register depends on, as bits

@@ -235,7 +235,7 @@ class Decoder:
         return Target(self._slot(operand), operand.width, type.is_signed)
 
     def source(self, operand: Operand, type: Type) -> Source:
-        """Return an operand as arrays of ``type``, with one element a thread or a single element."""
+        """Return an operand as arrays of ``type``, with one element per thread or a single element."""
         if isinstance(operand, Reg):
             return self._register(operand, type)
         if isinstance(operand, Symbol) and operand.name in self.machine.symbols:

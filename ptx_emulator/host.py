@@ -1,7 +1,7 @@
 """Evaluate the host function of a kernel that CuTe DSL compiled: which kernels it launches, with which parameters.
 
 The host function is the part that the DSL compiles for the CPU: it computes grid and block, packs the parameters and
-calls the CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a memory of its own.
+calls the CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a separate memory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Each of these faults raises an error with instruction, thread and address:
   to shared memory from which loads may still be in flight (see ``races``);
 - an access to unallocated tensor memory, or an unordered access to tensor memory (see ``tensor_memory``);
 - a thread that ends before its bulk copies have read or its ``cp.async`` have written;
-- misuse of barriers, and threads that wait for ever;
+- misuse of barriers, and threads that wait forever;
 - programmatic dependent launch: dependents released before the wait for the previous kernel, a launch in which no
   thread waits, and stores to global memory before the previous kernel has ended, unless that kernel is known not to
   access the memory.
@@ -80,7 +80,7 @@ class Machine(Layout):
         max_steps: Number of instructions after which the launch is given up.
         strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
             and elections do too, because lanes that execute an instruction together have issued all earlier ones.
-        lenient: True to allow omissions that kernels of NVIDIA make against the PTX specification (see ``races``,
+        lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
             ``tensor_memory``), for calibration. Kernels of torch_cute_ops run without it.
         before: Function that performs the remaining writes of the previous kernel. That kernel ends as late as
             possible: when all threads wait at ``griddepcontrol.wait`` or poll. None: it has ended.

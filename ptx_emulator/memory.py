@@ -54,7 +54,7 @@ class Fault(Exception):
 
 
 class Memory:
-    """``banks`` memories of ``size`` bytes each: one a CTA, one a thread, or a single bank."""
+    """``banks`` memories of ``size`` bytes each: one per CTA, one per thread, or a single bank."""
 
     def __init__(self, name: str, size: int, banks: int = 1):
         self.name = name

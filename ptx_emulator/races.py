@@ -29,7 +29,7 @@ Proxy fences. A bulk copy to global memory reads shared memory until its issuer 
 reads must have been fenced after a thread wrote them (``fence.proxy.async``). A second clock of each thread records the
 fenced accesses. All three clocks are passed on together.
 
-``lenient`` requires less, which calibration with NVIDIA's kernels showed to be necessary. Loads need not have been
+``lenient`` requires less; calibration with NVIDIA's kernels showed that this is necessary. Loads need not have been
 performed. A lane arrives for its whole warp: kernels for sm_120a release a stage between ``ldmatrix`` and ``mma`` this
 way. A commit passes on its thread's earlier accesses: a CTA of a pair learns in this way that the mbarriers of the
 other CTA exist.

@@ -179,7 +179,7 @@ class TensorCores:
     ) -> None:
         """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair holds the rows of A of its half of D, half of B's rows, and the scales of all of these.
+        Each CTA of a pair holds the rows of A for its half of D, half of the rows of B, and the scales of these rows.
         """
         memory, threads = self.memory, np.array([thread])
         shape = Shape.of(instruction, group, block)
@@ -245,7 +245,7 @@ class TensorCores:
     def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
         """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
 
-        All quarters of the lanes must hold equal scales because each quarter serves other rows of the accumulator.
+        All quarters of the lanes must hold equal scales because each quarter serves different rows of the accumulator.
         """
         row = np.arange(rows)
         first = part.columns.start + row // 32

@@ -17,7 +17,7 @@ operations":
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
   barrier. A commit implies that fence.
 
-``lenient`` requires less, which calibration with NVIDIA's kernels showed to be necessary: all operations of a thread
+``lenient`` requires less; calibration with NVIDIA's kernels showed that this is necessary. All operations of a thread
 are ordered, and no fence and no wait is needed.
 """
 

@@ -1,4 +1,4 @@
-"""PTX types, their values as arrays with one element a thread, and rounding."""
+"""PTX types, their values as arrays with one element per thread, and rounding."""
 
 import math
 from dataclasses import dataclass

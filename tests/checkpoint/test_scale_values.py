@@ -97,7 +97,7 @@ def test_input_scales_that_are_missing_or_zero(kind, value, tmp_path):
 
 
 def test_input_scales_of_a_part(tmp_path):
-    """A merged layer of which one part lacks the scale loads without the scale."""
+    """A merged layer loads without the scale if one part lacks it."""
     tensors, decoded = tensors_of("modelopt W4A4")
     del tensors["k_proj.input_scale"]
     checkpoints.write(tmp_path, tensors, KINDS["modelopt W4A4"].quantization)

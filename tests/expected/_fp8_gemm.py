@@ -11,8 +11,8 @@ from expected._epilogue import EPS, moved
 BLOCK, STEP = 128, 32
 LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
 """Relative error of a term, compared with the largest term of a step. A tensor-core step aligns 32 products and the
-previous sum to the largest of them, of which 14 bits are kept (measured by DeepSeek on an H800: "DeepSeek-V3 Technical
-Report", 3.3.2)."""
+previous sum to the largest of them and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report",
+3.3.2)."""
 
 
 class Bounded(NamedTuple):

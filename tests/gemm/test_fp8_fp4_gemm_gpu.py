@@ -91,7 +91,7 @@ def test_clusters_with_several_tiles(name, fmt, m, target):
 @pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
-    """Compare a weight most of which is recoded while the GEMM runs with a weight that is recoded before.
+    """Compare a weight that is mostly recoded while the GEMM runs with a weight that is recoded before.
 
     A call with another weight precedes each call: its numbers would be found if rows were not waited for. A call whose
     kernels may start early follows. Hard weights contain rows whose k tiles are over their own exponents.

@@ -51,8 +51,8 @@ def published(name: str) -> str:
 
 
 def saved(config, path: Path, style: str) -> nn.Module:
-    """Save a checkpoint with published names, of which the language model is quantised; return the model with the
-    decoded weights."""
+    """Save a checkpoint with published names and a quantised language model; return the model with the decoded
+    weights."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
     quantize_(model, "nvfp4", ignore=("lm_head", "*vision*", "*multi_modal*"))

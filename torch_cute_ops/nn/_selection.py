@@ -116,8 +116,8 @@ def select(
 def is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module routes tokens to experts, or is a part of a router.
 
-    A router's class or name says so. A module called ``gate`` or ``wg`` is a router if it is next to experts, unless it
-    is a layer with another number of results than experts, such as the gate of a shared expert.
+    A router is recognised by its class or name. A module called ``gate`` or ``wg`` is a router if it is next to
+    experts, unless it is a layer with another number of results than experts, such as the gate of a shared expert.
     """
     parent, components = model, name.split(".") if name else []
     for component in components:

@@ -40,7 +40,7 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 
 MOST_FEW: Final = 512
 """Largest number of tokens for which only routed pairs are computed: one token block of the kernel that lists each
-expert's tokens. Each further block would read the weights once more."""
+expert's tokens. Each further token block would read the weights again."""
 FewActivations = Literal["16bit", "fp4"]
 """Formats of the activations for ``route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
@@ -51,9 +51,9 @@ def few_tokens(width: int) -> int:
     """Return the average number of tokens per expert up to which ``route_few_`` computes only routed pairs; 0 means
     never.
 
-    Measured on an H200: for I = 256 the routed path is faster than the permuted path for all of the first ``MOST_FEW``
-    tokens, for any routing; for I = 768, up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to
-    a fifth with 2 tokens per expert and by more with further tokens; only a call with one token is 1 to 3 % faster.
+    Measured on an H200: for I = 256 the routed path is faster than the permuted path up to ``MOST_FEW`` tokens, for any
+    routing; for I = 768, it is faster up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to a
+    fifth with 2 tokens per expert and by more with further tokens; only a call with one token is 1 to 3 % faster.
 
     Args:
         width: I, the intermediate size of an expert.
@@ -168,7 +168,7 @@ class QuantExperts(nn.Module):
                 :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration; larger values
                 saturate. NVFP4 with ``"fp4"`` needs it; other settings refuse it.
             hidden_global_scale: encode scale of each expert's activations between its two layers, float32, (E,), or one
-                element for all; needed and refused as ``input_global_scale``.
+                element for all; needed and refused in the same cases as ``input_global_scale``.
             tokens_of_expert: largest average number of tokens per expert that counts as few; ``None`` uses the measured
                 ``nn.experts.few_tokens``.
 

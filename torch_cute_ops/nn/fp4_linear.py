@@ -87,8 +87,8 @@ class _FP4Linear(QuantLinear):
         return self._quantises(rows, gated=False)
 
     def prologue_gates(self, rows: Tensor) -> bool:
-        """Return True for any rows if the activations are in 16 bits; otherwise as :meth:`prologue_quantises`, for one
-        row."""
+        """Return True if the activations are in 16 bits, or if one kernel of the GPU gates, quantises and multiplies
+        a single row."""
         return self.activations == "16bit" or self._quantises(rows, gated=True)
 
     def _quantises(self, rows: Tensor, *, gated: bool) -> bool:

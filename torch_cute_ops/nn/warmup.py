@@ -170,8 +170,8 @@ def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) ->
 
 @contextlib.contextmanager
 def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]:
-    """Make calls in this block load the weight of ``following`` into L2, or none, as ``prefetch_`` or
-    ``integrations.inductor`` may."""
+    """Make calls in this block load the weight of ``following`` into L2, or no weight if it is None, as ``prefetch_``
+    or ``integrations.inductor`` may."""
     before = following_of(layer)
     link(layer, following)
     try:

@@ -398,7 +398,7 @@ def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device:
 
 
 def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
-    """Check that CPU ``indices`` are below ``count``, the number of what ``of`` names."""
+    """Check that CPU ``indices`` are below ``count``, the number of objects that ``of`` names."""
     largest = int(indices.max()) if indices.numel() else -1
     if largest >= count:
         raise ValueError(f"cute::{op}: {name} holds {largest}, out of range: there are {count} {of}")

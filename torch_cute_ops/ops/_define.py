@@ -50,10 +50,10 @@ class OpSpec:
     Attributes:
         signature: parameters and outputs.
         path: code that leads from a CUDA call to a kernel launch.
-        function: the typed Python function of the op's name.
-        generate: function that generates the code of ``function`` and of the attributes that follow. Without it their
-            first call does.
-        bind: function of the op's arguments to the path's ``Call``.
+        function: typed Python function with the op's name.
+        generate: function that generates the code of ``function`` and of the attributes that follow. If nobody calls
+            it, the first call of one of these functions does.
+        bind: function that converts the op's arguments to the path's ``Call``.
         cuda, cuda_out: CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
             further keyword arguments. They check their arguments themselves.
         autograd, autograd_out: entries at the Autograd key, which refuse tensors that require grad or have a tangent.
@@ -277,7 +277,7 @@ _generating: Final = threading.Lock()
 def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Callable[..., Any]], Callable[[], None]]:
     """Return the functions of ``_TEMPLATE`` for an op by name, and a function that generates their code.
 
-    Compilation takes a millisecond an op, so their first call triggers it. ``torch.compile`` does not see the stubs,
+    Compilation takes a millisecond per op, so it is left to the first call. ``torch.compile`` does not see the stubs,
     since the registry generates all code when somebody imports ``torch._dynamo``.
     """
     functions: dict[str, Any] = {}
@@ -318,7 +318,8 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
 @functools.cache
 def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ...]]:
-    """Return a function of the values of these names to functions that generate their code when first called."""
+    """Return a function that takes the values of these names and returns functions that generate their code when first
+    called."""
     stubs = "\n".join(_STUB.format(name=name, closure="{closure}") for name in _NAMES)
     return _made(_in_closure(stubs, names), "<torch_cute_ops>")
 
@@ -326,8 +327,8 @@ def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ..
 def _in_closure(source: str, names: Iterable[str]) -> str:
     """Return the source of a function ``make`` of these names that returns the functions of ``source``.
 
-    ``torch.compile`` would look for globals in a module; variables of an enclosing function it finds. A function's code
-    can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
+    ``torch.compile`` would look for globals in a module, but finds variables of an enclosing function. A function's
+    code can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
     """
     body = source.replace("{closure}", ", ".join(names))
     lines = "".join(f"    {line}\n" if line else "\n" for line in body.splitlines())

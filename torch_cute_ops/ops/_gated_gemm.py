@@ -1,4 +1,4 @@
-"""The ops that are GEMMs of experts with a gate in their epilogue: the first half of an expert layer."""
+"""GEMM ops of experts with a gate in their epilogue: the first half of an expert layer."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -66,7 +66,7 @@ class GatedCall(NamedTuple):
 
 
 class GatedGemm(BackendPath[GatedCall]):
-    """A GEMM op with experts over N; a gate multiplies the two halves of each expert's columns.
+    """A GEMM op whose experts lie along N, with a gate that multiplies the two halves of each expert's columns.
 
     Args:
         a: format of the activations and of the result.

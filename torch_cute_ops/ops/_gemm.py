@@ -1,6 +1,6 @@
-"""The ops that are GEMMs without a gate in their epilogue: checks, problems, and the way to a backend.
+"""GEMM ops without a gate in their epilogue: checks, problems, and the call path to a backend.
 
-A class for each kind of GEMM: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm`` and ``GroupedFP8Gemm``.
+Each kind of GEMM has a class: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm`` and ``GroupedFP8Gemm``.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
@@ -43,7 +43,7 @@ FP8_N_MULTIPLE: Final = 8
 
 
 class GemmCall(NamedTuple):
-    """Arguments of any GEMM op; ``b`` is its weight, a transposed view, by whatever name."""
+    """Arguments of any GEMM op. ``b`` is the weight, a transposed view; some ops name it ``w``."""
 
     a: Tensor
     b: Tensor

@@ -170,13 +170,14 @@ def moe_swiglu_fp8quant(
     padding are neither read nor written.
 
     Args:
-        input: (R, 2I), expert e's rows from ``offsets[e]`` on; or (E, max_rows, 2I), each expert's rows first.
-            bfloat16, float16 or float32; I is a multiple of 64. Rows may be strided.
+        input: (R, 2I) bfloat16, float16 or float32, in which the rows of expert e begin at ``offsets[e]``; or (E,
+            max_rows, 2I), in which expert e owns the first ``counts[e]`` rows of ``input[e]``. I is a multiple of 64.
+            Rows may be strided.
         offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 1,024.
             Required for an (R, 2I) input, otherwise ``None``.
-        counts: (E,) int32: rows of each expert, at most the rows reserved for it. ``None`` with ``offsets`` means all
-            rows up to the next offset, which is faster and needs rows without padding. Offsets and counts out of range
-            are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
+        counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
+            means all rows between the expert's offsets; this is faster, but the rows must not contain padding. Offsets
+            and counts out of range are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
