@@ -129,7 +129,9 @@ _BY_DIMENSIONS: Final = {2 + len(layout.tile): layout for layout in SCALE_LAYOUT
 
 def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> list[ScaleLayout]:
     r"""Return the layouts whose shape for a tensor (\*lead, blocks · B) is ``shape``."""
-    return [layout for layout in SCALE_LAYOUTS.values() if tuple(shape) == layout.shape(lead, blocks)]
+    # Tuples compare elements before lengths, which would guard a symbolic number of rows.
+    sizes = [(layout, layout.shape(lead, blocks)) for layout in SCALE_LAYOUTS.values()]
+    return [layout for layout, size in sizes if len(shape) == len(size) and tuple(shape) == size]
 
 
 def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layout: ScaleLayout) -> str | None:
