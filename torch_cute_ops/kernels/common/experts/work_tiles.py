@@ -5,10 +5,10 @@ expert (``TokenLister``). An *m tile* is an expert and up to ``tile_m`` of its l
 in shared memory the touched experts (experts with a token in the block) and the index of their first m tile
 (``ExpertMTiles``).
 
-A list holds the tokens in their order, each as a *pair* of words: a number, negative in the unused rest of the last m
-tile, and a factor. If each expert has activations of its own, the list holds these too, rearranged as
-``kernels.common.fp4.activations`` describes, one k tile after the other. In a k tile, groups of eight tokens follow
-each other, so that the tokens of an m tile are contiguous.
+A list holds the tokens in their order. Each token is a *pair* of words, a number and a factor; the number is negative
+in the unused rest of the last m tile. If the activations depend on the expert (second GEMM), the list also holds the
+activations, rearranged as ``kernels.common.fp4.activations`` describes, one k tile after the other. In a k tile, groups
+of eight tokens follow each other, so that the tokens of an m tile are contiguous.
 """
 
 import itertools
@@ -38,8 +38,8 @@ class TokenLists(NamedTuple):
     """Lists in the workspace, each tensor contiguous over all token blocks.
 
     Attributes:
-        activations: rearranged activations, bytes.
-        pairs: numbers and factors of tokens, bytes.
+        activations: uint8, rearranged activations.
+        pairs: uint8, numbers and factors of tokens.
         counts: int32, number of tokens for each token block and expert.
     """
 
@@ -86,7 +86,7 @@ class TokenLister:
         """List the tokens as pairs of ``number_of(token)`` and their factors.
 
         Returns:
-            Tokens, as indices in the token block, in shared memory; and their number.
+            Tensor in shared memory with the indices of the tokens in the token block, and the number of tokens.
         """
         layout = self.layout
         tid, _, _ = cute.arch.thread_idx()
@@ -175,7 +175,7 @@ class MTileLists(NamedTuple):
     """Lists of a CTA's m tiles in shared memory. Touched experts are in order.
 
     Attributes:
-        experts: number of each touched expert.
+        experts: index of each touched expert.
         begins: index of the first m tile of each touched expert, then the number of m tiles.
         counts: number of tokens of each touched expert.
         num_m_tiles: number of m tiles, one element.
@@ -199,7 +199,7 @@ class ExpertMTiles:
     def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
         self.max_experts = max_experts
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
-        # Counts that share a register: a lane lists 16 experts, or 32, and a token block has at most 512 tokens.
+        # Number of counts that share a register: a lane lists 16 or 32 experts, and counts are at most 512.
         self.packed = 1 if max_experts <= USUAL_EXPERTS else 2
 
     def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
@@ -237,9 +237,9 @@ class ExpertMTiles:
         Args:
             factors: (M, experts), nonzero for routed pairs.
             counts: number of tokens for each token block and expert; unused if the CTA scans the factors itself.
-            block_index, m: index of the token block, and number of tokens in all.
-            warp, listing_warp: warp of the thread, and the warp that calls ``list_m_tiles``.
-            class_ranges: begins and ends of the CTA's ranges of classes, for ``list_m_tiles``.
+            block_index, m: index of the token block, and number of tokens of all token blocks.
+            warp, listing_warp: index of the thread's warp, and index of the warp that calls ``list_m_tiles``.
+            class_ranges: first and end class of each of the CTA's ranges of classes, for ``list_m_tiles``.
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):
@@ -270,8 +270,8 @@ class ExpertMTiles:
         """Turn ``lists.counts``, the number of tokens of every expert, into the lists of the touched experts, with one
         warp.
 
-        With several classes, the lists hold the experts of the classes from ``begins[0]`` to ``ends[0]``, then those
-        from ``begins[1]`` to ``ends[1]``.
+        With several classes, the lists hold the experts of the classes from ``begins[0]`` to ``ends[0]``, then the
+        experts of the classes from ``begins[1]`` to ``ends[1]``.
         """
         each = self.max_experts // WARP
         first = lane * each
@@ -289,7 +289,7 @@ class ExpertMTiles:
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
         for which in range_constexpr(2 if self.classes > 1 else 1):
-            # With many experts, registers are short, and m tiles are counted again.
+            # With many experts, m tiles are counted again instead of kept, to save registers.
             m_tiles_of = cute.make_rmem_tensor((each if self.packed == 1 else 1,), Int32)
             m_tiles, touched = Int32(0), Int32(0)
             for i in range_constexpr(each):

@@ -24,7 +24,7 @@ SCALE_TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
 """Bytes of a tile of scales, 128 rows x 4 blocks."""
 BOX_BYTES: Final = 16
-"""Fewest bytes of a row in a box of a tensor map."""
+"""Smallest number of bytes of a row of a TMA box."""
 PrologueQuant = Literal["plain", "scaled"]
 """Quantisation of activations to FP4 before the GEMM, without or with a global scale."""
 
@@ -35,8 +35,8 @@ class ActivationLayout:
 
     Attributes:
         a_dtype: dtype of the given activations: uint8 for FP4 codes, else bfloat16 or float16.
-        dtype: dtype of the rearranged activations. 16-bit activations keep theirs, except that float16 becomes bfloat16
-            for an MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
+        dtype: dtype of the rearranged activations. 16-bit activations keep their dtype, except that float16 becomes
+            bfloat16 for an MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4, or None for 16-bit activations.
         by_warp: True for the operand layout of warp-level MMAs (mma.sync), False for wgmma's layout.
@@ -105,7 +105,8 @@ class WeightTile:
 
     @cached_property
     def scale_columns(self) -> int:
-        """Scales of a row in a stage: one per block; if ``spread``, all of the tiles that the blocks touch."""
+        """Number of scales of a row in a stage: one per block; if ``spread``, all scales of the scale tiles that the
+        blocks touch."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @cached_property
@@ -115,7 +116,7 @@ class WeightTile:
 
     @cached_property
     def scale_row_tiles(self) -> int:
-        """Most tiles of scales that the rows span; 0 in the linear layout."""
+        """Largest number of scale tiles that the rows span; 0 in the linear layout."""
         last_start = SCALE_TILE_ROWS - math.gcd(self.tile_n, SCALE_TILE_ROWS)
         return 0 if self.layout.is_linear else -(-(last_start + self.tile_n) // SCALE_TILE_ROWS)
 

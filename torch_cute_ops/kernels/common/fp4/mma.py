@@ -49,13 +49,13 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
 
 
 def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: cute.Pointer) -> Callable:
-    """Return a function that starts the MMAs of one word of a lane's two rows; the previous word's may still run.
+    """Return a function that starts the MMAs of one word of a lane's two rows, while the previous word's MMAs may run.
 
     Args:
         dtype: dtype of the operands.
         m: number of tokens, a multiple of 8.
-        elements: elements of k of a stage of activations.
-        stages: stages of activations.
+        elements: number of elements of k of a stage of activations.
+        stages: number of stages of activations.
         order: order of the atoms (8 tokens x 64 elements) along tokens, elements and stages.
         at: the activations in shared memory, in the layout for wgmma (``kernels.common.fp4.activations``).
 
@@ -118,8 +118,9 @@ class KTileMma:
     ``kernels.common.fp4.activations``. Each warp multiplies 16 rows of the weight.
 
     Attributes:
-        pitch: bytes from a token of a stage to the next: a token's bytes, unless ``__init__`` is given another pitch.
-        last_blocks: blocks of a row if its last k tile is not full, else None.
+        pitch: bytes from one token of a stage to the next: the bytes of a token, unless ``__init__`` is given another
+            pitch.
+        last_blocks: number of blocks of a row if its last k tile is not full, else None.
     """
 
     def __init__(
@@ -151,15 +152,16 @@ class KTileMma:
     def multiply(
         self, start, part: int, parts: int, k_tile, stage, adds, rows, lane, acc, smem, free_before, phase=None
     ) -> None:
-        """Multiply a k tile, or one of ``parts`` ranges of each lane's words of it, and add to the accumulators.
+        """Multiply a k tile, or one of ``parts`` ranges of each lane's words in the k tile, and add to the
+        accumulators.
 
-        The MMAs of a warpgroup may still run when this function returns. The previous k tile's MMAs are complete, and
-        ``free_before`` was called if it is not None.
+        The MMAs of a warpgroup may still run when this function returns. The previous k tile's MMAs are then complete,
+        and ``free_before``, if given, was called.
 
         Args:
             start: result of ``start_of``.
-            part, parts: index of the range of the lane's words; number of ranges.
-            k_tile, stage: index of the k tile, and stage of its activations.
+            part, parts: index of the range of the lane's words, and number of ranges.
+            k_tile, stage: index of the k tile, and index of the stage of its activations.
             adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
             rows: for each of the lane's two rows, the stage of the weight, the row in it, and the row of its scales.
             lane: index in the warp.

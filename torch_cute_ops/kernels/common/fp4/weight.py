@@ -1,12 +1,13 @@
 """K tiles of an FP4 weight in stages of shared memory: copies to them, and loads by lanes.
 
-A k tile is 256 elements of k of ``tile_n`` rows. Its codes are 128 bytes per row, a cache line, and one box of a tensor
-map with the 128-byte swizzle. (A k tile of 128 elements is half a line, with the 64-byte swizzle.) Its scales are whole
-tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows.
+A k tile is 256 elements of k of ``tile_n`` rows. Its codes are 128 bytes per row, a cache line, and one TMA box with
+the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the swizzle 64 bytes.) Its scales are
+copied in bulk as whole tiles of 128 rows x 4 blocks, or, in the linear layout, as one TMA box.
 
-If a weight's k consists of several experts' ranges, one after the other, a k tile ends where its expert ends. Experts
-with an odd number of half scale tiles (``WeightTile.spread``) begin alternately with the first and the second half of a
-scale tile. This half is their *phase*, 0 or 1. A k tile then touches up to one scale tile more.
+If k consists of several experts' ranges, one after the other, the last k tile of an expert ends with the expert's
+range. If a range is an odd number of half scale tiles (``WeightTile.spread``), experts begin alternately with the first
+and the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then touches up to one scale
+tile more.
 """
 
 from typing import Any, NamedTuple
@@ -31,10 +32,11 @@ class WeightCopies(NamedTuple):
     """Copies of a weight to the stages.
 
     Attributes:
-        codes_copy, codes_from, codes_to: TMA copy of codes; boxes of the weight in memory and in the stages.
-        scale_copy, scales_from, scales_to: TMA copy of linear scales, likewise; None for tiled scales.
-        scales: all scales in memory, from which tiled scales are copied in bulk.
-        scales_at: the stages' scales in shared memory.
+        codes_copy, codes_from, codes_to: TMA copy of codes, its boxes in global memory, and its boxes in the stages.
+        scale_copy, scales_from, scales_to: TMA copy of linear scales, its boxes in global memory, and its boxes in the
+            stages; None for tiled scales.
+        scales: all scales in global memory, from which tiled scales are copied in bulk.
+        scales_at: address of the stages' scales in shared memory.
     """
 
     codes_copy: Any
@@ -51,8 +53,8 @@ class WeightStages:
     """K tiles of a weight in ``stages`` stages.
 
     Attributes:
-        words: words of codes that a lane reads in a row of a k tile; each is two k16 steps. (Other attributes are
-            properties of ``WeightTile``.)
+        words: number of words of codes that a lane reads in a row of a k tile. A word is two k16 steps. (Other
+            attributes are properties of ``WeightTile``.)
     """
 
     def __init__(self, tile: WeightTile, stages: int):
@@ -123,7 +125,8 @@ class WeightStages:
             cpasync.prefetch_descriptor(scale_copy)
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
-        """Return the boxes in shared memory, by stage, and in memory, by n tile, k tile and expert."""
+        """Return the boxes in shared memory, indexed by stage, and the boxes in global memory, indexed by n tile, k
+        tile and expert."""
         tiled = cute.local_tile(matrix, (self.tile_n, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
@@ -134,12 +137,12 @@ class WeightStages:
         """Start the copies of a k tile. Arrive once at ``barrier``, which expects their bytes.
 
         Args:
-            n_tile, k_tile, expert: indices of the k tile.
-            stage: stage to copy to.
-            barrier: the stage's full barrier.
+            n_tile, k_tile, expert: indices of the n tile, of the k tile and of the expert.
+            stage: index of the stage to copy to.
+            barrier: full barrier of the stage.
             weight: result of ``open``.
-            n: rows of the weight.
-            blocks: blocks of a row, of one expert.
+            n: number of rows of the weight.
+            blocks: number of blocks in one expert's range of a row.
         """
         if const_expr(self.layout.is_linear):
             with cute.arch.elect_one():
@@ -154,7 +157,7 @@ class WeightStages:
                 own = cutlass.min(blocks - k_tile * self.blocks, Int32(self.blocks))
                 size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE_BYTES
             else:
-                # An expert's blocks are whole scale tiles, except those of a single expert.
+                # An expert's range consists of whole scale tiles, unless the weight has only one range.
                 columns = cute.ceil_div(blocks, TILE_BLOCKS)
                 before = expert * columns
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE_BYTES
@@ -216,11 +219,12 @@ class WeightStages:
         """Return the factors of a lane's blocks of a row.
 
         Args:
-            scales_at: the stages' scales.
+            scales_at: address of the stages' scales in shared memory.
             stage: index of the stage.
             row: row, counted from the first row of the stage's first scale tile.
-            quad: index of the lane among the four that share the row.
-            existing: mask of the existing blocks' scales, or None if all exist. Other factors are zero.
+            quad: index of the lane among the four lanes that share the row.
+            existing: byte mask of the scales of blocks that exist, or None if all blocks exist. Factors of other blocks
+                are zero.
             dtype: dtype of the MMAs' operands.
             phase: phase of the expert, or None for 0.
         """
@@ -232,10 +236,11 @@ class WeightStages:
         return [factor for word in words for factor in scale_factors(word, dtype, self.fmt)]
 
     def scales(self, scales_at: cute.Pointer, stage, row, quad, existing, phase=None) -> Uint32:
-        """Return the bytes of a lane's scales of a row, the first one lowest; arguments as in ``factors``."""
+        """Return the bytes of a lane's scales of a row in a word, the first scale in the lowest byte. The arguments are
+        as in ``factors``."""
         count = self.blocks // QUAD
         block = quad * count
-        # Scales of a stage are laid out as in a matrix of that size.
+        # The scales of a stage have the layout of a scale matrix of the stage's size.
         column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
         row_offset = self.layout.row_offset(row, self.scale_columns)
         place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
@@ -243,7 +248,7 @@ class WeightStages:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if existing is not None:
-            # Scales of missing blocks may be anything, and 0 times NaN is not 0.
+            # Scales of missing blocks are undefined, and 0 times NaN is not 0.
             bytes_ = bytes_ & existing
         return bytes_
 

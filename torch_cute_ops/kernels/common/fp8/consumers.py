@@ -1,10 +1,10 @@
 """Consumer warpgroups of the FP8 GEMMs by wgmma, as parts: MMAs, main loop, promotion, results.
 
-``Consumers.run`` walks over the CTA's tiles. For each it calls its *main loop*, which starts MMAs (``SmemMma``, or a
-kernel's own), promotes their results to the accumulators in fp32, and releases stages; then ``Results`` stores the
-accumulators, or exchanges partial sums with the cluster.
+``Consumers.run`` loops over the CTA's tiles. For each tile, it calls its *main loop*, which starts MMAs (``SmemMma`` or
+a kernel's own class), promotes their results to the accumulators in fp32, and releases stages. Then ``Results`` stores
+the accumulators, or exchanges partial sums with the cluster.
 
-A *promotion* says how the MMAs' result of a k tile, ``partial``, is added to the accumulators ``acc``:
+A *promotion* adds the MMAs' result of a k tile, ``partial``, to the accumulators ``acc``:
 
 - ``factors``: load the factors of a lane's elements, while the MMAs run;
 - ``flags``: load flags of the stage, while the MMAs run;
@@ -48,11 +48,11 @@ class Consumer(NamedTuple):
 
     Attributes:
         tid: index of the thread among the consumers that share a tile.
-        lane, quad: index in the warp, and among the four lanes that share a row.
+        lane, quad: index of the thread in the warp, and index among the four lanes that share a row.
         first: first of the warp's 16 rows of the M side.
-        row: first of the thread's two rows; the second is ``row + 8``.
+        row: first of the thread's two rows of the M side; the second is ``row + 8``.
         token: first of the thread's rows of ``a`` in a swapped tile.
-        stores: the warp's shared memory for assembling lines.
+        stores: shared memory in which the warp assembles lines of the result.
     """
 
     tid: Int32
@@ -77,8 +77,8 @@ class Pending(NamedTuple):
 
 
 def tiled_mma(mma_n: int, m_source: Any) -> cute.TiledMma:
-    """Return a K step of a consumer's MMAs. Create a new one wherever ACCUMULATE is set: the DSL tracks that field per
-    scope."""
+    """Return the tiled MMA of one K step of a consumer. Create a new one wherever ACCUMULATE is set: the DSL tracks
+    that field per scope."""
     shape = WGMMA_M, mma_n, K_STEP
     sources = m_source, OperandMajorMode.K, OperandMajorMode.K
     return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
@@ -93,7 +93,7 @@ class SmemMma:
             stages as copied.
     """
 
-    parts = 1  # accumulators of an element in a k tile
+    parts = 1  # number of accumulators for an element of the result in a k tile
 
     def __init__(self, config: FP8GemmConfig, is_decoded: bool = False):
         self.config, self.is_decoded = config, is_decoded
@@ -209,7 +209,7 @@ class MainLoop:
         config: configuration of the kernel.
         stages: pipeline.
         promotion: promotion rule.
-        results: stores the previous tile while the first MMAs of the next run.
+        results: object that stores the previous tile while the first MMAs of the next tile run.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any):
@@ -221,7 +221,7 @@ class MainLoop:
 
         With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
 
-        Returns the next stage, and its parity.
+        Return the next stage, and its parity.
         """
         c = self.config
         count = work.end - work.begin
@@ -247,7 +247,8 @@ class MainLoop:
 
     @cute.jit
     def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
-        """Multiply ``count`` stages of a tile; ``follow`` more follow. Returns the next stage, and its parity."""
+        """Multiply ``count`` stages of a tile, which ``follow`` more stages follow. Return the next stage, and its
+        parity."""
         in_flight = self.config.in_flight
         for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
             stage, parity = self._add_together(multiply, acc, partials, rest + follow, stage, parity, consumer, smem)
@@ -259,11 +260,10 @@ class MainLoop:
         self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
     ) -> tuple:
         """Multiply one stage for each of ``partials``, and promote each while the MMAs of later stages run. The first
-        stage is full. ``meanwhile`` is called after all MMAs have started. Returns the next stage, and
-        its parity.
+        stage is full. ``meanwhile`` is called after all MMAs have started. Return the next stage, and its parity.
 
         While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. So everything
-        else is done before its MMAs end: factors are loaded, and the first of the stages that ``follow`` is awaited.
+        else is done before the last MMAs end: factors are loaded, and the consumer waits for the next stage.
         """
         rule, reads = self.promotion, []
         for i, partial in enumerate(partials):
@@ -291,14 +291,14 @@ class MainLoop:
 
 
 class Consumers:
-    """Two consumer warpgroups: each multiplies 64 rows of the M side by all of the N side or a part of it.
+    """Two consumer warpgroups. Each multiplies 64 rows of the M side by all of the N side, or by half of it.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
         mma: MMAs of a k tile.
         loop: main loop.
-        results: stores or exchanges finished accumulators.
+        results: object that stores or exchanges finished accumulators.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
@@ -377,7 +377,7 @@ class Results:
         config: configuration of the kernel.
         stages: pipeline.
         schedule: work schedule.
-        epilogue: gives the epilogue of a tile.
+        epilogue: object whose ``of_tile`` returns the epilogue of a tile.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, epilogue: Any):
@@ -388,8 +388,8 @@ class Results:
         """Wait for the first stage of a tile. Return the tile's first row, its number of rows, its first column, and
         its expert.
 
-        They are read from the record of the stage, because finding a tile takes some 1,000 clocks. But under split-K a
-        CTA may have no k tile of the output tile, and so no record.
+        Without split-K, they are read from the record of the stage, because finding a tile takes some 1,000 clocks.
+        Under split-K, the CTA finds the tile: it may have no k tile of the output tile, and thus no record.
         """
         if const_expr(self.config.split_k == 1):
             smem.stages.wait_full(stage, parity)
@@ -429,11 +429,11 @@ class Results:
 
     @cute.jit
     def add_up(self, acc, finish, row, rows, column, turn, is_last, consumer, work, smem):
-        """Add up the partial sums of a swapped tile over the CTAs that share it, in the order of K, finish and store
-        them.
+        """Add up the partial sums of a swapped tile over the CTAs that share the tile, in the order of K. Finish and
+        store the sums.
 
-        The CTAs send each other the partial sums of rows and columns that exist. A CTA may end as soon as it has
-        received all that it waits for: no CTA sends to it, or arrives at its barriers, after that.
+        The CTAs send each other the partial sums of rows and columns that exist. A CTA may end when it has received all
+        partial sums that it waits for: afterwards, no CTA sends to it or arrives at its barriers.
 
         Args:
             turn: parity of the tile's number among the CTA's tiles.
@@ -445,7 +445,7 @@ class Results:
         tokens, columns = cutlass.min(rows, Int32(c.tile_m)), cutlass.min(work.n - column, Int32(c.tile_n))
         own = reduced_rows(c.sum_tile, c.split_k, work.rank, tokens)
         if consumer.tid == 0:
-            # Sums of other CTAs may arrive before this.
+            # Partial sums of other CTAs may arrive before this arrival.
             cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, own * columns * (c.split_k * 4))
         self._leave(acc, consumer, smem)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
@@ -461,20 +461,21 @@ class Results:
 
     @cute.jit
     def exchange(self, acc, exists, group, turn, is_last, consumer, work, smem):
-        """Exchange the partial sums of a tile with ``a`` on the M side, which two CTAs share: CTA i adds up both CTAs'
-        accumulators of consumer warpgroup i, if any row ``exists``, and sends the other warpgroup's.
+        """Exchange the partial sums of a tile with ``a`` on the M side, which two CTAs share.
 
-        All warps arrive at the empty barrier, including warps that have read nothing. Otherwise a late warp might find
-        the barrier two phases on, and wait for the next. ``turn``, ``is_last``: as in ``add_up``.
+        CTA i adds up both CTAs' accumulators of consumer warpgroup i, if any of its rows ``exists``, and sends its
+        accumulators of the other warpgroup. All warps arrive at the empty barrier, including warps that have read
+        nothing: otherwise a late warp might find the barrier two phases ahead, and wait for the next phase. ``turn``
+        and ``is_last`` are as in ``add_up``.
         """
         c, tid = self.config, consumer.tid % WARPGROUP
         ptx.wait(smem.partial_sums.empty, turn ^ 1)
         if group == work.rank:
             if tid == 0:
-                # Accumulators of the other CTA may arrive before this.
+                # Accumulators of the other CTA may arrive before this arrival.
                 size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, size)
-            # Also if nothing is sent: every phase of a barrier is awaited.
+            # Wait even if nothing is sent: a wait by parity must see every phase of the barrier.
             ptx.wait(smem.partial_sums.full, turn)
             if exists:
                 add_accumulators(acc, smem.received, tid)
@@ -491,9 +492,9 @@ class Results:
 
     @cute.jit
     def _tell_read(self, is_last, consumer, smem):
-        """Tell all CTAs that share the tile that a warp has read what they sent, unless this is the last tile."""
+        """Tell all CTAs that share the tile that a warp has read their partial sums, unless this is the last tile."""
         if not is_last:
-            # The next sums replace those that were read.
+            # The next tile's partial sums overwrite this tile's.
             fence_async()
             cute.arch.sync_warp()
             ptx.arrive_at_if(smem.partial_sums.empty, consumer.lane, Uint32(consumer.lane < self.config.split_k))

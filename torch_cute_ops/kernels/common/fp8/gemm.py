@@ -48,19 +48,20 @@ class Work(NamedTuple):
     """Work of a CTA, with the operands.
 
     Attributes:
-        m, n: sizes of the result, of all experts together.
-        k_stages: stages that cover K, ``FP8GemmConfig.span`` k tiles each. The last may hold fewer k tiles, and its
-            last k tile may be half of one.
+        m, n: rows and columns of the result, of all experts together.
+        k_stages: number of stages that cover K, with ``FP8GemmConfig.span`` k tiles each. The last stage may hold fewer
+            k tiles, and the last k tile may have 64 elements instead of 128.
         width: bytes of a row of the weight.
-        begin, end: range of these stages that the CTA multiplies: all, or its part under split-K.
-        first, num_clusters, num_tiles: first tile of the CTA's cluster; number of clusters, and so the step to its next
-            tile; number of all tiles.
+        begin, end: range of these stages that the CTA multiplies: all stages, or the CTA's part under split-K.
+        first: index of the first tile of the CTA's cluster.
+        num_clusters: number of clusters, which is also the step to the cluster's next tile.
+        num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.
-        m_rank: which ``tile_m`` rows of a cluster's tile belong to the CTA.
-        a_scale, b_scale: scales of all experts.
+        m_rank: index of the CTA's ``tile_m`` rows in a tile that a cluster shares.
+        a_scale, b_scale: block scales of all experts.
         alpha, bias: operands of the epilogue, or None.
         out: result.
-        prefetch: memory that is brought into L2, or None.
+        prefetch: memory to prefetch into L2, or None.
     """
 
     m: Int32
@@ -87,17 +88,18 @@ class Smem:
     """Shared memory of a CTA. The class is frozen: the DSL would carry a mutable object through every loop.
 
     Attributes:
-        a, b: stages of ``a`` and of the weight as it is copied.
+        a, b: stages of ``a``, and of the weight as it is copied.
         scales, records: scales and tile records of the stages.
-        workspace: memory that only this kernel uses: a decoded weight, or accumulators that warpgroups exchange.
+        workspace: memory that only some kernels use: a decoded weight, or accumulators that warpgroups exchange.
         stores: memory in which warps assemble lines of the result, or leave partial sums.
-        received: partial sums that CTAs of the cluster have sent.
+        received: partial sums that other CTAs of the cluster have sent.
         table: table of experts.
-        copies: pipeline from the producer and the scale loaders to the decoders, or to the consumers without
-            decoders.
-        stages: pipeline to the consumers: stages that can be multiplied. It shares its empty barriers with ``copies``.
-        partial_sums: full when a cluster's partial sums have arrived here; empty when all CTAs have read theirs.
-        k_groups: accumulators that consumers of the second K group leave to the first.
+        copies: pipeline from the producer and the scale loaders to the decoders, or, without decoders, to the
+            consumers.
+        stages: pipeline of the stages that the consumers multiply. It shares its empty barriers with ``copies``.
+        partial_sums: barriers of ``received``: full when the other CTAs' partial sums have arrived, empty when all CTAs
+            have read the partial sums that they received.
+        k_groups: barriers of the accumulators that the second K group leaves to the first K group.
     """
 
     a: cute.Pointer
@@ -127,7 +129,7 @@ def k_tiles(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
 
 
 def arrive(barrier, lane) -> None:
-    """Arrive at a barrier of this CTA as a warp, after all loads and stores of its lanes."""
+    """Arrive once at a barrier of this CTA for a whole warp, after all loads and stores of its lanes."""
     cute.arch.sync_warp()
     ptx.arrive_if(barrier, Uint32(lane == 0))
 
@@ -167,7 +169,7 @@ class Stages:
         )
 
     def initialise(self, smem: Smem) -> None:
-        """Initialise all barriers, as one thread. The package docstrings tabulate these counts."""
+        """Initialise all barriers, in one thread. The kernels' package docstrings tabulate the arrival counts."""
         c = self.config
         for i in range(c.stages):
             cute.arch.mbarrier_init(smem.copies.full + i, 2)  # the producer's copies, and the scale loader
@@ -180,7 +182,7 @@ class Stages:
             smem.k_groups.init(4 * GROUPS, 4 * GROUPS)
 
     def release(self, stage, lane, smem: Smem) -> None:
-        """Mark a stage as empty for this warp, all of whose lanes have read it."""
+        """Mark a stage as empty for this warp. All lanes must have read the stage."""
         cluster_m = self.config.cluster_m
         if cluster_m > 1:
             cute.arch.sync_warp()
@@ -219,7 +221,7 @@ class WorkSchedule:
 
 
 class FP8Gemm:
-    """A GEMM made of these parts.
+    """GEMM kernel that is composed of a work schedule, a scale source, consumers and possibly a decoder.
 
     Args:
         config: configuration of the kernel.
@@ -324,8 +326,8 @@ class FP8Gemm:
             cute.arch.cluster_wait()
 
     def _wait_if_static(self) -> None:
-        """Wait for the previous kernels, unless the whole CTA has. Decoders need no wait: they access only shared
-        memory."""
+        """Wait for the previous kernels, unless the whole CTA has already waited. Decoders need no wait: they access
+        only shared memory."""
         if self.config.static_weight:
             cute.arch.griddepcontrol_wait()
 
@@ -333,9 +335,9 @@ class FP8Gemm:
 class Producer:
     """The producer warp: copies every stage of the CTA's tiles, in order.
 
-    The first tile's stages of a static weight, up to the depth of the pipeline, are copied before the previous kernel
+    A static weight's stages of the first tile, up to the depth of the pipeline, are copied before the previous kernel
     ends (``core.pipeline``). Their barriers also expect the activations, which are copied afterwards. After the last
-    copy the producer may bring its share of a later launch's operands into L2.
+    copy, the producer may prefetch its share of a later launch's operands into L2.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule):
@@ -354,7 +356,7 @@ class Producer:
         for number in range(work.first, work.num_tiles, work.num_clusters):
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(expert, column, work)
-            # Rows begin anywhere.
+            # An expert's rows may begin at any row.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_m, K_TILE), (None, None))
             a_to, a_from = cpasync.tma_partition(a_map[0], 0, one, a_stages, cute.group_modes(tiled, 0, 2))
             place = column // c.copied_n + work.m_rank
@@ -443,7 +445,7 @@ class ScaleLoader:
 
 
 class Decoders:
-    """The decoder warps: teams that take in turn the stages that have arrived."""
+    """The decoder warps: teams, which take turns at the stages that have arrived."""
 
     def __init__(self, config: FP8GemmConfig, decoder: Any):
         self.config, self.decoder = config, decoder
@@ -473,9 +475,9 @@ class Decoders:
     def _skip(self, turn, count, stage, parity, lane, smem):
         """Skip a stage of another team.
 
-        If the teams exchange stages from round to round, wait until the stage has arrived: a warp that does not wait
-        could mistake the phase of two rounds before for the awaited one. The stage becomes full only when all teams
-        have seen it arrive, so that no team is late by a round.
+        If a stage belongs to different teams in successive rounds, wait until the stage has arrived: a warp that does
+        not wait could mistake the phase of two rounds before for the awaited phase. The stage becomes full only when
+        all teams have seen it arrive, so that no team is late by a round.
         """
         c = self.config
         if const_expr(c.teams_meet):
@@ -487,19 +489,19 @@ class Decoders:
 
 @cute.jit
 def wait_if(condition, barrier, parity):
-    """Wait for a phase if ``condition`` holds. MMAs overlap with this branch, as the machine code shows; they did not
-    overlap with a branch around an arrival (``core.ptx.arrive_if``)."""
+    """Wait for a phase if ``condition`` holds. The machine code overlaps MMAs with this branch. It did not overlap MMAs
+    with a branch around an arrival (see ``core.ptx.arrive_if``)."""
     if condition:
         ptx.wait(barrier, parity)
 
 
 def tell_decoded(stage, lane, smem: Smem) -> None:
-    """Arrive at ``full`` as a decoder warp, which has synchronised."""
+    """Arrive at the full barrier of a stage for a decoder warp whose lanes have synchronised."""
     ptx.arrive_if(smem.stages.full + stage, Uint32(lane == 0))
 
 
 def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
-    """Load the scales of a k tile of ``a``, 32 rows at a time; zeros for rows that the expert does not own."""
+    """Load the scales of a k tile of ``a``, 32 rows at a time. Rows that the expert does not own get zeros."""
     at = work.a_scale.iterator + (Int64(k_tile) * work.a_scale.stride[0] + tile.row + lane)
     words = []
     for place in range(0, tile_m, 32):

@@ -1,4 +1,4 @@
-"""Host side of the FP8 shelf: sizes, layouts and arguments of FP8 kernels. No device code."""
+"""Host side of FP8 kernels: sizes, layouts and arguments. No device code."""
 
 from collections import namedtuple
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ STORE_TILE_BYTES: Final = STORE_ROWS * STORE_PITCH
 # Rows that are quantised to FP8
 
 FP8_UNIT = 16
-"""Elements that a thread processes at once: their codes fill a 16-byte store. Rows are multiples of it."""
+"""Elements that a thread processes at once: their codes fill a 16-byte store. Row widths are multiples of 16."""
 SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
 """Neighbouring threads that share a block of 128 elements and its scale."""
 
@@ -63,8 +63,8 @@ class ExpertLayout:
     def table_bytes(self) -> int:
         """Bytes of the table of experts in shared memory.
 
-        It holds three words for each expert (its first row, its number of rows, the number of tiles before its own) and
-        one running sum for each warp.
+        It holds three words for each expert (its first row, its number of rows, the number of tiles of the experts
+        before it) and one running sum for each warp.
         """
         return 0 if self.is_plain else 3 * (self.max_experts + 4) * 4 + 128
 
@@ -85,46 +85,48 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
             rows of all experts are one column.
         b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
             one of its scale layouts.
-        offsets: (E + 1,) int32, or None; ``ExpertLayout`` says which.
-        counts: (E,) int32, or None.
-        alpha: (1,), (N,), (E,) or (E, N) float32, or None; ``Epilogue.alpha`` says which.
-        bias: (N,) or (E, N), or None.
-        out: (R, N), written in rows that an expert owns; masked (E, R / E, N).
-        prefetch: (rows, bytes) uint8, contiguous, brought into L2 if ``FP8GemmConfig.prefetches``; or None.
-        max_ctas: number of CTAs that may run at once, a multiple of the cluster size; depends on the GPU alone.
+        offsets: (E + 1,) int32 first rows of experts, given if ``ExpertLayout.has_offsets``; else None.
+        counts: (E,) int32 numbers of rows of experts, given if ``ExpertLayout.has_counts``; else None.
+        alpha: (1,), (N,), (E,) or (E, N) float32 factors, or None; ``Epilogue.alpha`` says which.
+        bias: (N,) or (E, N) in ``Epilogue.bias_dtype``, or None.
+        out: (R, N) in ``Epilogue.out_dtype``, written in rows that an expert owns; masked (E, R / E, N).
+        prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``FP8GemmConfig.prefetches``; else None.
+        max_ctas: int32, number of CTAs that may run at once, a multiple of the cluster size. It depends on the GPU
+            alone.
     """
 
 
 # GEMMs by wgmma (``common.fp8.gemm``)
 
 K_TILE: Final = FP8_BLOCK128.block_size
-"""Elements of K that a step of the main loop multiplies. They share one block scale."""
+"""Elements of K of a k tile. They share one block scale of ``a``."""
 GROUPS: Final = 2
-"""Consumer warpgroups that share a tile: each takes 64 rows of the M side, or half of the N side if M is 64."""
+"""Consumer warpgroups that share a tile: each multiplies 64 rows of the M side, or half of the N side if M is 64."""
 MANY: Final = 128
-"""Rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller, swapped, tiles the weight is there."""
+"""Rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller (swapped) tiles, the weight is on the M
+side."""
 WIDE: Final = GROUPS * WGMMA_M
-"""Weight rows of a tile in which each consumer warpgroup multiplies its own 64."""
+"""Weight rows of a tile of which each consumer warpgroup multiplies 64."""
 SPLITS: Final = (1, 2, 3, 4, 6)
 """Numbers of CTAs that may share the K of a tile of few rows."""
 NARROW_SPLITS: Final = (1, 2)
-"""The same for tiles with 64 weight rows: clusters of two fill a GPU."""
+"""Numbers of CTAs that may share the K of a tile with 64 weight rows: clusters of two CTAs fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Scale-loader warps: the producer's warpgroup without the producer."""
 BARRIER_BYTES: Final = 272
-"""Room for the most barriers that any configuration needs: three for each of ten stages, and four others."""
+"""Bytes for the largest number of barriers of any configuration: three for each of ten stages, and four others."""
 RECORD_WORDS: Final = 4
-"""Words in a stage that describe its tile: first row, number of rows from there on, first column, and expert, or 0 if
-the epilogue does not depend on the expert."""
+"""Words in a stage that describe its tile: first row, number of rows from the first row on, first column, and expert (0
+if the epilogue does not depend on the expert)."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
 LINE_SPAN: Final = 2
-"""K tiles of a stage whose FP4 codes are whole cache lines: 128 bytes of a weight row, which L2 reads at once."""
+"""K tiles of a stage whose FP4 codes fill a cache line of 128 bytes per weight row, which L2 reads at once."""
 FLAG_WORDS: Final = 4
-"""Words for the flags of a k tile: one is used, in a piece of 16 bytes."""
+"""Words for the flags of a k tile: one word, padded to 16 bytes."""
 
 
 def unit_words(tile_n: int) -> int:
-    """Return the fp32 words in a slot that tell consumers how units change (``common.fp8.units``): two powers for each
+    """Return the number of words in a slot for factors that change units (``common.fp8.units``): two factors for each
     weight row, and the flags."""
     return 2 * tile_n + FLAG_WORDS
 
@@ -213,7 +215,7 @@ class FP8GemmConfig:
 
     @classmethod
     def may_prefetch(cls, rows: ExpertLayout, tile_m: int) -> bool:
-        """Return whether the producer may bring memory into L2: without experts, in tiles of few rows."""
+        """Return whether the producer may prefetch memory into L2: without experts, in tiles of few rows."""
         return rows.is_plain and tile_m <= cls.prefetch_tile_m
 
     @property
@@ -228,8 +230,8 @@ class FP8GemmConfig:
 
     @property
     def m_parts(self) -> int:
-        """Parts of a swapped tile's rows of ``a``, one for each consumer warpgroup, if the tile has 64 weight
-        rows, which each warpgroup multiplies."""
+        """Number of parts into which the consumer warpgroups divide a swapped tile's rows of ``a``: 2 if the tile has
+        64 weight rows, all of which each warpgroup multiplies; else 1."""
         return WIDE // self.tile_n if self.is_swapped else 1
 
     @property
@@ -244,27 +246,27 @@ class FP8GemmConfig:
 
     @property
     def decoded_arrivals(self) -> int:
-        """Arrivals of decoders that make a stage full."""
+        """Number of decoder arrivals that make a stage full."""
         return self.decoder_warps * (self.decoder_teams if self.teams_meet else 1)
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """Number of CTAs of a cluster."""
         return self.split_k * self.cluster_m
 
     @property
     def copied_n(self) -> int:
-        """Weight rows that a CTA copies."""
+        """Number of weight rows that a CTA copies."""
         return self.tile_n // self.cluster_m
 
     @property
     def consumer_warps(self) -> int:
-        """Warps that multiply."""
+        """Number of consumer warps."""
         return WARPGROUP // 32 * GROUPS * self.k_groups
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return 32 * (self.consumer_warps + self.decoder_teams * self.decoder_warps) + WARPGROUP
 
     @property
@@ -279,43 +281,45 @@ class FP8GemmConfig:
 
     @property
     def received_bytes(self) -> int:
-        """Shared memory for the partial sums that the CTAs of a cluster send to one of them. With ``a`` on the M side,
-        each of two CTAs finishes the rows of one consumer warpgroup, and receives that warpgroup's accumulators."""
+        """Bytes of shared memory for the partial sums that a CTA receives from the other CTAs of its cluster. With
+        ``a`` on the M side, each of two CTAs finishes the rows of one consumer warpgroup, and receives the accumulators
+        of the other CTA for these rows."""
         if self.split_k == 1:
             return 0
         return self.sum_tile.received_bytes(self.split_k) if self.is_swapped else WGMMA_M * self.tile_n * 4
 
     @property
     def store_bytes(self) -> int:
-        """Shared memory in which warps assemble lines of the result, or CTAs store partial sums."""
+        """Bytes of shared memory in which warps assemble lines of the result, or CTAs store partial sums."""
         if self.is_swapped:
             return self.sum_tile.size_bytes if self.split_k > 1 else 0
         return GROUPS * 4 * STORE_TILE_BYTES
 
     @property
     def boxes(self) -> int:
-        """Largest number of copies that bring a k tile of ``a``."""
+        """Largest number of TMA copies for a k tile of ``a``."""
         return -(-self.tile_m // WGMMA_M)
 
     @property
     def box_m(self) -> int:
-        """Rows of ``a`` in one copy. Copies divide a tile so that missing rows need not be copied."""
+        """Rows of ``a`` in one TMA copy. A tile is copied in several boxes so that boxes without rows can be
+        skipped."""
         return self.tile_m // self.boxes
 
     @property
     def streams_weight(self) -> bool:
-        """Return whether the weight is read once, as a rule."""
+        """Return whether tiles usually read the weight only once."""
         return self.tile_m < 2 * WGMMA_M
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage: both operands, their scales, and a record."""
+        """Bytes of shared memory of a stage: both operands, their scales, and a record."""
         of_slots = self.span * (self.tile_m * K_TILE + self.slot_words * 4)
         return of_slots + self.copied_n * self.line + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return (
             self.stages * self.stage_bytes
             + self.workspace_bytes
@@ -359,7 +363,7 @@ def with_most_stages(
     **own: Any,
 ) -> AnyConfig | None:
     """Return the configuration of this kind with the most stages that fit on an SM of ``arch``, or None if none fits.
-    ``own``: fields that only this kind has."""
+    ``own`` contains the fields that only this kind of configuration has."""
     hints = static_weight and kind.reads_ahead(rows, tile_m, pdl), prefetches and kind.may_prefetch(rows, tile_m)
     tile = tile_m, tile_n, split_k
     return first_fit((kind(rows, epilogue, *tile, stages, pdl, *hints, **own) for stages in kind.stage_counts), arch)

@@ -1,8 +1,8 @@
 """Output tiles of the FP8 GEMMs of many experts, found on the device from offsets and counts.
 
 A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of its weight. Tiles are numbered expert by expert; an expert
-without rows owns none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an expert,
-tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in shared
+without rows owns no tiles. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an
+expert, tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in shared
 memory.
 """
 
@@ -24,9 +24,10 @@ class Tile(NamedTuple):
     """An output tile.
 
     Attributes:
-        expert: its expert.
-        row, column: its first row and column.
-        rows: rows that the expert owns from ``row`` on; zero or negative for a CTA of a cluster whose rows are missing.
+        expert: index of the expert.
+        row, column: first row and column of the tile.
+        rows: number of rows that the expert owns from ``row`` on; zero or negative for a CTA of a cluster whose rows do
+            not exist.
     """
 
     expert: Int32
@@ -39,12 +40,12 @@ class Views(NamedTuple):
     """Tensors of a call as matrices over all experts.
 
     Attributes:
-        a: (R, K).
-        b: (N, K, E).
-        a_scale: (blocks, R).
-        b_scale: (⌈N / 128⌉, blocks, E).
-        out: (R, N).
-        space: rows of the buffer; in the masked layout rows of one expert's part.
+        a: activations (R, K).
+        b: weight (N, K, E).
+        a_scale: block scales (blocks, R).
+        b_scale: block scales (⌈N / 128⌉, blocks, E).
+        out: result (R, N).
+        space: number of rows of the buffer; in the masked layout, of one expert's part.
     """
 
     a: cute.Tensor
@@ -56,8 +57,8 @@ class Views(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Table of experts: for each the number of tiles before its own, its first row and its number of rows; and scratch
-    memory with a running sum for each warp."""
+    """Table of experts. It contains for each expert the number of tiles of the experts before it, its first row and its
+    number of rows. A running sum for each warp is scratch memory."""
 
     firsts: cute.Tensor
     begins: cute.Tensor
@@ -69,10 +70,10 @@ class ExpertTiles:
     """Tiles of ``tile_m`` rows and ``tile_n`` columns.
 
     Args:
-        rows: how rows belong to experts.
-        tile_m, tile_n: size of a tile.
-        weight: weight source; gives the arguments and views of the weight and its scales.
-        raster: row tiles that run side by side.
+        rows: assignment of rows to experts.
+        tile_m, tile_n: rows and columns of a tile.
+        weight: weight source, which defines the arguments and views of the weight and its scales.
+        raster: number of row tiles that run side by side.
     """
 
     def __init__(self, rows: ExpertLayout, tile_m: int, tile_n: int, weight, raster: int = RASTER_WIDTH):
@@ -113,8 +114,8 @@ class ExpertTiles:
         )
 
     def views(self, given: Arguments) -> Views:
-        """Return the tensors of a call as matrices over all experts. In the masked layout the experts' parts of a
-        buffer follow each other."""
+        """Return the tensors of a call as matrices over all experts. In the masked layout, the matrices consist of the
+        experts' parts, one after the other."""
         a, a_scale, out = given.a, given.a_scale, given.out
         if self.rows.is_masked:
             space = a.shape[1]
@@ -137,10 +138,10 @@ class ExpertTiles:
         )
 
     def ctas(self, given: Arguments, cluster: int = 1):
-        """Return the CTAs of a launch: ``cluster`` for each possible tile, ``max_ctas`` at most, and none if the result
-        overlaps an operand.
+        """Return the number of CTAs of a launch: ``cluster`` for each possible tile, but at most ``max_ctas``; 0 if the
+        result overlaps an operand.
 
-        The host does not know how many rows each expert owns; at most one tile of each expert is not full.
+        The host does not know how many rows each expert owns, but at most one tile of each expert is not full.
         """
         *rest, space, n = given.out.shape
         if self.rows.is_masked:
@@ -210,7 +211,7 @@ class ExpertTiles:
         expert, begin, count, first = Int32(0), Int32(0), m, Int32(0)
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
-            # Experts without rows start at the same tile as the expert after them, and come before it.
+            # An expert without rows has the same first tile as the expert after it, which the votes choose.
             expert = expert_by_votes(table.firsts, number // columns, lane, self.rows.max_experts)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         row_tiles = cute.ceil_div(count, self.tile_m)

@@ -3,7 +3,7 @@
 Interface:
 
 - ``arguments(n, k, blocks, experts)``: kernel arguments of the weight and its scales;
-- ``views(b, b_scale)``: both as matrices over all experts;
+- ``views(b, b_scale)``: the weight and its scales as matrices over all experts;
 - ``layout(stages)``: layout of copied weight rows in shared memory, (rows, bytes of a row, stages);
 - ``stages(stages, smem)``: the weight's stages in shared memory;
 - ``await_rows(expert, column, work)``: wait until a tile's weight rows and scales can be read.
@@ -25,7 +25,7 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 SLOT_PIECES = K_TILE // 2 // VECTOR_BYTES
-"""Pieces of 16 bytes that a weight row's FP4 codes fill in a k tile."""
+"""Number of 16-byte pieces that the FP4 codes of a weight row fill in a k tile."""
 
 
 def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
@@ -128,23 +128,26 @@ class FP4Weight:
         """Return at once: the weight is complete."""
 
     def line_offset(self, slot, row, index, span: int) -> Int32:
-        """Return the offset of a row's ``index``-th piece of codes of a slot, in stages of ``span`` k tiles whose rows
-        are lines of 128 bytes. The swizzle permutes the pieces of a line by the number of the row."""
+        """Return the offset of the ``index``-th 16-byte piece of a row's codes in a slot.
+
+        A stage holds ``span`` k tiles, and its rows are lines of 128 bytes. The swizzle permutes the pieces of a line
+        by the index of the row.
+        """
         of_row = (slot // span * self.copied_n + row) * self.line
         return of_row + (slot % span * SLOT_PIECES + index ^ row % 8) * VECTOR_BYTES
 
     # Scales in memory
 
     def row_scales(self, scale: cute.Tensor, n, expert, row, exists, first, left) -> list:
-        """Load a k tile's scales of a weight row as words of four scales; zeros where none exist.
+        """Load a k tile's scales of a weight row as words of four scales. Scales that do not exist are zero.
 
         Args:
-            scale: as ``views`` returns it.
-            n: rows of an expert's weight.
-            expert, row: which row.
+            scale: scales of the weight, as ``views`` returns them.
+            n: number of rows of an expert's weight.
+            expert, row: index of the expert, and index of the row in the expert's weight.
             exists: True if the row exists.
-            first: the k tile's first scale, an Int64.
-            left: number of scales of the row from there on.
+            first: index of the k tile's first scale in the row, an Int64.
+            left: number of scales of the row from ``first`` on.
         """
         words = self.tile_scales // 4
         at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
@@ -165,15 +168,15 @@ class FP4Weight:
         return offset + self.scale_layout.block_offset(place)
 
     def without_padding(self, words: list, left) -> list:
-        """Replace the scales after the end of a row, which may be anything, by the scales of the k tile's first half,
-        which fit the same unit. ``left``: number of scales that exist, half of a k tile's or all."""
+        """Replace the scales after the end of a row, which are undefined, by the scales of the k tile's first half,
+        which fit the same unit. ``left`` is the number of scales that exist: half of a k tile's scales, or all."""
         if self.fmt == MXFP4:
             return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
         return [words[0], ptx.select(left > 4, words[1], words[0])]
 
     def lane_scales(self, tile_n: int, tile: Tile, lane, k_tile, work) -> list:
-        """Load the scales of a lane's weight rows in a k tile, every 32nd row from ``lane`` on. Returns for each row
-        its words of four scales; anything for rows that do not exist."""
+        """Load the scales of a lane's weight rows in a k tile: every 32nd row from ``lane`` on. Return a list of words
+        of four scales for each row. The words of rows that do not exist are undefined."""
         layout, scale = self.scale_layout, work.b_scale
         words = self.tile_scales // 4
         left = work.width * 2 // self.fmt.block_size - k_tile * self.tile_scales
@@ -200,11 +203,11 @@ def piece_at(base: cute.Pointer, offset) -> cute.Tensor:
 
 
 def load_stage_scales(config: FP8GemmConfig, weight: FP4Weight, k_stage, tile: Tile, lane, work) -> list:
-    """Load the scales of a stage: for each of its k tiles the scales of ``a``, 32 rows at a time, and of a lane's rows
-    of the weight (``FP4Weight.lane_scales``).
+    """Load the scales of a stage. For each k tile, load the scales of ``a``, 32 rows at a time, and the scales of the
+    lane's rows of the weight (``FP4Weight.lane_scales``).
 
-    For a k tile beyond the end of K, the scales of ``a`` are zeros, and the weight's scales are those that the last k
-    tile uses. The codes of such a k tile are zeros.
+    For a k tile beyond the end of K, the scales of ``a`` are zeros, and the last k tile's scales of the weight are
+    used. The codes of that k tile are zeros.
     """
     if config.span == 1:
         of_rows = token_scales(config.tile_m, k_stage, tile, lane, work)
