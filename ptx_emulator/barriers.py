@@ -235,7 +235,7 @@ class Barriers:
         return found
 
     def waited_for(self) -> list[str]:
-        """Describe the mbarriers at which threads wait: phase, missing arrivals and bytes."""
+        """Describe the mbarriers at which threads wait: phase, missing arrivals and missing bytes."""
         return [
             f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
             for (cta, offset), b in self.mbarriers.items()

@@ -474,7 +474,7 @@ class Machine(Layout):
         self.reason[ready] = 0
         elsewhere = ready[self.block[ready] != block.first]
         if len(elsewhere):
-            # Lanes that wait at another bar.warp.sync are done with it.
+            # Lanes that wait at another bar.warp.sync have completed that instruction too.
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]

@@ -126,7 +126,8 @@ class TensorMemory:
         return [int(cta) for cta in machine.cta_of_rank[machine.cluster[thread], first : first + 2]]
 
     def allocate(self, thread: int, columns: int, group: int) -> int:
-        """Allocate columns and return the first. Each CTA owns an SM's tensor memory here, so it never waits."""
+        """Allocate columns and return the first column. In the emulator, each CTA has an SM's tensor memory to itself,
+        so an allocation never waits."""
         self.group(group)
         cta = int(self.machine.cta[thread])
         if columns not in (32, 64, 128, 256, 512):

@@ -59,7 +59,7 @@ def _some_cp_async(
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
     m.races.write(threads, ctas, offsets, size, m.under_way.committed[threads])
-    # Bytes in flight are uninitialised, whatever was there before.
+    # Bytes in flight count as uninitialised, even if they were initialised before.
     for i in range(0, size, 4):
         m.shared.forget(ctas, offsets + i, 4)
 
@@ -209,7 +209,7 @@ def one_to_shared(
         m.races.copy_arrives(agent, ("mbarrier", barrier_cta, barrier), tells=False)
         m.barriers.complete(barrier_cta, barrier, size)
 
-    # Bytes in flight are uninitialised, whatever was there before.
+    # Bytes in flight count as uninitialised, even if they were initialised before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
 

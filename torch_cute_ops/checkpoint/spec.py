@@ -96,7 +96,7 @@ class _Names:
     """Names of modules, wildcards and regular expressions; a configuration can list thousands of names.
 
     Args:
-        given: the names and patterns.
+        given: names and patterns.
     """
 
     def __init__(self, given: Iterable[str]) -> None:
@@ -140,7 +140,7 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
 
     Args:
         path: file that contains it, for messages.
-        quantization: the ``quantization_config`` object.
+        quantization: contents of ``quantization_config``.
 
     Raises:
         ValueError: as :func:`read_spec`.

@@ -219,9 +219,10 @@ def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
 def register() -> None:
     """Register a strategy for every op with DTensor, once per process.
 
-    Uses the functions below ``register_sharding`` of ``torch.distributed.tensor.experimental``. ``register_sharding``
-    would let torch select among rules: torch would redistribute tensors that an op updates in place, and gather tensors
-    that a rule refuses to shard.
+    This calls the functions that
+    ``torch.distributed.tensor.experimental.register_sharding`` calls. ``register_sharding`` itself would let torch
+    select among rules: torch would redistribute tensors that an op updates in place, and gather tensors that a rule
+    refuses to shard.
     """
     propagator: Final = DTensor._op_dispatcher.sharding_propagator
     for spec in OPS.values():

@@ -119,7 +119,7 @@ class _Watch:
     def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
         self.prefix = prefix
         self.store = everyone.store
-        # Use a separate connection if the store supports it: a waiting thread can lock the group's.
+        # Use a separate connection if the store supports it: a waiting thread can lock the group's connection.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             self.store = everyone.store.clone()
         self.rank, self.world, self.timeout_s = everyone.rank, everyone.world, timeout_s

@@ -10,5 +10,6 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_swiglu_fp8quant(input: torch.Tensor, **_: Any) -> OutputShapes:
-    """Describe codes (R, I) and column-major scales (R, ⌈I/128⌉), both with E in front in the masked layout."""
+    """Describe codes (R, I) and column-major scales (R, ⌈I/128⌉). In the masked layout, both have a first dimension
+    E."""
     return quantised(halved(input), "block128", None)

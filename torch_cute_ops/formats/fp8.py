@@ -72,7 +72,7 @@ def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8F
 def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of column-major scales (..., blocks) without padding: a free view of (blocks, rows).
 
-    Leading dimensions are flattened: their strides are those of a contiguous tensor. Sizes may be symbols.
+    Leading dimensions are flattened: their strides are as in a contiguous tensor. Sizes may be symbols.
     """
     *lead, _ = shape
     strides, rows = [], 1

@@ -89,7 +89,7 @@ def rows_of_expert(problem: GemmProblem, m: int) -> int:
 
 
 def has_random_rows(problem: GemmProblem) -> bool:
-    """Return whether only the sum of the experts' rows is known, so that random routing is assumed."""
+    """Return True if only the sum of the experts' rows is known, so that random routing is assumed."""
     layout = problem.grouping.rows
     return layout.has_offsets and not layout.has_counts
 

@@ -90,7 +90,8 @@ def replace_randomly(
     device: torch.device | str | None,
     seed: int,
 ) -> list[str]:
-    """Do what :func:`random_` does, and return the texts of warnings, which begin with the name of ``function``."""
+    """Replace layers as :func:`random_` does. Return the texts of warnings, which begin with the name of
+    ``function``."""
     if scheme not in SCHEMES:
         raise ValueError(f"{function}: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
     cls = SCHEMES[scheme]

@@ -1,5 +1,5 @@
-"""Checks of the ops' arguments. Each raises with the op, the argument, what it got, what it expects, and, where it
-helps, the fix."""
+"""Checks of the ops' arguments. Each error names the op, the argument, the value, the expected value, and if possible a
+fix."""
 
 import itertools
 import math
@@ -88,9 +88,9 @@ def check_fp4_scale(
         scale: block scales.
         matrix: shape (..., K) of the unpacked tensor.
         fmt: FP4 format.
-        layout: layout that the call names, or that the shape of a tensor shows.
+        layout: layout that the call names, or otherwise the layout that the shape of ``name`` or ``follows`` shows.
         given: ``scale_layout`` of the call. If it is a name, tiles may have another library's shape.
-        follows: argument whose shape showed the layout, if it is another one than ``name``.
+        follows: argument whose shape showed the layout, if it is not ``name``.
     """
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
     expected = layout.shape(lead, blocks)
@@ -200,7 +200,7 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if in some dimension the stride is at most the extent in memory of the inner dimensions.
+    """Return True if the stride of some dimension is at most the extent of the inner dimensions in memory.
 
     Return False for symbolic sizes; calls check the real tensors.
     """
@@ -283,7 +283,7 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
-    # Where each step is whole rows, an element's column is its address modulo a row.
+    # If the stride of every other dimension is a whole number of rows, an element's column is its address modulo a row.
     if not steps or min(steps) == 0 or any(step % min(steps) for step in steps):
         return False
     mine, others = _place(one), _place(other)
@@ -365,7 +365,7 @@ def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> N
 
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
-    """Check that ``tensor`` is packed codes (..., K/2), K a multiple of the block size."""
+    """Check that ``tensor`` holds packed codes, (..., K/2), and that K is a multiple of the block size."""
     check_dtype(op, name, tensor, PACKED_DTYPES)
     if tensor.dim() == 0:
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K/2)")

@@ -161,8 +161,8 @@ class RowLauncher(KernelLauncher[RowCall]):
 
 
 class RowQuant(KernelPath[RowCall]):
-    """An op that quantises rows: ``input`` (..., H), or (..., 2H) for a gate, becomes codes, scales, and more. With one
-    output, it rounds them to the input dtype.
+    """An op that converts rows of ``input``, (..., H), or (..., 2H) for a gate, to codes, scales and other outputs. An
+    op with one output rounds the rows to the input's dtype instead.
 
     Args:
         source: source of the values of a row: the row of the input; the sum of this row and the residual's row, which
@@ -333,7 +333,7 @@ class RowQuant(KernelPath[RowCall]):
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,
-            # FP4 rows are whole blocks, and so whole units.
+            # FP4 rows consist of whole blocks, and therefore of whole units.
             width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,

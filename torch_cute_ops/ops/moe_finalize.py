@@ -117,7 +117,7 @@ def moe_finalize(
 
         out[m] = residual[m] + Σ_j weights[m, j] · input[expanded_to_permuted[m, j]]
 
-    A pair with a negative index adds nothing, whatever its weight. CPU and GPU results are equal bit for bit.
+    A pair with a negative index adds nothing, even if its weight is NaN. CPU and GPU results are equal bit for bit.
 
     Args:
         input: (R, H) bfloat16, float16 or float32, rows in the experts' order; H is a multiple of 8. Rows may be

@@ -33,7 +33,7 @@ def grouped_gemm(
         a_scale: (R, ⌈K/128⌉) or (E, rows of an expert, ⌈K/128⌉) float32, any strides.
         factors: (E, N, ⌈K/128⌉) float32, scales of the weights.
         offsets: (E + 1,) int32, first row of each expert, or None if all experts have equally many rows.
-        counts: (E,) int32, number of rows of each expert, or None if the offsets say it.
+        counts: (E,) int32, number of rows of each expert, or None if all rows between an expert's offsets belong to it.
         alpha: (1,) or (E,) float32, or None for 1.
         bias: (E, N), or None.
         out_dtype: dtype of the output, or None for bfloat16.
