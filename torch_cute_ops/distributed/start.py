@@ -189,7 +189,7 @@ class _Watch:
                 log.error("rank %d (%s) %s; collectives with it will not end", rank, who, found)
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Return state and place of each rank that gave a sign."""
+        """Return the state of each rank that gave a sign, with a text that names the rank's host and process."""
         found = {}
         for rank in range(self.world):
             if self.store.check([self._key(rank)]):

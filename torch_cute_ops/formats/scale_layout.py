@@ -69,7 +69,7 @@ class ScaleLayout:
     # Arguments may be ints, tensors or a kernel's integers: use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """Return the row's share of an offset, for ``blocks`` scales in each row."""
+        """Return the part of an offset that depends on the row, for ``blocks`` scales in each row."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -79,7 +79,7 @@ class ScaleLayout:
         return tile_row + row * TILE_BLOCKS
 
     def block_offset(self, block: Any) -> Any:
-        """Return the block's share of an offset."""
+        """Return the part of an offset that depends on the block."""
         if self.is_linear:
             return block
         return block // TILE_BLOCKS * (self.tile_rows * TILE_BLOCKS) + block % TILE_BLOCKS

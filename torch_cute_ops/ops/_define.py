@@ -391,7 +391,8 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
 
 
 def _is_plain(name: str) -> str:
-    """Return an expression that is true of plain tensors; most of them are no parameters, which take longer."""
+    """Return an expression that is true for plain tensors. It tests the type ``Tensor`` first, because few
+    arguments are an ``nn.Parameter``."""
     return f"(type({name}) is Tensor or type({name}) in PLAIN)"
 
 

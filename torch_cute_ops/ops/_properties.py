@@ -34,7 +34,7 @@ class Property:
         kind: ``int``, ``bool``, ``str`` or ``torch.dtype``.
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
-        choices: all possible strings, or nothing if any string is possible.
+        choices: all possible strings; empty if any string is possible.
         of: function that returns the property of a call, or None for a property that messages with a ``warmup`` call
             leave out.
     """

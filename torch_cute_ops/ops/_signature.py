@@ -69,7 +69,7 @@ class Parameter(NamedTuple):
         is_optional: True if the value may be None.
         is_updated: True if the op updates this tensor in place.
         default: default in the schema and in the Python function, or ``inspect.Parameter.empty``.
-        choices: possible strings of a ``Literal``, or nothing.
+        choices: possible strings of a ``Literal``; empty if the parameter is no ``Literal``.
     """
 
     name: str

@@ -33,7 +33,8 @@ def gates_with_gemm(rows: int, device: torch.device) -> bool:
     """Return True if a compiled model fuses a gate and the following GEMM with 16-bit activations into one op.
 
     The answer is True for one row, on GPUs that can compute both in one launch. The op may still choose two launches,
-    for weights with far more K than rows. The answer for a CPU is for tests.
+    for weights with far more K than rows. On a CPU the function returns True for the same calls as on Hopper, so that
+    tests cover this case.
     """
     return rows <= MOST_GATED_ROWS and _has_wgmma(device)
 
@@ -56,7 +57,7 @@ def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: boo
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """Return True for a GPU with warpgroup MMA, and for a CPU, so that tests see what such a GPU does."""
+    """Return True for a GPU with warpgroup MMA, and for a CPU, so that tests on a CPU cover this case."""
     if device.type not in ("cpu", "cuda"):
         return False
     arch = gemm_package().select.target_of(device).arch

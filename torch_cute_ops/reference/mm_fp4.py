@@ -38,7 +38,7 @@ def formats_of(
 
 
 def default_dtype(a: torch.Tensor, a_scale: torch.Tensor | None) -> torch.dtype:
-    """Return the output dtype if the call names none: the dtype of 16-bit activations, else bfloat16."""
+    """Return the default output dtype: the dtype of 16-bit activations, else bfloat16."""
     return a.dtype if a_scale is None else torch.bfloat16
 
 

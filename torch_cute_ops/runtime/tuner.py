@@ -201,10 +201,7 @@ def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
 
 
 def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
-    """Return the decision on the ranks' votes, as JSON:
-
-    the candidate, if it is tuned, and its mean duration, seconds.
-    """
+    """Return the decision on the ranks' votes as JSON: candidate, True if it was tuned, and mean duration, seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:
