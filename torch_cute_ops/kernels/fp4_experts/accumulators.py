@@ -24,15 +24,16 @@ class Work(NamedTuple):
     """Work of a CTA, and the operands.
 
     Attributes:
-        m, n: sizes of the result.
-        cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
-        block_index, first_token: index of the token block, and its first token.
+        m, n: rows and columns of the result.
+        cta, num_ctas: index of the CTA among the CTAs of its token block, and number of these CTAs.
+        block_index, first_token: index of the token block, and index of its first token.
         experts: number of experts.
         lists: lists of routed tokens, from the first kernel.
         partial_sums: partial sums of CTAs, and their flags; or None.
         bias: biases of the experts (E, n), or None.
         out: result.
-        n_tiles: the CTA's two n tiles, the higher one first, because another CTA waits for its partial sums.
+        n_tiles: indices of the CTA's two n tiles. The higher index is first, because another CTA waits for its partial
+            sums.
         begins, ends: range of classes of each n tile.
         m_tiles, first_m_tiles: number of m tiles of the CTA, and number of m tiles of its first n tile.
     """
@@ -64,7 +65,7 @@ class Smem:
         acc: accumulators of the token block.
         m_tiles: lists of m tiles.
         pipeline: pipeline of all stages.
-        turns: mbarriers, one for each consumer warp: the warp may add to the accumulators.
+        turns: mbarriers, one for each consumer warp, which complete when the warp may add to the accumulators.
     """
 
     codes: cute.Pointer
@@ -150,7 +151,7 @@ class Accumulators:
         """Add other CTAs' partial sums of this n tile, in the order of their classes, before this CTA's own."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
-        # CTA with the n tile's first class: the ranges of CTAs are rounded down.
+        # Find the CTA with the n tile's first class. The first work tiles of CTAs are rounded down.
         work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
         first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
         for cta in range(first, work.cta):

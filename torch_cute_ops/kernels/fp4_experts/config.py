@@ -25,7 +25,7 @@ N_WARPS: Final = TILE_N // 16
 EXPERT_K_MULTIPLE: Final = 64
 """Divisor of an expert's width: half a scale tile of MXFP4, a whole scale tile of NVFP4."""
 PRODUCER_WARPS: Final = 4
-"""Number of producer warps: one for each pipeline, and whole warpgroups."""
+"""Number of producer warps: one for each pipeline, rounded up to a whole warpgroup."""
 TILES_M: Final = (8, 16, 24, 32)
 """Supported ``tile_m``: tokens of an m tile."""
 TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
@@ -33,7 +33,7 @@ TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """(elements of a k tile, pipelines, warps that share the k of 16 rows). ``plan`` takes the first that fits."""
 CLASSES: Final = 8
-"""Number of classes of experts by which work is divided. An expert's class is its number modulo this."""
+"""Number of classes of experts by which work is divided. An expert's class is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512
 
 
@@ -43,9 +43,10 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
 
     Attributes:
         a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
-        alpha: (M, E) float32, any strides; pairs with a factor of zero are not computed.
-        bias: (E, N) float32 or the result's dtype, added to an expert's accumulator before the factor; or None.
-        out: (M, N), written.
+        alpha: (M, E) float32 factors with any strides; pairs with a factor of zero are not computed.
+        bias: (E, N) in float32 or the dtype of ``out``, added to an expert's accumulator before it is multiplied by the
+            factor; or None.
+        out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs for each token block: ``Config.num_ctas``.
     """
@@ -59,14 +60,14 @@ class Config:
         operands: formats of the activations and of the weight.
         out_dtype: dtype of the result.
         expert_k: elements of k of an expert.
-        k_tile: elements of k of a stage.
-        tile_m: tokens of an m tile.
-        token_block: tokens of a token block.
+        k_tile: number of elements of k of a stage.
+        tile_m: number of tokens of an m tile.
+        token_block: number of tokens of a token block.
         pipelines: number of m tiles that a CTA computes at a time.
         k_warps: number of warps that share the k of 16 rows of an m tile.
         stages: number of stages of all pipelines.
-        classes: number of classes of experts. With several, a CTA computes some classes of one or two n tiles; with
-            one, all experts of one n tile.
+        classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles;
+            with one class, it computes all experts of one n tile.
         pdl: True for programmatic dependent launches.
         bias_dtype: dtype of the experts' biases, or None without biases.
         max_experts: number of experts for which the lists of m tiles have room.
@@ -197,8 +198,8 @@ def plan(
     bias_dtype: torch.dtype | None = None,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the first of ``PIPELINE_SHAPES``, and then the most stages, that fits into an SM
-    of ``arch``. Return None if none fits with two stages for each pipeline."""
+    """Return the configuration with the first of ``PIPELINE_SHAPES`` that fits into an SM of ``arch`` with two stages
+    for each pipeline, and with the largest number of stages that fits. Return None if no shape fits."""
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES

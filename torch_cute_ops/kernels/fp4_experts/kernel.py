@@ -31,12 +31,12 @@ class Consumer(NamedTuple):
     """Thread of a consumer warp.
 
     Attributes:
-        lane, quad: index in the warp, and index among the four lanes that share a row.
+        lane, quad: index of the thread in the warp, and index among the four lanes that share a row.
         row: first of the lane's two rows of the n tile; the second is ``row + 8``.
         leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
-        chain_index: index of the warp in its chain, the warps with the same rows.
-        pipeline, k_warp: pipeline of the warp, and index among the warps that share its k.
-        turn_chain: barriers of the chain.
+        chain_index: index of the warp in its chain. A chain is the warps with the same rows.
+        pipeline, k_warp: index of the warp's pipeline, and index of the warp among the warps that share its k.
+        turn_chain: mbarriers by which the warps of the chain take turns.
     """
 
     lane: Int32
@@ -169,7 +169,7 @@ class FP4ExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # Two arrivals fill a stage: one for the weight; one for the lists' activations and pairs.
+            # A stage is full after two arrivals: one for the weight, one for activations and pairs from the lists.
             smem.pipeline.init(full=2, empty=N_WARPS * c.k_warps)
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
@@ -408,8 +408,8 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Add a k tile to the accumulator, and release the stage ``before``. A warp multiplies its part of each
-        lane's codes."""
+        """Add a k tile to the accumulators, and release the stage ``before``. If warps share k, each multiplies a part
+        of each lane's codes."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 

@@ -28,7 +28,7 @@ TILES_M: Final = (8, 16, 24, 32)
 TOKEN_BLOCKS: Final = (32, 64, 128, 256, 512)
 """Supported token blocks, in tokens."""
 PIECES_PER_THREAD: Final = 2
-"""Number of pieces of activations that a thread rearranges, about."""
+"""Approximate number of pieces of activations that a thread rearranges."""
 MAX_LIST_CTAS: Final = 64
 """Largest number of CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
@@ -49,16 +49,17 @@ class Arguments(
 
     Attributes:
         a, a_scale: activations, as ``FP4Operands`` describes them.
-        b: (E, H / 2, 2 · I) codes, the transposed view of a contiguous weight: for each expert the columns of the gate,
-            then the columns of up.
-        b_scale: scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
-        routing: (M, E) float32, any strides; pairs with zero are not computed.
-        alpha: float32 factors: (E,), or (E, 2) for gate and up; or None.
-        bias: (E, 2 · I) float32 or 16 bits, added after the factor; or None.
-        global_scale: float32, (1,) or (E,), encode scale of the result; or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the general gate, +inf for no limit; or None.
-        y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written for routed tokens.
-        scale: block scales of the codes, written for routed tokens, with padding of zeros; None for 16 bits.
+        b: (E, H / 2, 2 · I) uint8 FP4 codes, the transposed view of a contiguous weight. In each expert, the columns of
+            the gate precede the columns of up.
+        b_scale: block scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
+        routing: (M, E) float32 with any strides; pairs with zero are not computed.
+        alpha: (E,) float32 factors, or (E, 2) for gate and up; or None.
+        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``; or None.
+        global_scale: (1,) or (E,) float32 encode scale of the result; or None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, the limit +inf for no limit; or
+            None.
+        y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
+        scale: block scales of ``y``, written for routed tokens, with zeros as padding; None for 16 bits.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs for each token block.
     """
@@ -68,15 +69,15 @@ class Arguments(
 class GatedEpilogue:
     """Epilogue of a work tile.
 
-    ``g = gate · alpha + bias``, and ``u`` likewise, each operation rounded to fp32; then SwiGLU in fp32; then rounding
-    to 16 bits, or quantisation of blocks.
+    It computes ``g = gate · alpha + bias``, and ``u`` in the same way, with each operation rounded to fp32. Then it
+    applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
 
     Attributes:
         out: dtype of the result, or format of its codes.
         out_layout: layout of the block scales, or None for 16 bits.
-        alpha: factors: one for each expert, or one for gate and one for up of each expert; or None.
+        alpha: kind of the factors: one per expert, or two per expert (for gate and up); or None.
         bias_dtype: dtype of the biases, or None without biases.
-        global_scale: scale of the result: one, or one for each expert; or None.
+        global_scale: kind of the encode scale of the result: one scale, or one scale per expert; or None.
         swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``; False for
             ``silu``.
     """
@@ -111,9 +112,9 @@ class Config:
     Attributes:
         operands: formats of the activations and of the weight.
         epilogue: epilogue of a work tile.
-        k: elements of k.
-        tile_n: rows of the weight of an n tile.
-        tile_m: tokens of an m tile.
+        k: number of elements of k.
+        tile_n: number of weight rows of an n tile.
+        tile_m: number of tokens of an m tile.
         split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
             by part, whichever CTA computes them.
         token_block: tokens of a token block.

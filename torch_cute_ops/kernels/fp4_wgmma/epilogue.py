@@ -50,7 +50,7 @@ class WorkTileEpilogue:
     def add_expert(self, acc, total, stage, consumer, smem) -> None:
         """Multiply an expert's accumulators by its factors and add them to ``total``. A factor of zero adds nothing.
 
-        The factors are in that stage of activations.
+        The factors are read from stage ``stage`` of the activations.
         """
         c = self.config
         scale = Float32(self.acc_scale)
@@ -100,10 +100,10 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _collect(self, acc, n_tile, consumer, work):
-        """Add other CTAs' partial sums of this n tile, in the order of k; this CTA's come last."""
+        """Add other CTAs' partial sums of this n tile, in the order of k. This CTA's partial sums are the last."""
         c = self.config
         count = c.tile_m // ATOM_M
-        # The CTA with the n tile's first k tile: the ranges of iterations are rounded down.
+        # Find the CTA with the n tile's first k tile. The first iterations of CTAs are rounded down.
         start = Int64(n_tile) * work.k_tiles
         first = Int32(((start + 1) * work.num_ctas - 1) // work.iterations)
         for cta in range(first, work.cta):
@@ -156,7 +156,7 @@ class WorkTileEpilogue:
             if tid < finishers:
                 reduce_partial_sums(*tile, finish, work.out, smem.codes, rank, tid, *at)
             if const_expr(c.split_k > 1):
-                # No CTA may end while another one still reads its partial sums.
+                # No CTA may end while another CTA still reads its partial sums.
                 self._sync_cluster(threads)
 
     def _sync_cluster(self, threads: int) -> None:
@@ -179,7 +179,7 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # Two rows of a column; other lanes hold the other seven columns.
+                # The pair is two rows of a column; other lanes hold the other seven columns.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

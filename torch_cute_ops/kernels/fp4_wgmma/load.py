@@ -1,7 +1,7 @@
 """Work of a CTA, its shared memory, and the loads that fill its pipelines.
 
-The producer warp copies the weight, and the activations if another kernel rearranges them. Otherwise the decoder
-warps rearrange the activations, and the consumers the first k tiles.
+The producer warp copies the weight. If another kernel rearranges the activations, it also copies the activations.
+Otherwise the decoder warps rearrange the activations, and the consumers may rearrange the first k tiles.
 """
 
 import math
@@ -22,13 +22,13 @@ from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import K_SLICES, K_TILE_BLOCKS, ROW_BYTES, Config
 
 HALVES: Final = 2
-"""Halves of a k tile of one row of codes, each an operand of MMAs."""
+"""Halves of a k tile of one row of codes. Each half is an operand of MMAs."""
 STEPS: Final = 4
-"""Words of a lane's codes in half a k tile, each for an MMA of 32 elements of k."""
+"""Words of a lane's codes in half a k tile. Each word serves an MMA of 32 elements of k."""
 FACTORS_AT: Final = HALVES * ATOM_BYTES
 """Offset of the blocks' factors in a stage of one row of codes."""
 LARGEST_EXPONENT: Final = 15
-"""Exponent that the largest element of a block of bfloat16 gets: the largest of float16, whose mantissa is longer."""
+"""Exponent that the largest element of a bfloat16 block gets: float16's largest exponent."""
 CODE_EXPONENT: Final = 14
 """``float16_pairs`` decodes to e2m1 · 2^-14."""
 
@@ -39,8 +39,8 @@ class Workspace(NamedTuple):
     Attributes:
         activations: rearranged activations.
         factors: (tile_m, experts, m tiles) float32; None without experts.
-        partial_sums: partial sums of CTAs, float32.
-        flags: int32, one per CTA and warpgroup: whether its partial sums are complete.
+        partial_sums: float32, partial sums of CTAs.
+        flags: int32, one per CTA and warpgroup, nonzero if its partial sums are complete.
     """
 
     activations: cute.Tensor
@@ -56,16 +56,16 @@ class Work(NamedTuple):
     ``i // k_tiles``.
 
     Attributes:
-        n, m: sizes of the result.
-        k_tiles, blocks: k tiles and blocks of a row of the weight.
-        m_tile, m_tiles: index of the CTA's m tile; number of m tiles.
-        cta, num_ctas: index of the CTA among its m tile's CTAs; their number.
+        n, m: columns and rows of the result.
+        k_tiles, blocks: number of k tiles and number of scale blocks of a row of the weight.
+        m_tile, m_tiles: index of the CTA's m tile, and number of m tiles.
+        cta, num_ctas: index of the CTA among the CTAs of its m tile, and number of these CTAs.
         begin, end: range of the CTA's iterations.
         iterations: number of iterations of an m tile.
-        a, a_scale: the activations, and their scales or None.
+        a, a_scale: activations, and their scales or None.
         alpha, bias: operands of the epilogue, or None.
-        out: the result.
-        workspace: the workspace, or None if the CTAs rearrange the activations.
+        out: result.
+        workspace: workspace, or None if the CTAs rearrange the activations.
         prefetch: matrix to prefetch into L2, or None.
     """
 
@@ -96,7 +96,7 @@ class Smem:
     Attributes:
         codes, scales: stages of the weight. Partial sums replace the codes in the end.
         activations, factors: stages of the activations.
-        received: partial sums that the cluster's CTAs send.
+        received: partial sums that other CTAs of the cluster have sent.
         weight_pipeline, a_pipeline: pipelines of the weight and of the activations.
         received_full: mbarrier that counts the bytes of received partial sums.
     """
@@ -147,9 +147,9 @@ class Loads:
         """Copy all k tiles that the CTA multiplies, in order, as the producer warp.
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
-        previous kernel ends. If that is the op's own kernel, which rearranges the activations, this is safe: it
-        lets this kernel start only after its own wait for all earlier kernels. A static weight needs no wait
-        (``kernels.common.core.launch``), and this warp reads nothing else.
+        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because that
+        kernel lets this kernel start only after its own wait for all earlier kernels. If the weight is static, no wait
+        is needed (``kernels.common.core.launch``), because this warp reads nothing else.
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -188,7 +188,7 @@ class Loads:
 
     @cute.jit
     def rearrange_first(self, tid, work, smem):
-        """Rearrange the activations of the first k tiles, as all consumers, while the weight is being copied."""
+        """Rearrange the activations of the first k tiles, with all consumers, while the weight is being copied."""
         c = self.config
         k_tiles = cutlass.min(work.end - work.begin, Int32(c.first_k_tiles))
         k_groups, threads = self.activations.k_groups, c.consumer_warps * 32
@@ -209,8 +209,8 @@ class Loads:
     def rearrange(self, decoder, lane, work, smem):
         """Rearrange activations from memory to their stages, as decoder warp number ``decoder``.
 
-        Groups of decoders take turns at k tiles, after the first ones if the consumers rearrange these. The warps of a
-        group take turns at groups of eight tokens.
+        Groups of decoders take turns at the k tiles that the consumers do not rearrange. The warps of a group take
+        turns at groups of eight tokens.
         """
         c = self.config
         if const_expr(c.pdl):
@@ -246,8 +246,8 @@ class Loads:
     def _k_groups_of(self, step) -> list[tuple]:
         """Return the k groups that a lane loads in a step.
 
-        Each is the group of tokens among the warp's, and the index of the first lane's k group, as a sum whose second
-        term is constant.
+        Each tuple contains the index of the token group among the warp's token groups, and the index of the first
+        lane's k group, as a sum whose second term is constant.
         """
         width = self.activations.k_groups // self.each
         if self.together < self.each:  # gated activations, by groups of several decoders
@@ -290,8 +290,9 @@ class Loads:
 class RowActivations(Activations):
     """One row of activations for ``mma.RowMma``, in k groups of eight elements: half a block.
 
-    A lane rearranges half a block, and its neighbour the other half. In a stage they follow each other, as float16 in
-    the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``), follow.
+    A lane rearranges half a block, and its neighbour the other half. In a stage, the halves follow each other, as
+    float16 in the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``),
+    follow after the k tile.
     """
 
     def __init__(self, config: ActivationLayout):
@@ -345,7 +346,8 @@ class RowActivations(Activations):
         """Convert half a block of bfloat16 to float16.
 
         Return the words and the block's factor, a power of two that includes the codes' power. The conversion is exact
-        except for elements below 2^-32 of the block's largest, which become multiples of 2^-40 of the largest.
+        except for elements below 2^-32 times the block's largest element: they become multiples of 2^-40 times the
+        largest element.
         """
         largest = Uint32(0)
         for word in words:

@@ -69,10 +69,10 @@ class Consumer(NamedTuple):
 
     Attributes:
         group, thread: index of the warpgroup, and of the thread in it.
-        lane, quad: index in the warp, and among the four lanes that share a column of the result.
+        lane, quad: index of the thread in the warp, and index among the four lanes that share a column of the result.
         column: first of the thread's two columns of the tile; the second is ``column + 8``.
         scale_row: row of the first column's scales, from the stage's first scale tile on.
-        warp_k: index of the warp among the warps that divide its columns' k tiles.
+        warp_k: index of the warp among the warps that divide the k tiles of the same columns.
         existing: mask of the thread's scales in the last k tile of a row of the weight.
         leads: 1 in the lane that arrives at barriers for its warp, else 0.
     """

@@ -4,11 +4,11 @@
 
 Roles and data path. A thread holds 16 elements of a token, and the token's rows. It issues all its loads at once,
 computes with seven neighbours the scale of their 128 elements, and stores its 16 codes to every row. A warp stores
-whole cache lines. If the last block of a token holds 64 elements, four of its eight threads have none. No shared memory
+whole cache lines. If the last block of a token holds 64 elements, four of its eight threads are idle. No shared memory
 is used, and CTAs are not persistent: persistent CTAs, and bulk stores from shared memory, take 3 % longer.
 
-Scales are stored by columns, and a token's rows are far apart, so that each scale is an L2 request: a quarter as many
-requests as the codes take, for a thirtieth of the bytes. Hence:
+Scales are stored in column-major order, and a token's rows are far apart, so each scale is an L2 request. The scales
+would take a quarter of the number of requests for the codes, for a thirtieth of the bytes. Hence:
 
 - Few tokens: one kernel stores codes and scales.
 - More tokens: the first kernel stores scales once for each token, in a workspace. A second kernel runs a thread for

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import THREADS, ExpertChoice, ExpertPlacement, PlacementConfig
 
 BATCH, MANY_BATCH = 64, 32
-"""Numbers of tokens that a CTA processes at a time: with up to 16 experts for each token, and with more. Each thread
+"""Numbers of tokens that a CTA processes at a time: with up to 16 experts per token, and with more than 16. Each thread
 takes at most one pair."""
 SINGLE_CTA_TOKENS = 32
 """Largest number of tokens for a single CTA: one for each warp."""
@@ -52,13 +52,13 @@ class Arguments(
     Attributes:
         logits: (M, E) of ``Config.dtype``; rows may be strided.
         bias: (E,) fp32; None without ``Config.has_bias``.
-        weights: (M, topk) fp32.
+        weights: (M, topk) fp32, factors of each token's experts.
         ids: (M, topk) int32, experts of each token, best first.
         expanded_to_permuted: (M, topk) int32, row of each pair, -1 for a dropped pair.
         permuted_to_expanded: (R,) int32, pair of each row, -1 for padding.
         offsets: (E + 1,) int32, first row of each expert, then the end of the last expert's padding.
         counts: (E,) int32, number of rows of each expert.
-        workspace: (``Config.workspace_words(M, R, sms)``,) int32; for 0 words, any tensor, unused.
+        workspace: (``Config.workspace_words(M, R, sms)``,) int32. If that is 0, any int32 tensor, which is not used.
         scaling_factor: fp32, factor of the weights.
         row_multiple: int32, number of rows of each expert with ``Config.is_masked``; otherwise the multiple at which
             each expert's rows begin.

@@ -17,8 +17,8 @@ WGMMA_M: Final = 64
 """M of a wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions")."""
 WARP_MMA_TILE_M: Final = 8
 """Largest ``tile_m`` that is multiplied with FP4 weights by mma.sync, not by wgmma. On an H200, mma.sync is 7 % faster
-for 8 tokens and no faster for 16, because every warp reads all activations. A tile of one row of FP4 codes is an
-exception (``kernels.fp4_wgmma.mma.CodeMma``)."""
+than wgmma for 8 tokens, and not faster for 16 tokens, because every warp reads all activations. A tile of one row of
+FP4 codes uses wgmma (``kernels.fp4_wgmma.mma.CodeMma``)."""
 RASTER_WIDTH: Final = 8
 """Tiles along M that run next to each other and share the weight in L2 (``kernels.common.core.launch``)."""
 
@@ -43,10 +43,10 @@ class PartialSums:
     """Layout of a tile's partial sums in shared memory, float32: ``tile_m`` rows, each contiguous.
 
     Attributes:
-        tile_m: rows, one per token.
-        tile_n: columns, one per row of the weight.
-        split_n: last columns whose k tiles are divided among several warps.
-        warp_split_k: warps that divide the k tiles of these columns. Each stores partial sums, one set after the other.
+        tile_m: number of rows, one per token.
+        tile_n: number of columns, one per row of the weight.
+        split_n: number of the last columns whose k tiles are divided among several warps.
+        warp_split_k: number of warps that divide the k tiles of these columns. Each warp stores its own partial sums.
     """
 
     tile_m: int
@@ -56,7 +56,7 @@ class PartialSums:
 
     @cached_property
     def pitch(self) -> int:
-        """Elements from a row to the next: all columns, and four more against bank conflicts."""
+        """Elements from one row to the next: all columns, and four more elements to avoid bank conflicts."""
         return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
     @cached_property
@@ -65,7 +65,7 @@ class PartialSums:
         return self.tile_m * self.pitch * 4
 
     def received_bytes(self, split_k: int) -> int:
-        """Return the bytes that a CTA receives for its rows, every ``split_k``-th of the tile, from all CTAs."""
+        """Return the bytes that a CTA receives from all CTAs for its rows (every ``split_k``-th row of the tile)."""
         return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
 
