@@ -70,7 +70,7 @@ class Line(NamedTuple):
         mode: Entry of ``MODES``.
         tactic, config: Chosen tactic and kernel configuration.
         registers: Registers of a thread; 0 if the kernel was not compiled.
-        mma_clocks, byte_clocks: of an SM and a chunk of K.
+        mma_clocks, byte_clocks: Clocks of an SM for the MMAs, and for the copies, of one k tile.
         us, floor_us: Time of the chosen tactic, and lower bound for any kernel, in µs.
     """
 
@@ -104,7 +104,7 @@ def line(
 ) -> Line:
     """Return the figures of the tactic that the cost model chooses.
 
-    `registers` caches register counts by configuration; None: do not compile.
+    `registers` caches register counts by configuration. If it is None, nothing is compiled.
     """
     operand = Operand(fmt, SCALE_LAYOUTS["128x4"])
     plain = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16, "one", None))

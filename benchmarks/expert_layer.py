@@ -11,9 +11,9 @@ Calls of a captured graph cycle through several sets of tokens with different ex
 so L2 holds almost none of the weights that a call reads. The router's GEMM and shared experts are left out because they
 are equal in all of these ways.
 
-Routing: a token's experts are drawn without replacement, all equally likely ("uniform"), or the r-th likeliest with a
-probability in proportion to 1/r ("zipf"), or one is taken by all tokens, and the others are drawn ("hot"). The
-r-th and the hot expert differ from call to call.
+Routing: a token's experts are drawn without replacement. With "uniform", all experts are equally likely. With "zipf",
+the r-th likeliest expert has a probability proportional to 1/r. With "hot", all tokens take one expert, and their other
+experts are drawn uniformly. The likeliest experts and the hot expert differ from call to call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOTES = "fp4_gated_experts"
 BUDGET_MS = 80.0
 """GPU time in ms for the replays of one row: about 60 rows take less than two minutes with their preparations."""
 WEIGHT_SETS = 2
-"""Sets of weights; each is many times as large as L2."""
+"""Number of sets of weights. Each set is many times larger than L2."""
 COSINE_ROWS = (8, 64)
 """Numbers of tokens at which results are compared with a layer of decoded weights."""
 MARLIN_NOTE = (
@@ -138,13 +138,12 @@ def faster(row: Mapping[str, Any]) -> float | None:
 def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: float) -> float:
     """Return the time that `m` tokens with `moved` bytes of expert weights may take, from times with uniform routing.
 
-    The longer of two estimates counts. The first interpolates linearly over bytes between two measured numbers of
-    tokens
-    up to `m`. The second scales the time of `m` tokens by bytes; it serves many tokens, which touch nearly all experts,
-    so that time grows and bytes do not.
+    The longer of two estimates counts. The first estimate interpolates linearly over bytes between two measured numbers
+    of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. It is meant for many tokens, which
+    touch nearly all experts: with more tokens, the time grows and the bytes do not.
 
     Args:
-        uniform: Bytes of the experts' weights and time, by tokens; contains `m`.
+        uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.
         m: Number of tokens.
         moved: Bytes of the experts' weights.
     """

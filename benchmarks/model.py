@@ -58,10 +58,12 @@ class Bench:
         size: Widths and number of layers.
         parts: Entries of `llama.PARTS`, names of methods of this class.
         labels: Our precisions as "scheme/activations".
-        batches, context, tokens: Sequences of decode steps, position of their token, tokens of a prefill.
-        attention: transformers' name of the attention of decode and prefill.
+        batches: Numbers of sequences of a decode step.
+        context: Position of the token of a decode step.
+        tokens: Number of tokens of a prefill.
+        attention: transformers' name of the attention implementation, for decode steps and prefill.
         save: Function called after each finding, so that an aborted run keeps its findings.
-        compile_config: Compile configuration of `generate()`; None: transformers' default.
+        compile_config: Compile configuration of `generate()`, or None for transformers' default.
         is_compiled: True if `torch.compile` compiles the models of decode steps and prefill.
     """
 

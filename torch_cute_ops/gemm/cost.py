@@ -34,7 +34,8 @@ def smallest_tile(tiles: Iterable[int], m: int) -> int:
 
 
 def places(slots: int, cluster: int) -> int:
-    """Return the number of CTAs in clusters of ``cluster`` that run at once, if ``slots`` CTAs do without clusters."""
+    """Return the number of CTAs in clusters of ``cluster`` CTAs that run at once on a GPU that runs ``slots`` CTAs
+    without clusters at once."""
     share = CLUSTER_PLACES.get(cluster, LARGE_CLUSTER_PLACES)
     return max(1, int(share * slots / cluster)) * cluster
 
@@ -67,7 +68,7 @@ def weight_seconds(weights: int, clocks: float) -> float:
 
 
 def overlapped(*seconds: float, order: float) -> float:
-    """Return the time of imperfectly overlapping parts: their ``order``-norm."""
+    """Return the time of imperfectly overlapping parts: the ``order``-norm of their times."""
     total = 0.0
     for part in seconds:  # a generator takes twice as long
         total += part**order

@@ -20,7 +20,7 @@ EPS = 2.0**-24
 GATE_EPS = 2.0**-17
 """Relative error of SwiGLU, whose exponential is in fp32."""
 MAX_DECODED = 2**24
-"""Number of elements of an operand that are decoded at a time: 0.4 GB."""
+"""Number of elements of an operand that are decoded at a time. They take 0.4 GB."""
 
 Tensor = torch.Tensor
 
@@ -28,15 +28,15 @@ Tensor = torch.Tensor
 def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the result (rows, N) in fp32, and the largest allowed error of each element.
 
-    The error covers the roundings of a sum of K terms; with experts over K the roundings of an expert's sum, of its
-    bias, of its multiplication by the factor and of each addition; the roundings of a gate in the prologue and of the
-    epilogue; and the rounding to the result's dtype.
+    The error covers the roundings of a sum of K terms, of a gate in the prologue, of the epilogue, and of the result to
+    its dtype. With experts over K, it also covers the roundings of an expert's sum, of the addition of its bias, of the
+    multiplication by its factor, and of the addition to the other experts' sums.
 
     Args:
         problem, operands: problem and tensors of the call.
-        rows: rows of the result.
-        fp8_sums: error of sums in FP8 tensor cores, relative to the sum of all magnitudes; 0 for operands whose sums
-            are exact.
+        rows: number of rows of the result.
+        fp8_sums: error of sums in FP8 tensor cores, relative to the sum of the terms' magnitudes; 0 for operands whose
+            sums are exact.
     """
     a, a_scale, alpha, bias = operands.a, operands.a_scale, operands.alpha, operands.bias
     n, k, over = problem.n, problem.k, problem.grouping.over
@@ -89,8 +89,8 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
 def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tensor, Tensor]:
     """Return the gated columns (M, E·I) in fp32, zero where not routed, and the largest allowed error before rounding.
 
-    The error covers a rounding for each term of a sum and the exponential, both through the gate, whose slope is at
-    most 1.1.
+    The error covers a rounding for each term of a sum, and the error of the exponential. The gate, whose slope is at
+    most 1.1, propagates both.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
@@ -179,7 +179,8 @@ def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: 
 def _off_by_gate(
     problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
 ) -> Tensor:
-    """Return the allowed error, in fp64, of gated activations that another exponential computes from the same rows.
+    """Return the allowed error, in fp64, of gated activations that are computed from the same rows with another
+    implementation of the exponential.
 
     Args:
         problem: problem with a gate in its prologue.

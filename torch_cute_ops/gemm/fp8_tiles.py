@@ -19,8 +19,8 @@ class Tile(NamedTuple):
 
     Attributes:
         tile_m, tile_n: rows of ``a`` and of the weight.
-        split_k: CTAs of a cluster that share the K of a tile.
-        ctas_per_sm: CTAs that share an SM.
+        split_k: number of CTAs of a cluster that divide the K of a tile.
+        ctas_per_sm: number of CTAs that share an SM.
         cluster_m: number of CTAs of a cluster that divide the rows of a tile equally.
     """
 
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
         return cost.places(sms * self.ctas_per_sm, self.cluster) // self.cluster
 
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
-        """Return the number of tiles of a call: if only the sum of the experts' rows is known, its expectation under
-        random routing; otherwise the number for experts with equally many rows."""
+        """Return the number of tiles of a call. If only the sum of the experts' rows is known, return the expected
+        number under random routing; otherwise the number for experts with equal numbers of rows."""
         if has_random_rows(problem):
             of_expert = expected_tiles(m / problem.experts, self.tile_m)
         else:
@@ -62,12 +62,13 @@ class Tile(NamedTuple):
         """Estimate the time of a call from its operations, bytes and waves.
 
         Args:
-            problem, m, target: call.
-            k_tile_clocks: SM clocks of a k tile whose operands have arrived.
-            wait: share of a k tile's transfer time that the MMAs wait for it.
+            problem, m, target: problem, number of rows and device of the call.
+            k_tile_clocks: SM clocks to multiply a k tile after its operands have arrived.
+            wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
             row_bytes: bytes of a row of the weight in a k tile.
-            share_clocks: clocks to add up the partial sums of a tile, for each CTA that shares it except the first.
-            read_again: share of the weight that is read from memory once more if row tiles run side by side.
+            share_clocks: SM clocks to add up the partial sums of a tile, for each CTA after the first that shares the
+                tile.
+            read_again: fraction of the weight that is read from memory a second time if row tiles run side by side.
         """
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
         # share the bandwidth.

@@ -9,9 +9,9 @@ class Operands(NamedTuple):
     """Tensors of a GEMM without a gate in its epilogue: contiguous, and aligned to 16 bytes.
 
     Attributes:
-        a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits, (M, 2K) before a gate.
-            In the masked layout (E, rows of an expert, K).
-        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows
+        a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits ((M, 2K) before a gate).
+            In the masked layout, (E, rows per expert, K).
+        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows,
             (E, K/2, N) or (E, K, N).
         a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column for
             each block of k, any distance apart (``formats.fp8.is_one_column``). ``a_scale`` is None for 16-bit
@@ -45,14 +45,14 @@ class GatedOperands(NamedTuple):
         a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.
         b: (E, H/2, 2·I) uint8 FP4 codes, the transposed view of a contiguous weight: in each expert, columns of the
             gate precede columns of up.
-        a_scale, b_scale: block scales of ``a`` over (M, H), None for 16 bits; and of ``b`` over (E·2·I, H). Linear
-            scales of ``b`` have the shape (E, 2·I, H/block).
+        a_scale: block scales of ``a`` over (M, H), or None for 16 bits.
+        b_scale: block scales of ``b`` over (E·2·I, H); linear scales have the shape (E, 2·I, H/block).
         alpha: (E,) or (E, 2) float32 factors, or None.
         bias: (E, 2·I) float32, or in the 16-bit dtype of ``GemmProblem.epilogue``, or None.
         routing: (M, E) float32 factors with any strides.
         global_scale: (1,) or (E,) float32 encode scale of the result, or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``, the limit +inf if calls pass none.
-            None for the gate ``"silu"``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``; the limit is +inf if calls pass no
+            limit. None for the gate ``"silu"``.
     """
 
     a: torch.Tensor

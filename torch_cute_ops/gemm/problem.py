@@ -85,19 +85,21 @@ class GemmProblem:
     zero, nothing is computed and nothing is written.
 
     Attributes:
-        a, b: storage of the activations and of the weight.
-        n, k: columns of the result, and elements of a sum, of all experts together if experts divide them.
+        a, b: storage of the activations, and storage of the weight.
+        n, k: number of columns of the result, and number of elements of a sum. If experts divide them, they count all
+            experts together.
         grouping: division among experts.
         epilogue: operations on a sum before it is stored.
         gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, if the result is SwiGLU of the halves of each
             expert's weight rows; the weight then has ``2 · n`` rows. None without a gate.
         quantised: storage of the result if it is quantised; the epilogue's dtype is then the dtype of a bias.
-        global_scale: number of encode scales of a quantised result: ``"one"``, or one per ``"expert"``, or None.
+        global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert; or
+            None without an encode scale.
         prologue_gate: True if calls pass gate and up, (M, 2K), as ``a``. The activations are ``silu(gate) · up`` of the
             halves of each row, rounded to their 16-bit dtype unless they are quantised.
-        prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format with a global scale,
-            which calls pass as ``a_scale``; ``"plain"`` without a global scale; or None. The scale layout is the
-            weight's.
+        prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format and scale layout with a
+            global scale, which calls pass as ``a_scale``; ``"plain"`` if they are quantised without a global scale; or
+            None.
         static_weight: promise that the weight and its scales were written before the previous launch on the stream, so
             that kernels may read them early.
         prefetches: True if calls name a matrix for a later launch, which may be prefetched into L2.

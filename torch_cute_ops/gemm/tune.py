@@ -65,7 +65,7 @@ class Bench:
 
     Args:
         problem: problem of the candidates.
-        m: number of rows; in the masked layout, of each expert.
+        m: number of rows; in the masked layout, number of rows of each expert.
         target: device.
     """
 
@@ -299,7 +299,8 @@ def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool)
 def _fp4(
     lead: tuple[int, ...], k: int, fmt: FP4Format, layout: ScaleLayout, generator: torch.Generator, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return random codes and scales, including padding; if ``exact``, each row's scales are one power of two."""
+    """Return random codes and scales, including padding. If ``exact``, all scales of a row are the same power of
+    two."""
     codes, scale = fp4_shapes((*lead, k), fmt, layout)
     device = generator.device
     packed = torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator)

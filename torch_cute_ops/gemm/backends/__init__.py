@@ -1,1 +1,1 @@
-"""One file a backend."""
+"""Backends of GEMMs, one per file."""

@@ -81,7 +81,7 @@ class FP4KernelBackend(FP4Backend):
 class Tcgen05Backend(FP4KernelBackend):
     """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
 
-    Kernels ran only in an emulator of PTX. Every constant comes from data sheets; nothing was measured.
+    The kernels ran only in an emulator of PTX. All constants come from data sheets; nothing was measured.
     """
 
     name = "tcgen05"
@@ -93,7 +93,7 @@ class Tcgen05Backend(FP4KernelBackend):
     l2_rate: ClassVar[int] = 2
     """Bandwidth of L2, divided by the bandwidth of memory."""
     least_mma_n: ClassVar[int] = 64
-    """Size of an MMA's N side below which the MMA gets no faster: it reads 128 rows of the other operand anyway."""
+    """N of an MMA below which the MMA takes the same time, because it reads 128 rows of the other operand anyway."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)

@@ -37,7 +37,7 @@ def clocks_per_weight(tile_m: int) -> float:
 def mean_m_tiles(tokens: int, probability: float, tile_m: int) -> float:
     """Return the mean number of M tiles of an expert, if each token is routed to it with this probability.
 
-    That is the mean of ceil(X / tile_m) for a binomial X.
+    This is the mean of ceil(X / tile_m) for a binomial random variable X.
     """
     if probability >= 1:
         return float(-(-tokens // tile_m))

@@ -1,7 +1,8 @@
-"""cuBLAS of FP4 operands: decoded to 16 bits in memory, for many rows, where arithmetic dominates; or of NVFP4 codes.
+"""GEMMs of FP4 operands by cuBLAS. Operands are decoded to 16 bits in memory, for many rows, when arithmetic dominates;
+or cuBLASLt multiplies NVFP4 codes.
 
-Codes need tensor cores that multiply FP4. No such GPU was at hand: these calls passed only PyTorch's checks, and their
-estimates come from data sheets.
+Multiplying codes needs tensor cores for FP4. No such GPU was available: these calls passed only PyTorch's checks, and
+their estimates come from data sheets.
 """
 
 import functools
@@ -103,12 +104,13 @@ class Cublas(FP4Backend):
 
 
 def _dtype(problem: GemmProblem) -> torch.dtype:
-    """Return the dtype of decoded operands: the dtype of 16-bit activations if it holds the weight, else bfloat16."""
+    """Return the dtype of decoded operands: the dtype of 16-bit activations if it represents the weight exactly, else
+    bfloat16."""
     return torch.bfloat16 if problem.a.is_fp4 else sixteen_bit_dtype(problem)
 
 
 def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
-    """Return ``a @ weight.T`` in fp32: with a 16-bit result cuBLAS may round partial sums."""
+    """Return ``a @ weight.T`` in fp32: with a 16-bit result, cuBLAS may round partial sums to 16 bits."""
     return torch.mm(a, weight.t(), out_dtype=torch.float32)
 
 
@@ -135,7 +137,7 @@ def _cuda_multiplies_codes() -> bool:
 
 
 def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
-    """Return True if cuBLASLt multiplies the codes: of NVFP4 with 128x4 scales."""
+    """Return True if cuBLASLt can multiply the codes: NVFP4 codes with 128x4 scales."""
     layout = SCALE_LAYOUTS["128x4"]
     return (
         target.arch is not None

@@ -1,4 +1,4 @@
-"""FP4 weights by ``mma.sync``: for few rows, where the time is that of reading the weight.
+"""FP4 weights by ``mma.sync``, for few rows, when reading the weight is the limit.
 
 The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, codes are
 multiplied instead.
@@ -35,7 +35,7 @@ with 64 rows, measured on an H200)."""
 DECODE_CLOCKS = 0.035
 """SM clocks to decode one weight element (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6
-"""Time of a CTA for its first copies and its last sums (measured on an H200)."""
+"""Time of a CTA for its first copies and its last partial sums (measured on an H200)."""
 FP4_RATE = 4
 """Tensor-core rate of FP4, divided by the rate of 16 bits (by data sheet, not measured)."""
 DECODE_SECONDS = 5e-6

@@ -18,14 +18,15 @@ from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 
 STREAM_K = 0
-"""Value of ``split_k``: one CTA per SM, all with equal work, which may begin and end within a tile."""
+"""Value of ``split_k`` for stream-K: one CTA per SM, each with equal work, which may begin and end within a tile."""
 EXPERT_SPLIT_K = (1, 2, 3, 4)
-"""CTAs per N tile, with experts over K."""
+"""Supported numbers of CTAs per N tile, with experts over K."""
 DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0265, 0.0245, 0.013
-"""SM clocks to decode one weight element: in general, in tiles of one row, and in such tiles that multiply codes."""
+"""SM clocks to decode one weight element: in tiles of several rows, in tiles of one row, and in tiles of one row whose
+codes are multiplied."""
 MMA_FACTOR, EXPERTS_MMA_FACTOR = 0.8, 1.0
-"""Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM; and with experts over K.
-"""
+"""Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM: without experts, and
+with experts over K."""
 READ_ORDER, EXPERTS_READ_ORDER = 4.0, 8.0
 """Order of the norm by which reading and computing overlap (``cost.overlapped``)."""
 L2_FACTOR = 0.45
@@ -42,9 +43,9 @@ REARRANGE_16_BIT_SECONDS = {1: 2.2e-7, 8: 7e-7, 16: 7.7e-7, 32: 1e-6}
 GATE_SECONDS = 6e-8
 """Additional time of a CTA to gate one row of a k tile.
 
-The value makes 8 rows of 4,096 × 14,336 take one launch on an H100, where that is faster than two launches, and two on
-an H200, where it is slower (measured in a layer). Two special-function operations per element alone would take 2.4e-8 s
-in three warps."""
+With this value, a GEMM with 8 rows of 4,096 × 14,336 uses one launch on an H100, where one launch is faster than two,
+and two launches on an H200, where one launch is slower (measured in a layer). Two special-function operations per
+element alone would take 2.4e-8 s in three warps."""
 QUANTISE_SECONDS = 3e-8
 """Additional time of a CTA to quantise one row of a k tile (a guess by instructions)."""
 EXPERT_CLOCKS = 0.03
