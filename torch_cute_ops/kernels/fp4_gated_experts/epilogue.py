@@ -1,7 +1,7 @@
 """Epilogue of a work tile, for the last of the warps that share its k.
 
-A lane holds the accumulators of one column, gate and up, and of two tokens of each eight. Results go through shared
-memory, float32 (tokens, columns), to threads that each store one block: codes and scale, or 16 bytes.
+A lane holds the accumulators of one column, gate and up, for two of each eight tokens. Results go through shared
+memory, as float32 (tokens, columns), to threads that each store one block: codes and scale, or 16 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -148,7 +148,7 @@ class GatedEpilogueOps:
                 self._store_codes(numbers, token, at, terms.global_scale, outputs)
             else:
                 self._store(pack(numbers, DSL_DTYPES[self.epilogue.out]), token, at, outputs.y)
-        # The next work tile's results replace these.
+        # The next work tile's results overwrite the results of this work tile.
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
 
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:

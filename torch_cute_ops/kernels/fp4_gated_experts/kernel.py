@@ -39,11 +39,11 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: rows of the activations, and rows of the weight.
-        cta, num_ctas: index of the CTA among the CTAs of its token block, and their number.
+        cta, num_ctas: index of the CTA among the CTAs of its token block, and number of these CTAs.
         siblings: number of neighbouring CTAs whose n tiles share scale tiles.
         block_index: index of the token block.
-        experts, width: number of experts, and columns of an expert in the result.
-        routing: (M, E), nonzero for routed pairs.
+        experts, width: number of experts, and number of columns of an expert in the result.
+        routing: (M, E) float32, nonzero for routed pairs.
         lists: lists of routed tokens, from the first kernel.
         outputs: tensors of the epilogue.
         n_tiles: number of n tiles of an expert.
@@ -73,13 +73,13 @@ class Smem:
     """Shared memory.
 
     Attributes:
-        codes, scales: weight of the stages, gate and up in turn.
-        activations: activations of the stages.
+        codes, scales: codes and scales of the weight in the stages, gate and up in turn.
+        activations: activations in the stages.
         acc: accumulators of a work tile.
         values: results of a work tile.
         m_tiles: lists of m tiles.
         pipeline: pipeline of all stages.
-        turns: mbarriers, one for each consumer warp: the warp may add its accumulator.
+        turns: mbarriers, one for each consumer warp, which complete when the warp may add its accumulators.
     """
 
     codes: cute.Pointer
@@ -291,7 +291,7 @@ class FP4GatedExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # Three arrivals fill a stage: one for the gate's weight, one for up's, one for the activations.
+            # A stage is full after three arrivals: for the gate's weight, for up's weight, and for the activations.
             smem.pipeline.init(full=3, empty=c.n_warps)
             for i in range_constexpr(CONSUMER_WARPS):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
@@ -314,8 +314,8 @@ class FP4GatedExpertsKernel:
             smem.m_tiles,
             waits=c.pdl and not c.scans,
         )
-        # Of a shared work tile, the lower CTA computes the earlier parts of k, before its other work. So a CTA waits
-        # only for lower CTAs.
+        # If CTAs share a work tile, the CTA with the lower index computes the earlier parts of k, before its other
+        # work. So a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -491,8 +491,8 @@ class FP4GatedExpertsKernel:
         return ptx.load_if(words, exists, 1)[0]
 
     def _token_from_word(self, token_word, work, position, lane) -> Int32:
-        """Return the row of an m tile's ``lane``-th token from the words of the warp's lanes; arbitrary if it does
-        not exist."""
+        """Return the row of an m tile's ``lane``-th token from the words of the warp's lanes. The row is undefined if
+        the token does not exist."""
         if not self.config.scans:
             return Int32(token_word)
         # Bit i says whether the block's i-th token is routed to the expert. Find the bit with ``remaining`` set bits
@@ -603,7 +603,7 @@ class FP4GatedExpertsKernel:
         """Add the accumulators of earlier pipelines and of earlier parts of k, and leave the sum for the next warp or
         CTA.
 
-        Without a next one, the sum stays in registers. With one pipeline, the sum over parts of k is kept in
+        If no warp or CTA follows, the sum stays in registers. With one pipeline, the sum over parts of k is kept in
         ``previous_acc``.
         """
         c = self.config

@@ -1,8 +1,9 @@
 """Block-scaled ``mma.sync`` of FP4 codes: both operands as they lie in memory, scales applied by the MMA.
 
-Lane ``t`` of the four that share a row holds, of 64 elements of k, eight from 8 t on and eight from 32 + 8 t on: a word
-each. Words that a warp reads at once are in different banks, because vectors of 16 bytes are permuted within a row's
-line. The activations' scales are copied to shared memory as rows of a k tile's blocks, from any layout.
+Four lanes share a row. Of each 64 elements of k, lane ``t`` of them holds eight elements from 8 t on and eight elements
+from 32 + 8 t on, one word of codes each. Vectors of 16 bytes are permuted within a row's line, so that the words that a
+warp reads at once are in different banks. The scales of the activations may have any layout in memory. In shared
+memory, each row contains the scales of a k tile's blocks.
 """
 
 import cutlass.cute as cute

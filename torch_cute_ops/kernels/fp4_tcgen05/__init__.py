@@ -10,13 +10,13 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after
    of 128 rows x 4 blocks, by bulk copies.
 2. With linear scales, four scale-loader warps, each for every fourth k tile, load the scales, write them to the stage
    in tile order, and fence them for the async proxy.
-3. One thread of the MMA warp copies a k tile's scales to tensor memory (``tcgen05.cp``) and issues its MMAs. One commit
-   releases the stage, another releases the columns of the scales. There are two sets of these columns: PTX orders a
-   copy before a later MMA, but not an MMA before a later copy. The last commit of a tile says that its accumulator is
-   complete.
-4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread handles a row of the weight:
-   a column of the result. They finish and store the results while the next tile is multiplied into the other
-   accumulator. The two accumulators of 256 rows of ``a`` share some columns, which are loaded first.
+3. One thread of the MMA warp copies a k tile's scales to tensor memory (``tcgen05.cp``) and issues the k tile's MMAs.
+   One commit releases the stage, another commit releases the columns of the scales. Two sets of these columns are used,
+   because PTX orders a copy before a later MMA, but not an MMA before a later copy. The last commit of a tile signals
+   that its accumulator is complete.
+4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread handles a row of the weight,
+   which is a column of the result. The warps finish and store the results while the next tile is multiplied into the
+   other accumulator. If ``tile_m`` is 256, the two accumulators share some columns, which are loaded first.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -27,12 +27,12 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after
 | acc_pipeline.empty | accumulator | MMA thread | epilogue warps | - | 4 * cta_group | acc_empty_barriers |
 
 Pairs: if ``cta_group`` is 2, each MMA uses two CTAs, for 256 rows of ``b`` by 256 rows of ``a``. Each CTA copies the
-codes of its half of both operands, its scales of ``b``, and all scales of ``a``. The second CTA tells the first when
-its stage is full. The first CTA issues all MMAs, and its commits arrive in both CTAs.
+codes of its half of both operands, the scales of its half of ``b``, and all scales of ``a``. The second CTA signals the
+first CTA when its stage is full. The first CTA issues all MMAs, and its commits arrive in both CTAs.
 
-Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA an equal part of its k tiles. They leave their
-partial sums in shared memory and add them up in the order of k. A row of the result depends on the tactic alone, not on
-M.
+Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA multiplies an equal part of the tile's k tiles.
+The CTAs leave their partial sums in shared memory and add them up in the order of k. A row of the result depends on the
+tactic, not on M.
 
 Rows outside of ``b`` or ``a`` are copied as zeros. Their scales may be arbitrary, since each row or column of the
 accumulator is scaled separately. If k ends inside a k tile, the MMAs outside of k are skipped.

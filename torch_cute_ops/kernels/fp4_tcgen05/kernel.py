@@ -33,13 +33,13 @@ class Work(NamedTuple):
     """Work of a CTA, and the operands.
 
     Attributes:
-        n, m: sizes of the result.
+        n, m: columns and rows of the result.
         num_mmas, blocks: number of MMAs of a tile, and number of blocks of a row.
         n_tiles, m_tiles: number of tiles along N and M.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         begin, end: range of the CTA's k tiles of each tile.
         rank: rank of the CTA in its cluster.
-        a_scale, b_scale: scales, bytes.
+        a_scale, b_scale: block scales as bytes.
         alpha, bias: operands of the epilogue, or None.
         out: result.
     """

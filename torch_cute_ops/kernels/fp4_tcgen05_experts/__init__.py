@@ -2,12 +2,12 @@
 
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
 on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor for an
-expert. The weight is on the N side, ``tile_n`` rows. With few tokens, the rows without a token are zeros, which cost no
-memory traffic. Up to 128 tokens, the MMAs take less time than the copies of the weight.
+expert. ``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are zeros, which cost
+no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
 
 A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
-experts. An expert's class is its number modulo ``classes``. The work tile goes through its experts in order, and
-through all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result
+experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in order, with
+all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result
 of a work tile does not depend on the CTA that computes it.
 
 Roles:
@@ -16,12 +16,12 @@ Roles:
    tiles by bulk copies.
 2. With linear scales, four scale-loader warps, each for every fourth k tile, write the scales in tile order.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues its MMAs, as in ``fp4_tcgen05``. Each
-   expert starts one of two accumulators from zero; its last commit says that the accumulator is complete.
+   expert starts one of two accumulators from zero. The expert's last commit signals that the accumulator is complete.
 4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's
    bias, multiplies by its token's factor, in fp32, and adds the products to sums in registers. A factor of zero adds
-   nothing, whatever the accumulator holds; a warp without a routed token does not load the accumulator. The warp loads
-   the bias in advance and shares it through shared memory. At the end of a work tile, the warps store the sums: as the
-   result, or with several classes as partial sums in the workspace.
+   nothing, whatever the accumulator holds. A warp without a routed token does not load the accumulator. Each warp loads
+   the bias in advance and shares it among its lanes through shared memory. At the end of a work tile, the warps store
+   the sums as the result, or, with several classes, as partial sums in the workspace.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -37,7 +37,7 @@ A token's result depends only on the tactic and on its own row of ``a`` and ``al
 
 A scale tile holds four blocks. If an expert's width is an odd multiple of 64 and a block holds 32 elements, every
 second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the
-second half of the first.
+second half of the first scale tile.
 
 Bytes moved: the weight once for each m tile (from L2 for tiles that run together); a token's activations once for each
 n tile, from L2; ``alpha`` once for each n tile, and once more if routed; with several classes, four bytes written and

@@ -21,9 +21,9 @@ from torch_cute_ops.runtime.arch import Arch
 TILES_N: Final = (32, 64, 128)
 """Supported ``tile_n``: rows of the weight of a tile."""
 CLASSES: Final = (1, 2, 3, 5, 8)
-"""Supported numbers of classes of experts. An expert's class is its number modulo the number of classes."""
+"""Supported numbers of classes of experts. An expert's class is its index modulo the number of classes."""
 ACCUMULATORS: Final = 2
-"""Number of accumulators in tensor memory: one is added up while the next is computed."""
+"""Number of accumulators in tensor memory: one is added to the sums while the MMAs compute the other."""
 COLUMNS_PER_LOAD: Final = 32
 """Columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}
@@ -46,8 +46,8 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
         b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
         b_scale: scales of the weight's rows, like ``a_scale``.
         alpha: (M, E) float32, any strides; an expert with factor zero adds nothing.
-        bias: (E, N), added to an expert's accumulator before the factor; or None.
-        out: (M, N), written.
+        bias: (E, N), added to an expert's accumulator before it is multiplied by the factor; or None.
+        out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written; or None for a size of 0.
         num_ctas: int32, number of CTAs that share all work tiles: the number of SMs.
     """

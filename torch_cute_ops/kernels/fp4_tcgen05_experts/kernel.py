@@ -38,18 +38,19 @@ class Work(NamedTuple):
     """Work of a CTA, and the operands.
 
     Attributes:
-        m, n: sizes of the result.
-        num_mmas: number of MMAs of an expert. As a constant, for widths of whole k tiles, it made ptxas crash.
+        m, n: rows and columns of the result.
+        num_mmas: number of MMAs of an expert. It is a run-time value because ptxas crashed when it was a constant.
         experts, words: number of experts, and number of words with the bits of a class.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
-        first, pitch: index of the CTA's first work tile, and distance to its next.
-        a_scale, b_scale: scales, bytes.
+        first, pitch: index of the CTA's first work tile, and distance to its next work tile.
+        a_scale, b_scale: block scales as bytes.
         alpha: factors (M, E).
         bias: biases (E, N), or None.
         out: result.
-        touched: words of bits, one bit for each expert with a routed token of an m tile; or None if all are computed.
-        partial_sums: partial sums of all work tiles, or None if these are the result.
+        touched: words of bits, one bit per expert, set if a token of the m tile is routed to the expert; or None if all
+            experts are computed.
+        partial_sums: partial sums of all work tiles, or None if the sums of a work tile are the result.
     """
 
     m: Int32
@@ -405,7 +406,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         ]
 
     def _broadcast_bias(self, biases: list, tid, smem) -> None:
-        """Give all lanes of the warp the bias of all columns. All of them have read the previous expert's bias."""
+        """Give all lanes of the warp the bias of all columns. All lanes must have read the previous expert's bias."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
             store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))

@@ -1,17 +1,17 @@
 """FP4 codes on the device: decoded to operands of MMAs, and encoded from fp32.
 
-**Decoding** 8 codes for 16-bit MMAs, with their scale, takes 14 to 21 instructions. The bits of a code are moved to
-bits of a 16-bit number, which is the code's value times a power of two. Multiplying by the block's scale, also a
-16-bit number, removes that power except for ``DECODED_SCALE``, by which the accumulators are divided in the end. All of
-it is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
+**Decoding** 8 codes for 16-bit MMAs, scale included, takes 14 to 21 instructions. The bits of a code are moved to bits
+of a 16-bit number, which is then the code's value times a power of two. The number is multiplied by the block's scale,
+also a 16-bit number. The product is the true value times ``DECODED_SCALE``, by which the accumulators are divided in
+the end. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
 
 - float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
   scale times 2^6 gives the number times 2^-8, at least 2^-18. Subnormals of float16 reach down to 2^-24.
 - bfloat16, NVFP4: e2m1 · 2^-126; the scale times 2^118.
-- bfloat16, MXFP4: e2m1 · 2^-126, times 2^126, then times the scale, which needs the whole range of exponents itself.
+- bfloat16, MXFP4: e2m1 · 2^-126, times 2^126, then times the scale: ue8m0 needs bfloat16's whole range of exponents.
 
-A shift and a mask can move certain codes of a word at once. These codes form the pairs; activations are paired alike.
-``e4m3_words`` decodes to FP8, without scales.
+A shift and a mask move two codes of a word at once. These two codes form a pair; activations are paired in the same
+way. ``e4m3_words`` decodes to FP8, without scales.
 
 **Encoding** rounds to nearest even, saturates, and keeps the sign of zero. ``sm_100`` and later offer
 ``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` lacks an instruction for e2m1, so the rounding is built from the e2m1
