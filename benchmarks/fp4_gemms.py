@@ -37,8 +37,8 @@ MARK_SIZES = frozenset(
 QUICK_SIZES = MARK_SIZES | {(m, n, k) for m in (1, 16, 64, 256, 1024, 4096) for n, k in SHAPES}
 FULL_SIZES = QUICK_SIZES | {(2**i, n, k) for i in range(14) for n, k in SHAPES}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, N, K) of each set of sizes: the fewest that every mark needs; six M for each weight too; M = 1 to 8,192 by powers
-of two for each weight too."""
+"""(M, N, K) of each set of sizes: "marks", the sizes that the marks need; "quick", also six M for each weight; "full",
+also M = 1 to 8,192 by powers of two for each weight."""
 
 ALPHA = 2.0**-6
 """Power of two, so that its product with a bfloat16 weight is exact."""

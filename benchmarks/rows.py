@@ -32,8 +32,8 @@ MARK_SIZES = SMALLEST_LARGE | {(m, DECODE_WIDTH) for m in DECODE_ROWS} | {INDUCT
 QUICK_SIZES = MARK_SIZES | {(4 * m, h) for m, h in SMALLEST_LARGE}
 FULL_SIZES = QUICK_SIZES | {(2**k, h) for k in range(17) for h in WIDTHS}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, H) of each set of sizes: the fewest that every mark needs; four times those M·H too; M = 1 to 65,536 by powers of
-two at every width too."""
+"""(M, H) of each set of sizes: "marks", the sizes that the marks need; "quick", also four times those M·H; "full", also
+M = 1 to 65,536 by powers of two at every width."""
 
 STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
 """Sizes that Inductor compiles separately, in addition to those that an op's marks need."""

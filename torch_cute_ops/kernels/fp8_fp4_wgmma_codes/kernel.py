@@ -87,8 +87,8 @@ class CodeScales:
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, slot, lane, smem):
-        """Store the factors of a k tile. If scales are far apart, 0 or NaN, also store how decoders round codes.
-        ``count``: as ``begin`` returned it."""
+        """Store the factors of a k tile. If scales are far apart, 0 or NaN, also store the amounts by which decoders
+        round codes (``codes.rounded``). ``count`` is the result of ``begin``."""
         rows = [block_factors(word) for word in scales]
         is_hard = Boolean(False)
         for i in range_constexpr(len(rows)):

@@ -12,7 +12,7 @@ __all__ = ["Arguments", "Config", "plan"]
 TILE_N: Final = 128
 """Rows of ``b`` of a tile, which share a scale."""
 TILES: Final = {16: (1, 4), 64: (4, 2)}
-"""Rows of ``a`` of a tile: how many warps divide its rows, and how many its columns."""
+"""(Warps that divide the rows, warps that divide the columns), keyed by the rows of ``a`` of a tile."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Config:
     """Everything static about a kernel. N, K, R and the number of experts are run-time values.
 
     Attributes:
-        rows: how rows of ``a`` belong to experts.
+        rows: assignment of rows of ``a`` to experts.
         epilogue: operations on an accumulator before it is stored.
-        tile_m: rows of ``a`` of a tile, 16 or 64.
-        stages: stages of the pipeline, a k tile each.
+        tile_m: number of rows of ``a`` of a tile, 16 or 64.
+        stages: number of stages of the pipeline. A stage holds one k tile.
         pdl: True for programmatic dependent launches.
     """
 

@@ -28,16 +28,15 @@ persistent: the groups of the grid take turns at the rows.
    to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
    overwrite the residual in the buffer; after the barrier one thread stores them in bulk, and the buffer is free when
    that copy has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers, with which each
-   thread writes half of a 32-byte sector. If a row has fewer blocks than its threads can process, and arithmetic is the
-   limit, the warps without a last block skip it.
+   thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic is the limit, the other
+   warps skip its instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once for each block instead of once for each element. Some rows need ``(v · rstd) · w`` instead, by a second
-   pass
-   over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme magnitude
-   in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to global memory. If the
-   norm is an output, it goes through shared memory if there is room (``bulk_norm``), and is stored in bulk one row
-   later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of some of their blocks and
-   passes them on by shuffles (``codes.SharedBlocks``).
+   pass over the row in shared memory and a second barrier. They are rows of extreme magnitude, rows with a block of
+   extreme magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to
+   global memory. If the norm is an output, it goes through shared memory if there is room (``bulk_norm``), and is
+   stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of
+   some of their blocks and passes them on by shuffles (``codes.SharedBlocks``).
 4. Scales. The scales of a row in the 128x4 layout occupy 4 bytes of every 512. If they were stored row by row, every 4
    bytes would be an L2 request, which costs 6 % of the time at large sizes on an H200. So a group takes the four rows
    that share 16 bytes (a *quad*) one after the other, collects their scales in shared memory, and stores 16 bytes at a
