@@ -311,7 +311,9 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations: str) -> Tensor:
-    b, dtype = q.codes.t(), rows.dtype
+    b = q.codes.t()
+    # None means bfloat16 with quantised activations. AOTInductor of torch 2.9 passes a wrong dtype if one is given.
+    dtype = None if rows.dtype == torch.bfloat16 else rows.dtype
     if q.format == "fp8_block":
         a, a_scale = fp8_quantize(rows, granularity="block128")
         return mm_fp8_block(a, b, a_scale, q.scale, bias=bias, out_dtype=dtype)
