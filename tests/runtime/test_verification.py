@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from samples import sample_inputs
-from support.cases import arguments, copy_updated, op_cases, overload
+from support.cases import arguments, copy_updated, op_cases, overload, with_usable_backend
 from support.interpreters import python
 
 from torch_cute_ops.ops._define import as_tuple
@@ -33,7 +33,8 @@ def corrupted(output: torch.Tensor) -> torch.Tensor:
 
 def some_samples(op, device):
     every = [each for each in sample_inputs(op.name, device) if each.args[0].numel() < 2**18]
-    return [copy_updated(op, each) for each in every[:: max(1, len(every) // SAMPLES)]]
+    chosen = every[:: max(1, len(every) // SAMPLES)]
+    return [copy_updated(op, with_usable_backend(op, each, torch.device(device))) for each in chosen]
 
 
 def is_refused(op, check) -> bool:

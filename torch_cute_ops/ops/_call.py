@@ -40,7 +40,7 @@ _launched: Final[set[tuple[KernelSpec, int]]] = set()
 
 def _of_python(value: Any) -> Any:
     """Return a number of another library, such as ``numpy.int64``, as a Python number."""
-    if isinstance(value, numbers.Real) and type(value) not in (int, float, bool):
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return value
 

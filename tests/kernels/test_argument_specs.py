@@ -1,0 +1,36 @@
+"""Arguments of kernels, as they are described to the compiler."""
+
+import itertools
+
+from support import kernel_grid
+
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+LISTS = (
+    kernel_grid.wgmma_cases,
+    kernel_grid.mma_cases,
+    kernel_grid.experts_cases,
+    kernel_grid.gated_experts_cases,
+    kernel_grid.tcgen05_cases,
+    kernel_grid.tcgen05_experts_cases,
+    kernel_grid.fp8_gemm_cases,
+    kernel_grid.fp8_fp4_gemm_cases,
+)
+
+
+def test_no_wide_stride_follows_a_narrow_stride() -> None:
+    """Check the order of strides in each tensor argument.
+
+    If a 64-bit stride follows a 32-bit stride, the host code of nvidia-cutlass-dsl 4.8.1 passes wrong strides to the
+    kernel. The emulator does not see this, because it does not run that code: on an H200 the masked layout of
+    ``grouped_mm_fp8`` read scales anywhere in memory.
+    """
+    cases = (case for cases in LISTS for case in cases(every=False))
+    checked = 0
+    for case in itertools.chain(kernel_grid.covering_cases(), kernel_grid.moe_cases(), cases):
+        for argument in case.kernel.arguments():
+            if isinstance(argument, TensorArg):
+                bits = [stride.bits for stride in argument.stride if isinstance(stride, Dim)]
+                assert bits == sorted(bits, reverse=True), (case.id, argument)
+                checked += len(bits) > 1
+    assert checked > 100
