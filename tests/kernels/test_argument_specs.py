@@ -21,9 +21,9 @@ LISTS = (
 def test_no_wide_stride_follows_a_narrow_stride() -> None:
     """Check the order of strides in each tensor argument.
 
-    If a 64-bit stride follows a 32-bit stride, the host code of nvidia-cutlass-dsl 4.8.1 passes wrong strides to the
-    kernel. The emulator does not see this, because it does not run that code: on an H200 the masked layout of
-    ``grouped_mm_fp8`` read scales anywhere in memory.
+    If a 64-bit stride follows a 32-bit stride, nvidia-cutlass-dsl 4.8.1 passes wrong strides to the kernel. Its caller
+    writes a flat struct (pointer, extents, strides). The callee reads nested structs, which have other padding if the
+    number of extents is odd. The emulator does not run the caller, so only a GPU shows the fault.
     """
     cases = (case for cases in LISTS for case in cases(every=False))
     checked = 0
