@@ -124,7 +124,7 @@ def called(
     op = getattr(torch.ops.cute, spec.name)
     outputs = tuple(torch.empty_like(result) for result in like)
     for output in outputs:
-        output.view(torch.uint8).fill_(0xFF)
+        output.untyped_storage().fill_(0xFF)
     names = [argument.name for argument in op.out._schema.arguments if argument.is_out]
     op.out(*sample.args, **sample.kwargs, **choice, **dict(zip(names, outputs, strict=True)))
     return outputs

@@ -276,7 +276,8 @@ def test_residual_inside_the_program(op, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [case for case in ADDING if case.id in ("add_rmsnorm_fp4quant", "add_rmsnorm_fp8quant")])
 def test_stack_compiles_twice_at_most(op, device):
-    """Check for one graph for the first number of rows, and one for all other numbers."""
+    """Check for one graph for the first number of rows, and one for all other numbers; with tiles of scales, another
+    for one tile."""
     needs_inductor(device)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda *args: layers(op, *args), backend=counter, fullgraph=True)
@@ -286,7 +287,7 @@ def test_stack_compiles_twice_at_most(op, device):
         want = layers(op, x, eager, weights)
         assert_same(flat(compiled(x, residual, weights)), flat(want))
         assert_same([residual], [eager])
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= (3 if op.name == "add_rmsnorm_fp4quant" else 2)
 
 
 @pytest.mark.gpu

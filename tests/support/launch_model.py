@@ -347,9 +347,8 @@ def compute_route(config: Any, *args: Any) -> None:
     room = {"max_rows": call.row_multiple} if config.is_masked else {"alignment": call.row_multiple}
     scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
     rest = config.renormalize, call.scaling_factor
-    for output, result in zip(
-        outputs, route(call.logits, config.topk, call.bias, *scoring, *rest, **room), strict=True
-    ):
+    results = route(call.logits, config.topk, call.bias, *scoring, *rest, finite=config.is_finite, **room)
+    for output, result in zip(outputs, results, strict=True):
         write(output, result)
 
 
@@ -367,7 +366,7 @@ def compute_route_dense(config: Any, *args: Any) -> None:
     call = moe_route_dense.Arguments(*args)
     scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
     rest = config.renormalize, call.scaling_factor, call.expert_factor
-    write(call.out, route_dense(call.logits, config.topk, call.bias, *scoring, *rest))
+    write(call.out, route_dense(call.logits, config.topk, call.bias, *scoring, *rest, finite=config.is_finite))
 
 
 def compute_permute(config: Any, *args: Any) -> None:

@@ -59,7 +59,7 @@ def add_rmsnorm_fp4quant_both_layouts(
         >>> x, residual = torch.tensor([[3.0, -1.0] * 8]), torch.tensor([[1.0, -3.0] * 8])
         >>> y, tiled, linear = add_rmsnorm_fp4quant_both_layouts(x, residual, torch.full((16,), 6.0))
         >>> linear.tolist(), tuple(tiled.shape)
-        ([[1.0]], (128, 4))
+        ([[1.0]], (1, 1, 32, 4, 4))
         >>> converted = convert_scales(linear, 1, 16, "linear", "128x4")
         >>> assert torch.equal(converted.view(torch.uint8), tiled.view(torch.uint8))
 
