@@ -263,7 +263,7 @@ class Bench:
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]
-        # The longest first, because later ones keep the cache's length.
+        # The longest generation comes first: later generations reuse its KV cache, at its length.
         llama.generated(model, prompt, llama.LONGEST, self.compile_config)
         seconds = []
         for new in (llama.LONGEST, *[llama.NEW] * llama.GENERATIONS):

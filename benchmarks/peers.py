@@ -39,7 +39,7 @@ def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor
     fixed = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
     key = (function, case.inductor, fixed, tuple(case.choices.items()))
     if _compiled is None or _compiled[0] != key:
-        # Reset, so that no cached entry for another shape matches and no row length becomes dynamic by changing.
+        # Without a reset, an entry for another shape may match, and Dynamo makes a row length dynamic once it changes.
         torch._dynamo.reset()
         _compiled = (key, torch.compile(function, fullgraph=True, dynamic=None if dynamic else False))
     if dynamic:

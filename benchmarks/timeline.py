@@ -64,7 +64,7 @@ def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """Return a table of start, end and gap of each kernel except the first, which precedes the repetition.
+    """Return a table of start, end and gap of each kernel that ``one_of`` returned, except the first, which ran before.
 
     The gap is the time from the latest earlier end to the kernel's start, negative if the kernels overlap.
     """

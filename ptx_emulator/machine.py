@@ -1,4 +1,5 @@
-"""Execution of one launch: threads, scheduling and memory. (``barriers`` and ``under_way`` contain the rest.)
+"""Execution of one launch: threads, scheduling and memory. Barriers are in ``barriers``, asynchronous operations in
+``under_way``.
 
 All threads of all CTAs exist at the same time. A step chooses some warps at random and runs one basic block for their
 threads at the lowest address: diverged threads reconverge as early as possible, and ``seed`` decides the order in which

@@ -164,7 +164,7 @@ class ExpertParallel(nn.Module):
         group: ranks that divide the experts, in order; ``None`` if this rank has all experts.
         tensor_group: ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2`` and
             :meth:`ExpertWeights.of_columns` do; they have the same tokens and sum their results in float32.
-        wire: format of the rows that are sent. ``"fp8"`` uses a scale for each 128 elements, as the GEMM takes them.
+        wire: format of the rows that are sent. ``"fp8"`` sends one scale per 128 elements, as the GEMM reads.
             ``"fp4"`` sends NVFP4, which the expert's rank decodes and quantises to FP8 for the GEMM. FP4 loses
             precision.
         back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with a scale for each 128 elements. FP8

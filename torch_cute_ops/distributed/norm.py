@@ -36,7 +36,8 @@ def normed_rows(
         eps: number added to the mean square.
 
     Raises:
-        ValueError, TypeError: as the ops, for a wrong shape, dtype or device; for 16-bit activations.
+        ValueError, TypeError: for a wrong shape, dtype or device, as the norm ops raise; for a ``layer`` that takes
+            16-bit activations.
     """
     quantization = layer.quantization()
     if quantization is None:

@@ -74,8 +74,8 @@ class CuteNvFp4LinearKernel(NvFp4LinearKernel):
         """Rearrange the scales to 128x4, and compile the kernels for the numbers of rows that vLLM captures.
 
         Args:
-            layer: layer with ``weight`` (N, K/2) uint8, ``weight_scale`` (N, K/16) float8_e4m3fn, linear, and
-                ``weight_global_scale``, one float32 factor.
+            layer: layer with ``weight`` (N, K/2) uint8; ``weight_scale`` (N, K/16) float8_e4m3fn in the linear layout;
+                and ``weight_global_scale``, one float32 factor.
 
         Raises:
             ValueError: for a size that the op does not support.

@@ -63,7 +63,7 @@ def expert_gemm(
         product = matmul_rows(numbers[rows], weight).float()
         if added is not None:
             product = product + added
-        # Not factor · product alone: 0 · NaN is NaN.
+        # A factor of zero times a NaN product would be NaN.
         total[rows] += torch.where(counts[rows], factor[rows] * product, 0.0)
     return total.to(out_dtype)
 

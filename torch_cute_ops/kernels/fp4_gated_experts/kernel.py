@@ -427,7 +427,7 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # No stage is empty: wait for the started copies, and signal them.
+                        # No stage is empty: wait meanwhile for the started copies, and signal that they have arrived.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued

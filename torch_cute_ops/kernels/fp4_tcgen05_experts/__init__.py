@@ -14,7 +14,7 @@ Roles:
 
 1. The producer warp fills stages: codes of both operands by tensor maps, whose k tiles end with their expert, and scale
    tiles by bulk copies.
-2. With linear scales, four scale-loader warps, each for every fourth k tile, write the scales in tile order.
+2. Linear scales are rearranged into 128x4 tiles by four scale-loader warps. Each warp handles every fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues its MMAs, as in ``fp4_tcgen05``. Each
    expert starts one of two accumulators from zero. The expert's last commit signals that the accumulator is complete.
 4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's

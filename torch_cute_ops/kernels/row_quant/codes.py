@@ -62,7 +62,7 @@ class SharedBlocks:
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):
-        """Return ``value`` of the lanes with block ``index``."""
+        """Return to every lane the ``value`` of the lanes that own block number ``index``."""
         if self.count == 1:
             return value
         return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.lanes_per_block)

@@ -1,4 +1,4 @@
-"""Distribution of rows over groups, and their way through shared memory into registers."""
+"""Distribution of rows over groups of threads, and the path of a row through shared memory into registers."""
 
 import functools
 

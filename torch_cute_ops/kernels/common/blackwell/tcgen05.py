@@ -18,7 +18,8 @@ _SWIZZLE_128: Final = 2 << 61
 
 
 def operand_descriptor(address) -> Uint64:
-    """Return the descriptor of K-major rows of 128 bytes with the 128-byte swizzle, from a shared-memory address on.
+    """Return the descriptor of an operand at a shared-memory address: K-major rows of 128 bytes, with the 128-byte
+    swizzle.
 
     Eight rows are 1,024 bytes. An address that is n bytes further on, a multiple of 32, skips n bytes of each row.
     """
@@ -131,11 +132,13 @@ def wait_for_loads(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
-    """Order this thread's earlier operations before other threads' tensor-memory operations after the next barrier."""
+    """Make this thread's earlier tcgen05 operations happen before the tensor-memory operations that other threads issue
+    after the next barrier."""
     _run([], "tcgen05.fence::before_thread_sync;", "", loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
-    """Order other threads' operations before the last barrier before this thread's tensor-memory operations."""
+    """Make the tcgen05 operations that other threads issued before the last barrier happen before this thread's later
+    tensor-memory operations."""
     _run([], "tcgen05.fence::after_thread_sync;", "", loc, ip)

@@ -263,7 +263,7 @@ class ExpertChooser:
 
 
 def _key_of(value: Float32) -> Uint32:
-    """Return an integer that is ordered like the number. Both zeros have the same key; NaN has ``NAN_KEY``."""
+    """Return an unsigned key; keys compare as their numbers do. Both zeros have the same key; NaN has ``NAN_KEY``."""
     bits = ptx.bits_of(ptx.select(value == Float32(0.0), Float32(0.0), value))
     negative = bits >> 31 != Uint32(0)
     key = ptx.select(negative, ~bits, bits | Uint32(0x80000000))
