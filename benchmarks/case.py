@@ -21,7 +21,7 @@ class Case:
     Attributes:
         sizes: Sizes by name.
         inductor: How the torch composition is compiled: "" (not at all), "static" (`dynamic=False`, one compile for
-            this shape) or "dynamic" (one compile for each row length, with a symbolic M).
+            this shape) or "dynamic" (one compile per row length, with a symbolic M).
         choices: Other arguments in which cases of one op differ, by name.
     """
 

@@ -70,7 +70,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return a case for each precision or way that is ours (bf16, for example, is not)."""
+    """Return a case per precision or way that is ours (bf16, for example, is not)."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"

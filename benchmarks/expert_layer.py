@@ -224,7 +224,7 @@ def least_cosine(rows: Sequence[Mapping[str, Any]], model: str, way: str) -> flo
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a table for each model and routing, followed by the crossing of `few` and `many`."""
+    """Return a table per model and routing, followed by the crossing of `few` and `many`."""
     parts = [
         f"# Routed expert layers\n\n{environment.headline(result['environment'])}",
         "µs a layer, medians: routing and both GEMMs; floor: bytes of the weights of the experts in use at "
@@ -262,7 +262,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the picture: a panel for each routing of a model."""
+    """Draw the picture: a panel per routing of a model."""
     layers.plot(report.grouped(rows, lambda row: f"{row['model']}, {row['routing']}"), list(WAYS), "tokens", path)
 
 

@@ -184,7 +184,7 @@ class FewBf16(Few):
 
 
 class Many(Way):
-    """A row for each routed pair, in the experts' order, with activations in FP8."""
+    """A row per routed pair, in the experts' order, with activations in FP8."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)

@@ -1,6 +1,6 @@
 """The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function of its operands, one for each buffer set. It packs the weights in the peer's layout, outside of any
+A peer is a function of its operands, one per buffer set. It packs the weights in the peer's layout, outside of any
 timing, and returns `call(i)`, which writes `out` of set i, or a `str` with the reason why the peer is missing. An
 exception is a reason too (`runner.collect_variants`). Each peer is imported only when it runs.
 """
@@ -79,9 +79,9 @@ def humming_layers(
     grouping: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> tuple[list[Any], Any] | str:
-    """Return a repacked humming layer for each weight, and humming's tuning for M.
+    """Return a repacked humming layer per weight, and humming's tuning for M.
 
-    humming compiles one kernel for each N, K and range of M; its heuristic selects the one for M.
+    humming compiles one kernel per N, K and range of M; its heuristic selects the one for M.
 
     Args:
         m, n, k: Sizes of the GEMM. With experts, M counts the rows of all experts.

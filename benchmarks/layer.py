@@ -250,7 +250,7 @@ class W4A4(NVFP4Weights):
 
 
 class QuantisedApart(W4A4):
-    """W4A4 with a launch for each quantisation, for any number of rows."""
+    """W4A4 with a launch per quantisation, for any number of rows."""
 
     label = "quantised apart"
 
@@ -421,7 +421,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the tables, one for each model."""
+    """Return the tables, one per model."""
     parts = [f"# A decoder layer as one chain\n\n{environment.headline(result['environment'])}"]
     parts.append(
         f"µs a layer, medians; floor: bytes of the weights at {report.number(result['peak_read_tbps'])} TB/s, the rate "
@@ -443,7 +443,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw a panel for each model."""
+    """Draw a panel per model."""
     layers.plot(report.grouped(rows, lambda row: row["model"]), list(LAYERS), "rows", path)
 
 

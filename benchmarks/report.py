@@ -145,7 +145,7 @@ def rates_table(rows: Sequence[Row]) -> str:
 
 
 def wrong_results(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each variant except ours with a wrong result: the largest fraction, and the rows."""
+    """Return a line per variant except ours with a wrong result: the largest fraction, and the rows."""
     lines = []
     for name in variant_names(rows):
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]

@@ -17,7 +17,7 @@ ASSUMED_TFLOPS = 600.0
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op once for each smallest case, in each way, so that compilation stays outside of any timing.
+    """Run our op once per smallest case, in each way, so that compilation stays outside of any timing.
 
     Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. A failure occurs again, and
     is reported, when its case runs.

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_tactics(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
-    """Measure, print a table for each call, and write the numbers."""
+    """Measure, print a table per call, and write the numbers."""
     collected = environment.collect(device)
     print(environment.headline(collected), flush=True)
     result: dict[str, Any] = {"environment": collected, "calls": []}

@@ -89,7 +89,7 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
 def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tensor, Tensor]:
     """Return the gated columns (M, E·I) in fp32, zero where not routed, and the largest allowed error before rounding.
 
-    The error covers a rounding for each term of a sum, and the error of the exponential. The gate, whose slope is at
+    The error covers a rounding per term of a sum, and the error of the exponential. The gate, whose slope is at
     most 1.1, propagates both.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing

@@ -59,7 +59,7 @@ class Grouping:
     """Division of a GEMM among experts.
 
     Attributes:
-        over: dimension that experts divide. ``"k"``: the sum, into equal ranges, each multiplied by a factor for each
+        over: dimension that experts divide. ``"k"``: the sum, into equal ranges, each multiplied by a factor per
             token and expert (second GEMM of an expert layer). ``"n"``: the columns of the result (first GEMM).
             ``"rows"``: the rows of ``a``; each expert has its own weight.
         experts: number of experts, 1 for ``"none"``.

@@ -33,7 +33,7 @@ class Model:
     Attributes:
         fixed_seconds: time of both kernels of a call with almost no work.
         decode_clocks: SM clocks to decode one weight element.
-        token_clocks: additional clocks for each row of an M tile beyond eight.
+        token_clocks: additional clocks per row of an M tile beyond eight.
         handover_seconds: time from the end of a CTA's share of a work tile until the next CTA has its partial sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
         order: order of the norm by which decoding, memory and L2 overlap.
@@ -114,7 +114,7 @@ class RoutedGated(RoutedBackend):
         token_bytes = config.k_tiles * config.arranged.token_bytes
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
-        # Scales in whole tiles, and the activations of each routed pair, once for each N tile.
+        # Scales in whole tiles, and the activations of each routed pair, once per N tile.
         l2_bytes = work_tiles * config.k_tiles * 2 * config.weight_tile.size_bytes
         l2_bytes += n_tiles * m * problem.topk * token_bytes
         rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory

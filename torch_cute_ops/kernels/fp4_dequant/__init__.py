@@ -8,7 +8,7 @@ To decode a code, its exponent and significand bits are moved to their place in 
 2^126. The e2m1 subnormal 0.5 becomes an fp32 subnormal first, so that the result is exact. The product with the scale
 is exact too.
 
-Bytes moved for each element: 1/2 + 1/block_size read, the output's itemsize written.
+Bytes moved per element: 1/2 + 1/block_size read, the output's itemsize written.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@
    ``kernels.common.fp4.activations`` describes, decoded if they are in FP4.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
    ``w``. A CTA computes the m tiles of all experts that any token of its token block is routed to, for one n tile. So
-   each byte of a touched expert's weight is read once for each token block.
+   each byte of a touched expert's weight is read once per token block.
 
 A CTA of the second kernel runs up to four *pipelines*, each with one producer warp and its own consumer warps. A
 pipeline computes one m tile at a time, so that a CTA computes up to four m tiles at once. Roles:
@@ -39,7 +39,7 @@ second expert begins in the middle of a scale tile. A k tile then spans up to on
 the second half of the first.
 
 Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its index
-modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one for each SM, in equal contiguous
+modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one per SM, in equal contiguous
 ranges. A range consists of some classes of one n tile, or of two consecutive n tiles. In the latter case, the CTA
 begins with the second n tile and writes its partial sums to the workspace. The CTA with an n tile's last class adds up
 the partial sums in the order of the classes, its own partial sums last. A CTA waits rarely, and only for CTAs with
@@ -47,8 +47,8 @@ lower indices, which started before it.
 
 A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
 
-Bytes moved: weights and scales of touched experts once for each token block; ``alpha`` once, or once for each CTA if
-tokens are few; activations of a pair twice in memory, and once for each n tile from L2; 8 bytes for each partial sum in
+Bytes moved: weights and scales of touched experts once per token block; ``alpha`` once, or once per CTA if
+tokens are few; activations of a pair twice in memory, and once per n tile from L2; 8 bytes per partial sum in
 the workspace.
 """
 

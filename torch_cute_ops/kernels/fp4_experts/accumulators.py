@@ -65,7 +65,7 @@ class Smem:
         acc: accumulators of the token block.
         m_tiles: lists of m tiles.
         pipeline: pipeline of all stages.
-        turns: mbarriers, one for each consumer warp, which complete when the warp may add to the accumulators.
+        turns: mbarriers, one per consumer warp, which complete when the warp may add to the accumulators.
     """
 
     codes: cute.Pointer

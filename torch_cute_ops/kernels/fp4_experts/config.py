@@ -48,7 +48,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
             factor; or None.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written.
-        num_ctas: int32, number of CTAs for each token block: ``Config.num_ctas``.
+        num_ctas: int32, number of CTAs per token block: ``Config.num_ctas``.
     """
 
 
@@ -139,7 +139,7 @@ class Config:
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the weight, one for each stage."""
+        """Layout of a k tile of the weight, one per stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, TILE_N, self.k_tile, self.spread)
 
     @property
@@ -158,7 +158,7 @@ class Config:
         return self.stages * self.stage_bytes + self.acc_bytes + m_tile_list_bytes(self.max_experts) + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """Return the number of CTAs for each token block: one per SM, unless a CTA would compute classes of more than
+        """Return the number of CTAs per token block: one per SM, unless a CTA would compute classes of more than
         two n tiles."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)
@@ -167,7 +167,7 @@ class Config:
         """Return the bytes of workspace.
 
         It holds a list of tokens for each token block and expert. If CTAs share n tiles, it also holds partial sums and
-        a flag for each token block and CTA. Each kind is contiguous over all token blocks.
+        a flag per token block and CTA. Each kind is contiguous over all token blocks.
         """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)
@@ -199,7 +199,7 @@ def plan(
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
     """Return the configuration with the first of ``PIPELINE_SHAPES`` that fits into an SM of ``arch`` with two stages
-    for each pipeline, and with the largest number of stages that fits. Return None if no shape fits."""
+    per pipeline, and with the largest number of stages that fits. Return None if no shape fits."""
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES

@@ -40,8 +40,8 @@ shared memory, quantise whole blocks, and store them.
 
 A token's result depends only on the tactic and its own row of ``a``, bit for bit.
 
-Bytes moved: weights and scales of touched experts once for each m tile, from L2 after the first; ``routing`` once, or
-once for each CTA if tokens are few; activations of a token twice in memory, and activations of a pair once for each n
+Bytes moved: weights and scales of touched experts once per m tile, from L2 after the first; ``routing`` once, or
+once per CTA if tokens are few; activations of a token twice in memory, and activations of a pair once per n
 tile from L2. A scale tile (128 rows) is copied for each n tile with some of its rows, from L2 after the first.
 """
 

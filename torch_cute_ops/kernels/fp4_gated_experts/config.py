@@ -61,7 +61,7 @@ class Arguments(
         y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
         scale: block scales of ``y``, written for routed tokens, with zeros as padding; None for 16 bits.
         workspace: ``Config.workspace_bytes`` uint8, written.
-        num_ctas: int32, number of CTAs for each token block.
+        num_ctas: int32, number of CTAs per token block.
     """
 
 
@@ -208,7 +208,7 @@ class Config:
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the gate's rows, or of up's: two for each stage."""
+        """Layout of a k tile of the gate's rows, or of up's: two per stage."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
@@ -244,7 +244,7 @@ class Config:
 
     @property
     def partial_sum_bytes(self) -> int:
-        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and a flag for each warp with the
+        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and a flag per warp with the
         same k."""
         return self.acc_bytes + 4 * self.n_warps if self.split_k > 1 else 0
 

@@ -117,7 +117,7 @@ class GatedEpilogueOps:
         """Store the results of a work tile.
 
         Args:
-            acc: accumulators of a lane, four for each eight tokens: two of the gate, two of up.
+            acc: accumulators of a lane, four per eight tokens: two of the gate, two of up.
             token_id: row of the token whose index in the m tile is the lane's number; negative if it does not exist.
             terms: terms from ``terms``.
             first_column: first column of the n tile in the result, over all experts.

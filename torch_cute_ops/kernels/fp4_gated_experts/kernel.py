@@ -79,7 +79,7 @@ class Smem:
         values: results of a work tile.
         m_tiles: lists of m tiles.
         pipeline: pipeline of all stages.
-        turns: mbarriers, one for each consumer warp, which complete when the warp may add its accumulators.
+        turns: mbarriers, one per consumer warp, which complete when the warp may add its accumulators.
     """
 
     codes: cute.Pointer

@@ -37,7 +37,7 @@ tactic, not on M.
 Rows outside of ``b`` or ``a`` are copied as zeros. Their scales may be arbitrary, since each row or column of the
 accumulator is scaled separately. If k ends inside a k tile, the MMAs outside of k are skipped.
 
-Bytes moved: ``b`` and its scales once for each m tile (from L2 for tiles that run together); ``a`` once for each n
+Bytes moved: ``b`` and its scales once per m tile (from L2 for tiles that run together); ``a`` once per n
 tile, from L2.
 """
 

@@ -107,7 +107,7 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Number of barriers: one for each accumulator; one if the accumulators overlap; none with ``split_k``,
+        """Number of barriers: one per accumulator; one if the accumulators overlap; none with ``split_k``,
         which has one tile."""
         if self.split_k > 1:
             return 0

@@ -30,7 +30,7 @@ Roles:
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
 With several classes, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a first
-kernel writes a bit for each expert to which some token of an m tile is routed. All roles skip the other experts, so
+kernel writes a bit per expert to which some token of an m tile is routed. All roles skip the other experts, so
 that their weights are not read.
 
 A token's result depends only on the tactic and on its own row of ``a`` and ``alpha``, not on the number of SMs.
@@ -39,9 +39,9 @@ A scale tile holds four blocks. If an expert's width is an odd multiple of 64 an
 second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the
 second half of the first scale tile.
 
-Bytes moved: the weight once for each m tile (from L2 for tiles that run together); a token's activations once for each
-n tile, from L2; ``alpha`` once for each n tile, and once more if routed; with several classes, four bytes written and
-read for each class and element of the result.
+Bytes moved: the weight once per m tile (from L2 for tiles that run together); a token's activations once per
+n tile, from L2; ``alpha`` once per n tile, and once more if routed; with several classes, four bytes written and
+read per class and element of the result.
 """
 
 from typing import TYPE_CHECKING

@@ -6,8 +6,8 @@
 columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of them holds four blocks of a k tile.
 Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks. The
 third and fourth blocks follow in separate accumulators. An accumulator is thus a block's sum of products of codes,
-without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total by one fma for each 16
-products. Decoding would need a multiplication for every two codes.
+without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total by one fma per 16
+products. Decoding would need a multiplication per two codes.
 
 ``RowMma`` multiplies activations as float16. A block of bfloat16 is brought to float16's range by a power of two, and a
 block of FP4 keeps its scale. The power or the scale is a float32 factor that multiplies the scales of the weight.

@@ -33,7 +33,7 @@ recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. Two schedu
   for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel releases its dependents only
   when each of its CTAs has begun.
 
-Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes for each weight row and row tile. Bytes moved by the recoding
+Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes per weight row and row tile. Bytes moved by the recoding
 kernel for each element: 1/2 + 1/block_size read, 1 + 1/64 written.
 """
 

@@ -71,7 +71,7 @@ class Config(FP8GemmConfig):
 
     @property
     def tells_expert(self) -> bool:
-        """Return whether consumers need the expert of a tile: for the units of its rows."""
+        """Return True if consumers need the expert of a tile: for the units of its rows."""
         return not self.rows.is_plain
 
     @property
@@ -86,7 +86,7 @@ class Notes:
     """Layout of the notes of ``NOTE_ROWS`` weight rows. Offsets are in 4-byte words. The notes store, in order:
 
     1. the rows' units as fp32;
-    2. a word for each ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
+    2. a word per ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
        the k tile's own exponent instead of the row's unit;
     3. 16-bit exponents: of the rows' units, then of the powers of two that rows use in each k tile whose bit is set;
     4. in a separate cache line, the number of work tiles that have been recoded.

@@ -193,7 +193,7 @@ class RecodeWeightKernel:
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
         """Load a thread's parts of ``at_once`` k tiles from ``first`` on.
 
-        Return a tuple for each k tile: True if the part exists, its codes, and the byte of its scale.
+        Return a tuple per k tile: True if the part exists, its codes, and the byte of its scale.
         """
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):

@@ -39,7 +39,7 @@ def block_factors(scales: Uint32) -> list:
 
 
 def is_easy(factors: list) -> Boolean:
-    """Return whether ``block_factors`` are the final factors: no scale byte is 0 or NaN, and no code is rounded."""
+    """Return True if ``block_factors`` are the final factors: no scale byte is 0 or NaN, and no code is rounded."""
     fields = [Int32(factor) for factor in factors]
     most, least = functools.reduce(cutlass.max, fields), functools.reduce(cutlass.min, fields)
     return (least > 0) & (most < Int32(_NAN_FIELD)) & (most - least <= _EXACT * _ONE)

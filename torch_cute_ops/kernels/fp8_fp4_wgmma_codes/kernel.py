@@ -66,7 +66,7 @@ class FP8FP4WgmmaCodesKernel:
 
 
 class CodeScales:
-    """Scale source: scales of ``a``, a factor for each block of each weight row, and how codes are rounded."""
+    """Scale source: scales of ``a``, a factor per block of each weight row, and how codes are rounded."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight):
         self.config, self.stages, self.weight = config, stages, weight
@@ -114,7 +114,7 @@ class CodeScales:
         return self.stages.words(slot, self.config.tile_m + row * BLOCKS, BLOCKS, smem)
 
     def amounts(self, slot, row, smem) -> cute.Tensor:
-        """Return the word that says how codes of a weight row are rounded: a byte for each block."""
+        """Return the word that says how codes of a weight row are rounded: a byte per block."""
         return self.stages.words(slot, self.config.amounts_at + row, 1, smem)
 
     def flags(self, slot, smem) -> cute.Tensor:

@@ -11,7 +11,7 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 | stages | decoded weight | decoders | consumer warps | decoded_arrivals | consumer_warps * cluster_m | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes: 64 bytes for each weight row of a k tile. The scale loaders load
+1. The producer copies ``a`` and the weight's codes: 64 bytes per weight row of a k tile. The scale loaders load
    the block scales, and store the bytes from which the decoders make their tables (``common.fp8.units``).
 2. The accumulators of a weight row are divided by its unit, a power of two that follows from the scales of the row's
    first k tile. A k tile is decoded with the row's unit if the numbers then have the same values as with the k tile's

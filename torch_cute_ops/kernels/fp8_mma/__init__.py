@@ -10,7 +10,7 @@ stored in whole lines, only in rows that the expert owns. The kernel uses no mba
 A lane reads 16 bytes of a row at once and uses its four words in four MMAs of 32 elements of K: which elements of a K
 tile meet in an MMA does not matter as long as both operands agree.
 
-Bytes moved: ``b`` of experts that own rows, once for each row tile; ``a`` once for each column tile, mostly from L2;
+Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2;
 the result once.
 """
 

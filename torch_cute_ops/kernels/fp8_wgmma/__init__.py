@@ -39,7 +39,7 @@ In tiles of 128 rows of ``a``, the rows of ``a`` are the M side of the MMAs. In 
 has 64 instead of 128 rows of ``b``, each consumer multiplies all of them by half of the rows of ``a``. In all tiles, an
 element is summed in the order of K within a part of K, so the result does not depend on the rows of its tile.
 
-Bytes moved: ``b`` of experts that own rows, once for each row tile; ``a`` once for each column tile, mostly from L2;
+Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2;
 the result once.
 """
 

@@ -1,6 +1,6 @@
 """Quantise each token to FP8 once, and store it in the row of each of its experts.
 
-``y[row] = e4m3(input[m] / scale)``, with one scale for each 128 elements, for each row of token m.
+``y[row] = e4m3(input[m] / scale)``, with one scale per 128 elements, for each row of token m.
 
 Roles and data path. A thread holds 16 elements of a token, and the token's rows. It issues all its loads at once,
 computes with seven neighbours the scale of their 128 elements, and stores its 16 codes to every row. A warp stores
@@ -11,11 +11,11 @@ Scales are stored in column-major order, and a token's rows are far apart, so ea
 would take a quarter of the number of requests for the codes, for a thirtieth of the bytes. Hence:
 
 - Few tokens: one kernel stores codes and scales.
-- More tokens: the first kernel stores scales once for each token, in a workspace. A second kernel runs a thread for
+- More tokens: the first kernel stores scales once per token, in a workspace. A second kernel runs a thread for
   each row of the buffer, which reads the scales of the row's token; a warp stores the scales of 32 rows, a column at a
   time.
 
-Bytes moved: tokens and indices read once, codes and scales written for each row. With the second kernel, the tokens'
+Bytes moved: tokens and indices read once, codes and scales written per row. With the second kernel, the tokens'
 scales are written once, and read with the indices for each row, mostly from L2.
 """
 

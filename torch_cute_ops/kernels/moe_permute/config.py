@@ -26,7 +26,7 @@ class Config:
         dtype: dtype of the tokens: bfloat16, float16 or float32.
         width: elements of a token.
         topk: largest number of rows to which a token is copied.
-        few: largest number of tokens for a single launch; with more, scales are stored once for each token first.
+        few: largest number of tokens for a single launch; with more, scales are stored once per token first.
         pdl: True for programmatic dependent launches.
     """
 

@@ -4,7 +4,7 @@ Roles and data path. A warp chooses the experts of a token (``common.experts.rou
 for all experts. After a warp barrier it writes the weights of the chosen experts. No shared memory is used. CTAs are
 not persistent.
 
-Bytes moved: the logits read, 4 bytes written for each token and expert.
+Bytes moved: the logits read, 4 bytes written per token and expert.
 """
 
 from typing import TYPE_CHECKING

@@ -5,7 +5,7 @@
 - source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
   gated by its first (``silu(gate) * up``, or the general SwiGLU);
 - RMSNorm, or none;
-- format: FP4 blocks; FP8 with a given scale, a scale for each row, or a scale for each 128 elements (the last block of
+- format: FP4 blocks; FP8 with a given scale, a scale per row, or a scale per 128 elements (the last block of
   a row may have 64); or none;
 - scale layout; linear scales as a second copy; the values before quantisation as an output, the only output without a
   format;
@@ -15,12 +15,12 @@
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows
 that need less than a warp each. A CTA runs one or more groups, which share only the weight. A row that is too wide for
-a CTA is cut into ``splits`` slices, one for each CTA of a cluster. A wide row without reductions is also cut; its
+a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is also cut; its
 slices are independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate kernel.) CTAs are
 persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
-   ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once for each CTA and then kept in
+   ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once per CTA and then kept in
    registers.
 2. Each thread reads its blocks (thread i takes blocks i, i + threads_per_row, …), adds or gates, multiplies by the
    weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and one barrier reduce
@@ -31,7 +31,7 @@ persistent: the groups of the grid take turns at the rows.
    thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic is the limit, the other
    warps skip its instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
-   factor, once for each block instead of once for each element. Some rows need ``(v · rstd) · w`` instead, by a second
+   factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, by a second
    pass over the row in shared memory and a second barrier. They are rows of extreme magnitude, rows with a block of
    extreme magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to
    global memory. If the norm is an output, it goes through shared memory if there is room (``bulk_norm``), and is
@@ -52,8 +52,8 @@ persistent: the groups of the grid take turns at the rows.
 
 A group barrier, not an mbarrier, releases row buffers.
 
-Bytes moved for each row of H elements: H · itemsize read, or twice that with a sum or a gate; H · itemsize written for
-the residual; H/2 + H/block_size written for FP4, or H plus the scales for FP8. The weight is read once for each CTA,
+Bytes moved per row of H elements: H · itemsize read, or twice that with a sum or a gate; H · itemsize written for
+the residual; H/2 + H/block_size written for FP4, or H plus the scales for FP8. The weight is read once per CTA,
 from L2.
 """
 

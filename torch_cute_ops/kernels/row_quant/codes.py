@@ -20,7 +20,7 @@ class SharedBlocks:
     Each of ``lanes`` neighbours holds a part of each of ``count`` blocks. A butterfly reduction of every block would
     leave each lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks
     among themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions for
-    its scale are computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.
+    its scale are computed once, not ``count`` times. The other lanes receive the results by a shuffle per value.
     Whole warps call the methods, with their ``lane``.
     """
 
@@ -58,7 +58,7 @@ class SharedBlocks:
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):
-        """Return whether this lane is the first lane with its block."""
+        """Return True if this lane is the first lane with its block."""
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):

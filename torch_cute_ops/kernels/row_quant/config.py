@@ -322,7 +322,7 @@ class Config:
 
     @property
     def group_barriers(self) -> int:
-        """Number of mbarriers of a group: one for each stage, one each for the partial results of even and of odd rows,
+        """Number of mbarriers of a group: one per stage, one each for the partial results of even and of odd rows,
         and one for a recomputed amax."""
         return self.stages + 2 + self.spec.reduces_amax
 
@@ -334,7 +334,7 @@ class Config:
 
     @property
     def norm_bytes(self) -> int:
-        """Bytes of the buffers for normalised rows of a CTA: two buffers for each row that the CTA works on."""
+        """Bytes of the buffers for normalised rows of a CTA: two buffers per row that the CTA works on."""
         spec = self.spec
         return 2 * self.groups * self.group_rows * self.slice_width * spec.dtype.itemsize if self.bulk_norm else 0
 
@@ -459,9 +459,9 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         rows: row buffers of every group and stage.
-        norms: buffers of normalised rows that wait for their bulk store, two for each row of every group.
+        norms: buffers of normalised rows that wait for their bulk store, two per row of every group.
         weight: weight of the norm.
-        scales: scale buffers of quads, two for each group.
+        scales: scale buffers of quads, two per group.
         partial_sums: ``group_partial_sums`` of each group.
         experts: table of experts' rows.
         barriers: ``group_barriers`` mbarriers of each group, then the mbarrier of the weight.

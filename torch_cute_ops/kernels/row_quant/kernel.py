@@ -143,7 +143,7 @@ class RowQuantKernel:
         clusters = cutlass.max(max_ctas // c.splits, 1)
         threads = Int32(c.threads)
         if const_expr(not c.spec.has_table):
-            # Launch one group for each CTA if enough CTAs can run: smaller CTAs start sooner.
+            # Launch one group per CTA if enough CTAs can run: smaller CTAs start sooner.
             threads = ptx.select(rows <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(*given).launch(
             grid=[allowed * cutlass.min(wanted, clusters) * c.splits, 1, 1],
@@ -445,7 +445,7 @@ class RowQuantKernel:
         amax[0] = largest
 
     def _can_fold(self, total, other, scale):
-        """Return whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to
+        """Return True if ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to
         whole blocks.
 
         The two products differ by rounding, and they differ more if v · w overflows or is subnormal (weights are
@@ -467,7 +467,7 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Return whether an amax of products v · w is of ordinary magnitude."""
+        """Return True if an amax of products v · w is of ordinary magnitude."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit

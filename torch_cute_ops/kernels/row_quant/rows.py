@@ -82,7 +82,7 @@ class Rows:
         return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the first iterations, one for each stage, from these rows."""
+        """Start the copies of the first iterations, one per stage, from these rows."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
@@ -188,7 +188,7 @@ class Rows:
         return ptx.select(block < thread.cta_blocks, block, instead)
 
     def has_last_block(self, thread):
-        """Return whether a thread of the warp has one block more than ``common_blocks``."""
+        """Return True if a thread of the warp has one block more than ``common_blocks``."""
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:

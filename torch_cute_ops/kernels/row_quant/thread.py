@@ -74,7 +74,7 @@ class Smem(NamedTuple):
         partial_sums: partial results of the group.
         experts: table of experts' rows.
         barriers: mbarriers of all groups.
-        full: mbarriers of the group, one for each stage, which complete when rows have arrived.
+        full: mbarriers of the group, one per stage, which complete when rows have arrived.
         partial_sums_full: mbarriers of the group for partial results of even rows, of odd rows, and of a recomputed
             amax.
         weight_barrier: mbarrier that completes when the weight has arrived.

@@ -92,7 +92,7 @@ class BlockScaledStage:
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for the scales of a k tile, M side first: four columns for each scale tile."""
+        """Columns of tensor memory for the scales of a k tile, M side first: four columns per scale tile."""
         return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     @property

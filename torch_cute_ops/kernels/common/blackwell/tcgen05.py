@@ -89,7 +89,7 @@ def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> No
 def multiply(
     acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds``, with a scale for each ``block`` elements of a row."""
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds``, with a scale per ``block`` elements of a row."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]

@@ -133,7 +133,7 @@ def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
 
 
 def factor_counts(factor):
-    """Return whether a pair of a token and an expert is computed: False for a factor of zero of either sign, True for
+    """Return True if a pair of a token and an expert is computed: False for a factor of zero of either sign, True for
     NaN."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 

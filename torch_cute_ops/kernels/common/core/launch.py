@@ -119,7 +119,7 @@ def _are_tiles(tensor: cute.Tensor) -> bool:
 
 
 def _have_gaps(tiles: cute.Tensor) -> Boolean:
-    """Return whether rows of tiles do not follow one another."""
+    """Return True if rows of tiles do not follow one another."""
     is_apart = Int64(tiles.stride[0]) != Int64(tiles.shape[1]) * Int64(tiles.stride[1])
     return is_apart & (Int64(tiles.shape[0]) > 1)
 

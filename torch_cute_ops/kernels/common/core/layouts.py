@@ -94,7 +94,7 @@ class Epilogue:
 
     @cached_property
     def is_by_expert(self) -> bool:
-        """Return whether ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
+        """Return True if ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
         return self.alpha in ("expert", "expert_column")
 
     def reason_unsupported(self, *, is_grouped: bool = False) -> str | None:

@@ -351,7 +351,7 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Return whether an mbarrier's phase with this parity is over. Stores before its end are then visible."""
+    """Return True if an mbarrier's phase with this parity is over. Stores before its end are then visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
     return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)

@@ -119,9 +119,9 @@ class ExpertPlacement:
     Attributes:
         experts: number of experts.
         slot_pairs: number of pairs of a slot.
-        batch: number of slots that a CTA processes at a time: a multiple of 32, with at most one pair for each thread.
+        batch: number of slots that a CTA processes at a time: a multiple of 32, with at most one pair per thread.
         single_cta_slots: largest number of slots for a single CTA, at most ``batch``.
-        slots_per_cta: number of slots for each CTA, as long as SMs are idle.
+        slots_per_cta: number of slots per CTA, as long as SMs are idle.
         is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
     """
 
@@ -191,13 +191,13 @@ class SmemOffsets(NamedTuple):
     """Offsets in shared memory, in words.
 
     Attributes:
-        bits: bitmap, a bit for each expert and slot of the batch.
+        bits: bitmap, a bit per expert and slot of the batch.
         chosen: expert of each pair of the batch.
         before: number of pairs of each expert before the batch.
         begins: first row of each expert, then the end of the last expert's rows.
         sizes: number of rows of each expert.
         partial_sums: partial sums of each expert's counts: over the CTAs before this CTA, and over all CTAs.
-        warps: one word for each warp, for the running sum.
+        warps: one word per warp, for the running sum.
         end: total size.
     """
 
@@ -219,7 +219,7 @@ PAIR_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class TokenListLayout:
-    """Sizes of the lists of a token block's routed tokens, one list for each expert.
+    """Sizes of the lists of a token block's routed tokens, one list per expert.
 
     Attributes:
         token_block: number of tokens of a token block.
@@ -235,7 +235,7 @@ class TokenListLayout:
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA that lists tokens: one for each token."""
+        """Number of threads of a CTA that lists tokens: one per token."""
         return -(-max(self.capacity, 128) // 32) * 32
 
     @property

@@ -242,7 +242,7 @@ class ExpertChooser:
         return [ptx.select(is_best, key, Uint32(0)) for key in keys]
 
     def _is_best_group(self, best, second, lane) -> Boolean:
-        """Return whether the lane's group is among the best, from the two largest keys of the lane's experts."""
+        """Return True if the lane's group is among the best, from the two largest keys of the lane's experts."""
         c = self.choice
         step = 1
         while step < c.group_lanes:
@@ -481,7 +481,7 @@ class ExpertPlacer:
         return cute.make_tensor(pairs.iterator, cute.make_layout((pairs.shape[0] * pairs.shape[1],)))
 
     def has_pair(self, batch, thread: Thread):
-        """Return whether the thread has a pair of the batch."""
+        """Return True if the thread has a pair of the batch."""
         placement = self.placement
         return thread.tid < cutlass.min(thread.last - batch, placement.batch) * placement.slot_pairs
 
@@ -619,7 +619,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _fill_padding(self, rows, thread, smem):
-        """Store -1 for rows without a pair: after each expert's pairs, one warp for each expert; and at the end."""
+        """Store -1 for rows without a pair: after each expert's pairs, one warp per expert; and at the end."""
         experts, permuted = self.placement.experts, rows.permuted
         warps = THREADS // WARP
         for expert in range(thread.cta * warps + thread.warp, experts, thread.ctas * warps):

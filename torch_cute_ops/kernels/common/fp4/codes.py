@@ -125,7 +125,7 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
 
 
 def pair_activations(words: list, dtype) -> list:
-    """Reorder four words with eight activations as ``decode`` pairs codes: two words for each k16 step."""
+    """Reorder four words with eight activations as ``decode`` pairs codes: two words per k16 step."""
     a, b, c, d = words
     pairs = ((a, c), (b, d)) if dtype is BFloat16 else ((a, b), (c, d))
     return [ptx.prmt(x, y, selector) for x, y in pairs for selector in (0x5410, 0x7632)]
@@ -223,7 +223,7 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
 
 
 def is_live_nvfp4(byte: Uint32) -> Boolean:
-    """Return whether a positive e4m3 byte is neither zero nor NaN."""
+    """Return True if a positive e4m3 byte is neither zero nor NaN."""
     return (byte - Uint32(1)) < Uint32(0x7E)
 
 
@@ -241,7 +241,7 @@ def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
 
 
 def is_live_mxfp4(amax: Float32) -> Boolean:
-    """Return whether a block with this amax contains only numbers, and not only zeros."""
+    """Return True if a block with this amax contains only numbers, and not only zeros."""
     return (ptx.bits_of(amax) - Uint32(1)) < Uint32(_INFINITY - 1)
 
 
@@ -255,7 +255,7 @@ def fp4_block(
         amax: largest magnitude of the block.
         global_scale: the matrix's global scale, or None.
         fmt: format of the block.
-        has_e2m1_cvt: whether the GPU can encode e2m1 by an instruction.
+        has_e2m1_cvt: True if the GPU can encode e2m1 by an instruction.
         after: factor that values and ``amax`` are still to be multiplied by, or None.
         part: number of given values, a multiple of 8, or None for the whole block.
     """

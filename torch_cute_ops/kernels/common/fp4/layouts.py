@@ -168,7 +168,7 @@ class FP4Operands:
 
     @cached_property
     def decodes_both(self) -> bool:
-        """Return whether activations, too, are multiplied as decoded FP4 numbers."""
+        """Return True if activations, too, are multiplied as decoded FP4 numbers."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:

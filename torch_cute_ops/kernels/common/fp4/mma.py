@@ -28,7 +28,7 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
         a_at: k tile of activations in shared memory, in the layout for mma.sync (``kernels.common.fp4.activations``).
         pitch: bytes from a token to the next. If it is an odd number of k groups, no k group is swizzled.
         lane: index in the warp.
-        acc: accumulators, four for each eight tokens.
+        acc: accumulators, four per eight tokens.
         dtype: dtype of the operands.
     """
     name = "bf16" if dtype is BFloat16 else "f16"
@@ -65,7 +65,7 @@ def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: c
         word: index of the words in the stage,
         stage: stage of the activations,
         adds: True to add to the accumulators, False to overwrite them,
-        acc: accumulators, four for each eight tokens.
+        acc: accumulators, four per eight tokens.
 
     Even and odd words use separate registers. Therefore words must alternate, and a word's MMAs must end before the
     second word after it is started.
@@ -165,7 +165,7 @@ class KTileMma:
             adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
             rows: for each of the lane's two rows, the stage of the weight, the row in it, and the row of its scales.
             lane: index in the warp.
-            acc: accumulators, four for each eight tokens.
+            acc: accumulators, four per eight tokens.
             smem: object with the pointers ``codes``, ``scales`` and ``activations``.
             free_before: function that releases the stage of the previous k tile, or None.
             phase: phase of the expert, as in ``WeightStages.factors``.

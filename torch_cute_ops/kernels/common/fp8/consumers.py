@@ -144,7 +144,7 @@ def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
 
 
 def register_operand(words, steps: int) -> cute.Tensor:
-    """Return a lane's words of e4m3 numbers, four for each K step, as the A operand of MMAs."""
+    """Return a lane's words of e4m3 numbers, four per K step, as the A operand of MMAs."""
     layout = cute.make_layout(((4, 2, 2), 1, steps), stride=((1, 4, 8), 0, 16))
     return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
 

@@ -1,6 +1,6 @@
 """FP8 on the device: fp32 scales, and fp32 values divided by a scale, with IEEE rounding, and converted to e4m3.
 
-A division costs three instructions for each element (Markstein 1990): with the correctly rounded inverse of the scale,
+A division costs three instructions per element (Markstein 1990): with the correctly rounded inverse of the scale,
 the product of value and inverse is off by at most an ulp, and one residual step rounds it correctly. Scales beyond
 2^±80, and the values with them, are first brought closer to 1 by a power of two, so that no step over- or underflows.
 """

@@ -126,7 +126,7 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
     """Return the two words of each block's table for the unit ``2^exponent``, from the bytes of the scales, and whether
-    blocks fit that unit (``SharedUnit.fits``): one value for each block of MXFP4, or for each two blocks of NVFP4."""
+    blocks fit that unit (``SharedUnit.fits``): one value per block of MXFP4, or for each two blocks of NVFP4."""
     if fmt == MXFP4:
         # All magnitudes except zero are powers of two, or 1.5 times a power of two.
         fields = [Int32(byte) - (exponent + 120) for byte in bytes_]

@@ -51,20 +51,20 @@ class ExpertLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether one expert owns all rows."""
+        """Return True if one expert owns all rows."""
         return not (self.has_offsets or self.has_counts)
 
     @property
     def is_masked(self) -> bool:
-        """Return whether each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
+        """Return True if each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the table of experts in shared memory.
 
-        It holds three words for each expert (its first row, its number of rows, the number of tiles of the experts
-        before it) and one running sum for each warp.
+        It holds three words per expert (its first row, its number of rows, the number of tiles of the experts
+        before it) and one running sum per warp.
         """
         return 0 if self.is_plain else 3 * (self.max_experts + 4) * 4 + 128
 
@@ -126,7 +126,7 @@ FLAG_WORDS: Final = 4
 
 
 def unit_words(tile_n: int) -> int:
-    """Return the number of words in a slot for factors that change units (``common.fp8.units``): two factors for each
+    """Return the number of words in a slot for factors that change units (``common.fp8.units``): two factors per
     weight row, and the flags."""
     return 2 * tile_n + FLAG_WORDS
 
@@ -209,23 +209,23 @@ class FP8GemmConfig:
 
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tile_m: int, pdl: bool) -> bool:
-        """Return whether the producer copies a static weight before it waits for the previous kernel: with ``pdl``, in
+        """Return True if the producer copies a static weight before it waits for the previous kernel: with ``pdl``, in
         tiles of few rows, without experts, since an expert's rows are unknown before the wait."""
         return pdl and rows.is_plain and tile_m <= WGMMA_M
 
     @classmethod
     def may_prefetch(cls, rows: ExpertLayout, tile_m: int) -> bool:
-        """Return whether the producer may prefetch memory into L2: without experts, in tiles of few rows."""
+        """Return True if the producer may prefetch memory into L2: without experts, in tiles of few rows."""
         return rows.is_plain and tile_m <= cls.prefetch_tile_m
 
     @property
     def waits_first(self) -> bool:
-        """Return whether all threads wait for the previous kernel at once."""
+        """Return True if all threads wait for the previous kernel at once."""
         return self.pdl and not self.static_weight and not self.waits_last
 
     @property
     def is_swapped(self) -> bool:
-        """Return whether the weight is on the M side of the MMAs."""
+        """Return True if the weight is on the M side of the MMAs."""
         return self.tile_m < MANY
 
     @property
@@ -241,7 +241,7 @@ class FP8GemmConfig:
 
     @property
     def teams_meet(self) -> bool:
-        """Return whether a stage belongs to different teams in successive rounds of the pipeline."""
+        """Return True if a stage belongs to different teams in successive rounds of the pipeline."""
         return self.stages % self.decoder_teams > 0
 
     @property
@@ -271,7 +271,7 @@ class FP8GemmConfig:
 
     @property
     def tells_expert(self) -> bool:
-        """Return whether consumers need the expert of a tile, for its alpha or bias."""
+        """Return True if consumers need the expert of a tile, for its alpha or bias."""
         return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
 
     @property
@@ -308,7 +308,7 @@ class FP8GemmConfig:
 
     @property
     def streams_weight(self) -> bool:
-        """Return whether tiles usually read the weight only once."""
+        """Return True if tiles usually read the weight only once."""
         return self.tile_m < 2 * WGMMA_M
 
     @property

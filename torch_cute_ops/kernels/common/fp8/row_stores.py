@@ -31,7 +31,7 @@ def store_rows(
     """Finish the accumulators of 16 rows and store the first ``rows`` of them, from ``first_row`` of ``out`` on.
 
     Args:
-        acc: accumulators of a lane, four for each eight columns.
+        acc: accumulators of a lane, four per eight columns.
         out: (rows, columns), contiguous; columns beyond its last are not stored.
         base: ``STORE_TILE_BYTES`` of shared memory of the warp, which are overwritten.
         first_row, first_column: first row and column of the warp.

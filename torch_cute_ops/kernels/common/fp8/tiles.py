@@ -58,7 +58,7 @@ class Views(NamedTuple):
 
 class _Table(NamedTuple):
     """Table of experts. It contains for each expert the number of tiles of the experts before it, its first row and its
-    number of rows. A running sum for each warp is scratch memory."""
+    number of rows. A running sum per warp is scratch memory."""
 
     firsts: cute.Tensor
     begins: cute.Tensor

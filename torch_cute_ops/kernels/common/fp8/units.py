@@ -101,7 +101,7 @@ class Units:
 class UnitScales:
     """Scale source of an FP4 weight with units. It leaves records for the decoder, and factors for ``Units``.
 
-    A record is four words for a weight row, two for each half of the k tile. If the row's group fits its units, the two
+    A record is four words for a weight row, two per half of the k tile. If the row's group fits its units, the two
     words are ``SharedUnit.ones`` and ``SharedUnit.one_and_halves``; otherwise the scales and the k tile's own exponent.
     """
 

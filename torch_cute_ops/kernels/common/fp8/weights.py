@@ -176,7 +176,7 @@ class FP4Weight:
 
     def lane_scales(self, tile_n: int, tile: Tile, lane, k_tile, work) -> list:
         """Load the scales of a lane's weight rows in a k tile: every 32nd row from ``lane`` on. Return a list of words
-        of four scales for each row. The words of rows that do not exist are undefined."""
+        of four scales per row. The words of rows that do not exist are undefined."""
         layout, scale = self.scale_layout, work.b_scale
         words = self.tile_scales // 4
         left = work.width * 2 // self.fmt.block_size - k_tile * self.tile_scales
