@@ -75,7 +75,7 @@ def pure(names: str, ins: str, out: str = "t", mods: str = "") -> Callable[[Call
 
 
 def type_of(op: Op, name: str) -> Type:
-    """Return the type that a letter of ``Operation.ins`` or ``out`` stands for."""
+    """Return the type for which a letter of ``Operation.ins`` or ``Operation.out`` stands."""
     if name == "t":
         return op.type
     if name == "d":
@@ -114,7 +114,7 @@ def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def finish(op: Op, result: Array) -> Array:
-    """Apply the modifiers of an fp32 result."""
+    """Apply the opcode's modifiers, such as ``ftz`` and ``sat``, to an fp32 result."""
     if "ftz" in op.mods:
         result = flush(result)
     if "sat" in op.mods:
@@ -196,7 +196,7 @@ def _fma(op, a, b, c):
 
 
 def _divide(op, a, b):
-    """Return quotient and remainder, truncated. A division by zero gives all ones, as on hardware."""
+    """Return the truncated quotient and the remainder. A division by zero gives all ones, as on hardware."""
     wide = np.uint64
     negative_a, negative_b = a < 0, b < 0
     top = np.where(negative_a, (-a.astype(np.int64)).astype(wide), a.astype(wide))
@@ -250,7 +250,7 @@ def _extreme(op, largest: bool, a, b):
             result = np.maximum(x, y) if largest else np.minimum(x, y)
         else:
             result = np.fmax(x, y) if largest else np.fmin(x, y)
-        # Minus zero is below plus zero.
+        # PTX orders minus zero below plus zero.
         zeros = (x == 0) & (y == 0)
         if not any_true(zeros):
             return result
@@ -322,7 +322,7 @@ def _not(op, a):
 
 
 def _shift(op, function, a, amount):
-    # PTX clamps the amount to the width; NumPy leaves that undefined.
+    # PTX clamps the shift amount to the width; in NumPy, shifts by more than the width are undefined.
     bits = op.type.bits
     if not any_true(amount >= bits):
         return function(a, amount.astype(op.type.dtype))
@@ -434,7 +434,7 @@ def compare(op: Op, a: Array, b: Array) -> Array:
     (name,) = op.mods & SETP_COMPARES
     if name in _COMPARE:
         result = _COMPARE[name](a, b)
-        # NumPy's != is true for NaN, PTX's ordered ne is not.
+        # NumPy's != is true for NaN; PTX's ordered ne is false.
         if name == "ne" and op.type.is_float:
             result = result & ~(np.isnan(a) | np.isnan(b))
         return result
@@ -546,7 +546,7 @@ def _cvt_to_integer(op, target, source, a):
 
 
 def _cvt_packed(target, source, mode, a, b):
-    """Convert two operands to a packed pair; the first becomes the upper half."""
+    """Convert two operands to a packed pair; the first operand becomes the upper half."""
     if target.name in TINY:
         if source.name == "f32":
             high, low = a, b
@@ -558,7 +558,7 @@ def _cvt_packed(target, source, mode, a, b):
         shift = target.bits // 2
         return (low | (high << np.uint16(shift))).astype(target.dtype)
     if target.name == "ue8m0x2":
-        # rp or rz of the exponent; 0xFF is NaN.
+        # Rounds the exponent up (rp) or towards zero (rz); 0xFF is NaN.
         def exponent(value):
             wide = np.abs(value.astype(np.float64))
             _, e = np.frexp(wide)

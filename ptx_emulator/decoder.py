@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Source:
-    """An operand: its register, if any, and a function that reads its array from all registers."""
+    """An operand: its register, or None, and a function that reads the operand's array from all registers."""
 
     slot: int | None
     value: Callable[[dict[int, Array]], Array]
@@ -114,7 +114,7 @@ def effect(names: str) -> Callable[[Effect], Effect]:
 class Decoded:
     """Register numbers and launch-independent steps, shared by the decoders of a program and of its edited copies.
 
-    Decoding them again for each program took a tenth of the tests' time.
+    Without sharing, decoding took a tenth of the tests' time.
     """
 
     def __init__(self) -> None:
@@ -131,11 +131,11 @@ def _is_register_or_constant(operand: Operand) -> bool:
 
 @functools.cache
 def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
-    """Return the ``Op`` of an opcode for ``PURE[name]``, or None if that operation does not support it."""
+    """Return the ``Op`` of an opcode for ``PURE[name]``, or None if ``PURE[name]`` does not support the opcode."""
     operation = PURE[name]
     types = tuple(TYPES[part] for part in parts if part in TYPES)
     mods = frozenset(part for part in parts if part not in TYPES)
-    # Most functions know a single type.
+    # Most functions use a single type.
     mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
     return None if mods - operation.mods or not types or mixed else Op(opcode, mods, types)
 

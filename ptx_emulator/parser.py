@@ -14,7 +14,7 @@ WIDTHS = {"pred": 1} | {
 
 @dataclass(frozen=True)
 class Reg:
-    """A register; ``name`` is unique, also across scopes."""
+    """A register. ``name`` is unique across scopes too."""
 
     name: str
     width: int
@@ -183,7 +183,7 @@ def forget() -> None:
 
 
 class _Body:
-    """Parser of a function's body. Scopes nest, and each renames the registers and labels that it declares."""
+    """Parser of a function's body. Scopes nest; each scope renames the registers and labels that it declares."""
 
     def __init__(self, program: Program, files: dict[str, str]):
         self.program = program
@@ -191,7 +191,7 @@ class _Body:
         self.scopes: list[dict[str, str]] = [{}]
         self.scope_ids = [0]
         self.scope_count = 0
-        self.declared: list[tuple] = [(program.name,)]  # in each open scope
+        self.declared: list[tuple] = [(program.name,)]  # names declared in each open scope
         self.known: dict[str, _Statement] = {}
         self.source = ""
         self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []

@@ -1,38 +1,39 @@
 """A detector of data races in shared memory.
 
-Each thread keeps a vector clock with one column for each thread of its cluster and one for all asynchronous copies.
-Each byte records its last writer, and the last reader in each warp, with their clocks. An access races with an earlier
-conflicting access if its thread does not know of that access, regardless of the order in which the emulator executed
-the two. A thread learns of another thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp
-synchronisation, and of a copy by waiting for its mbarrier. Only the last reader in each warp is recorded, so some races
-are missed; no report is false.
+Each thread keeps a vector clock with one column per thread of its cluster, and one column for all asynchronous copies.
+For each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
+access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
+in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
+barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation, and of a copy by waiting for its mbarrier. Only
+the last reader in each warp is recorded, so some races are missed; no report is false.
 
-Loads. A barrier does not wait for loads. A load has been performed if an instruction that synchronises, branches or
-accesses memory needs its result or the result of a later load of the thread, or if the thread has executed a fence.
-Arithmetic and ``mma`` do not count because they may complete after the barrier. A bulk copy may overwrite a byte only
-if its issuer knows that earlier loads from it have been performed. A third clock of each thread records this.
+Loads. A barrier does not wait for loads. A load counts as performed once the thread has executed a fence, or once an
+instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
+thread. Use of the result in arithmetic or ``mma`` is not enough, because these instructions may complete after the
+barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
+performed. A third clock of each thread records this.
 
 Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
 to the source of a copy to another CTA is not always detected.
 
-Clusters. An access to another CTA's shared memory must complete before that CTA ends: one of the CTA's threads has to
-know of the access.
+Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
+must know of the access.
 
-``cp.async``. One more column for each thread represents its ``cp.async``; its clock counts groups. No thread knows of
-the writes before the issuing thread has waited for the group, not even the issuing thread.
+``cp.async``. One more column per thread represents the thread's ``cp.async``; the clock in this column counts groups.
+No thread knows of the writes, not even the issuing thread, until the issuing thread has waited for the group.
 
-``tcgen05``. One more column for each thread that issues to a tensor core represents its operations (see
-``tensor_memory``, whose records have the same form). An operation reads shared memory until some thread has waited for
-a later commit.
+``tcgen05``. One more column per thread that issues to a tensor core represents the thread's operations (see
+``tensor_memory``, whose records have the same form). An operation counts as reading shared memory until some thread has
+waited for a later commit.
 
-Proxy fences. A bulk copy to global memory reads shared memory until its issuer has waited for its group. Bytes that it
-reads must have been fenced after a thread wrote them (``fence.proxy.async``). A second clock of each thread records the
-fenced accesses. All three clocks are passed on together.
+Proxy fences. A bulk copy to global memory counts as reading shared memory until the issuing thread has waited for the
+copy's group. After a thread has written bytes, a ``fence.proxy.async`` must precede the copy that reads these bytes. A
+second clock of each thread records the fenced accesses. All three clocks are passed on together.
 
-``lenient`` requires less; calibration with NVIDIA's kernels showed that this is necessary. Loads need not have been
-performed. A lane arrives for its whole warp: kernels for sm_120a release a stage between ``ldmatrix`` and ``mma`` this
-way. A commit passes on its thread's earlier accesses: a CTA of a pair learns in this way that the mbarriers of the
-other CTA exist.
+``lenient`` relaxes three rules, because NVIDIA's own kernels break them. Loads need not have been performed. A lane
+arrives for its whole warp: kernels for sm_120a release a stage in this way, between ``ldmatrix`` and ``mma``. A commit
+passes on the earlier accesses of its thread: in this way, a CTA of a pair learns that the mbarriers of the other CTA
+exist.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # After it, the cp.async groups of each thread, if the program uses cp.async.
+        # Next columns: each thread's cp.async groups, if the program uses cp.async.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -95,7 +96,7 @@ class Races:
         records = machine.ctas * self.per_cta
         self.writer = np.zeros(records, np.int64)
         self.written = np.zeros(records, np.uint16)
-        # One column for each warp of the cluster, then one for the bulk copy that last began to read.
+        # One column per warp of the cluster, then one column for the bulk copy that last began to read.
         self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
         self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
         self.reader = np.zeros((records, self.cluster_warps + 1), np.int16 if self.pipes < 1 << 15 else np.int32)
@@ -133,7 +134,7 @@ class Races:
             self.published[key] = self.gathered[key].copy()
 
     def leave(self, key: Key, threads: Array) -> None:
-        """Let ``threads``, which have waited for the barrier, know of the accesses before it."""
+        """Let ``threads``, which have waited for the barrier, know of the accesses before the barrier."""
         known = self.published.get(key)
         if known is not None and len(threads):
             self.clocks[threads] = np.maximum(self.clocks[threads], known)
@@ -144,7 +145,7 @@ class Races:
         self.published.pop(key, None)
 
     def join_warps(self, threads: Array) -> None:
-        """Synchronise lanes: each learns of the others' accesses. ``threads`` are sorted."""
+        """Synchronise the lanes of each warp: every lane learns of all lanes' accesses. ``threads`` are sorted."""
         threads = threads[self.dirty[self.machine.warp[threads]]]
         if not len(threads):
             return
@@ -185,7 +186,7 @@ class Races:
         self.place[load, threads] = self.places
 
     def need_loads(self, loads: list[int], threads: Array) -> None:
-        """Mark loads as performed, with all earlier ones, because ``threads`` need their results."""
+        """Mark ``loads`` and all earlier loads of ``threads`` as performed, because the threads need the results."""
         if self.has_copies and any_true(self.under_way[threads]):
             for load in loads:
                 some = threads[self.started[load, threads] != PERFORMED]
@@ -194,7 +195,7 @@ class Races:
                     self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
                     self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
                     self.dirty[self.machine.warp[some]] = True
-                    # Separates later loads from these, although no barrier lies between them.
+                    # A new time separates later loads from these loads, although no barrier lies between them.
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
@@ -209,7 +210,7 @@ class Races:
     # Accesses
 
     def _records(self, bank: Array, offset: Array, size: int) -> Array:
-        """Return the records of each access's bytes, one row an access."""
+        """Return the records of the accessed bytes, one row per access."""
         count = -(-size // self.granule)
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
@@ -239,7 +240,8 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
-        """Check and record writes. ``groups``: for ``cp.async``, the number of each thread's group."""
+        """Check and record writes. ``groups`` is the number of each thread's ``cp.async`` group, or None for other
+        writes."""
         records = self._records(bank, offset, size)
         self._check_write(threads, self.clocks, threads, records, offset)
         self._visit(threads, bank)
@@ -275,7 +277,7 @@ class Races:
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
-        """Check writes. ``rows`` are the rows of ``clocks`` with the knowledge of each of ``threads``."""
+        """Check writes. Row ``rows[i]`` of ``clocks`` says which accesses ``threads[i]`` knows of."""
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > clocks[rows[:, None], writer]
         if any_true(late):
@@ -338,7 +340,7 @@ class Races:
         return rows
 
     def copy_has_read(self, agent: Agent, rows: slice) -> None:
-        """End the reads of a bulk copy. Threads that know of the copy, or later of its write, know of these reads."""
+        """End the reads of a bulk copy. Threads that know of the copy or of its write also know of these reads."""
         own = (self.reader[rows, -1] == self.column[agent.thread]) & (self.was_read[rows, -1] == READING)
         self.reader[rows, -1][own] = self.agent
         self.was_read[rows, -1][own] = agent.clock

@@ -10,7 +10,7 @@ from ptx_emulator.values import Array
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element."""
+    """Return the number of bytes from the tensor's first element to the last, both included."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -18,7 +18,7 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def _raw(tensor: torch.Tensor) -> Array:
-    """Return the bytes that a tensor spans, shared with it."""
+    """Return the bytes that a tensor spans, as an array that shares the tensor's memory."""
     flat = torch.as_strided(tensor, (span(tensor) // tensor.dtype.itemsize,), (1,))
     return flat.view(torch.uint8).numpy()
 

@@ -1,4 +1,4 @@
-"""Asynchronous operations: copies in their groups, and reads of warpgroup MMAs."""
+"""Asynchronous operations in flight: groups of copies, and shared-memory reads by warpgroup MMAs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FAR = np.iinfo(np.int64).max
 
 @dataclass
 class Group:
-    """A bulk group of a thread: number of copies in flight, and the records (see ``races``) that all of them read."""
+    """A thread's bulk group: the number of its copies in flight, and the records (see ``races``) that the copies
+    read."""
 
     under_way: int = 0
     reads: list[slice] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Copy:
 
     Attributes:
         group: Bulk group of a bulk copy.
-        groups: Number of each thread's group, for ``cp.async``.
+        groups: For ``cp.async``: array with the number of each thread's group.
         pipe: Operations of a tensor core, executed in order.
     """
 
@@ -55,20 +56,22 @@ class UnderWay:
         self.copies: list[Copy] = []
         self.bulk_copies = 0
         self.held: list[Copy] = []
-        # Bulk groups that their thread has not waited for.
+        # The open bulk group of each thread.
         self.open: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
-        # cp.async groups: numbers that each thread has committed and waited for, and its newest non-empty group.
+        # Per thread: number of committed cp.async groups, of groups waited for, and number of the newest non-empty
+        # group.
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # Reads of warpgroup MMAs by group, for the first thread of a warp. The last group is open.
+        # Shared-memory reads by warpgroup MMAs: a list of groups per warp, keyed by the warp's first thread. The last
+        # group is open.
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Check that threads end only after their bulk copies have read and their ``cp.async`` have written.
+        """Check that each thread ends only after its bulk copies have read and its ``cp.async`` have written.
 
-        NVIDIA's cooperative kernel for sm_120a ends earlier.
+        NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
         if self.machine.lenient:
             return
@@ -82,7 +85,8 @@ class UnderWay:
     def start(
         self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
     ) -> None:
-        """Execute a copy later. ``ctas`` own the shared memory it uses; ``reads`` are records of a bulk copy."""
+        """Schedule a copy. ``ctas`` own the shared memory that the copy uses; ``reads`` are the records that it
+        reads."""
         group = None
         if reads is not None:
             group = self.open.setdefault(thread, Group())
@@ -93,16 +97,16 @@ class UnderWay:
         self.bulk_copies += 1
 
     def release_held(self) -> None:
-        """Release a held copy because nothing else can run."""
+        """Run a copy that is being delayed, because nothing else can run."""
         self.copies, self.held = self.held, []
 
     def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
-        """Execute a ``cp.async`` of each thread later."""
+        """Schedule one ``cp.async`` per thread."""
         self.newest[threads] = self.committed[threads]
         self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
 
     def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
-        """Execute a tensor-core operation later, after earlier operations in its pipe."""
+        """Schedule a tensor-core operation, to run after the earlier operations of ``pipe``."""
         pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
         self.copies.append(pipe[-1])
 
@@ -142,8 +146,8 @@ class UnderWay:
         return done
 
     def wait_async(self, threads: Array, most: int | None) -> Array:
-        """Wait until at most the ``most`` newest ``cp.async`` groups are incomplete. None: wait for all ``cp.async``,
-        committed or not."""
+        """Wait until at most the ``most`` newest ``cp.async`` groups are incomplete. If ``most`` is None, wait for all
+        ``cp.async``, committed or not."""
         if most is None:
             self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
         until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
@@ -157,7 +161,7 @@ class UnderWay:
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
 
-    # Warpgroup MMAs: reads of a warp, named by its first thread, until the warp has waited for the group
+    # Warpgroup MMAs: a warp, named by its first thread, reads shared memory until it has waited for the MMA's group
 
     def product_reads(self, thread: int, offset: int, size: int) -> None:
         cta = int(self.machine.cta[thread])

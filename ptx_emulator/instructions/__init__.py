@@ -1,4 +1,4 @@
-"""Instructions other than arithmetic, one module a kind. Importing this package registers all of them.
+"""Instructions other than arithmetic, in one module per kind. Importing this package registers all of them.
 
 To add an instruction that only computes, add a function to ``ptx_emulator.arithmetic``. Otherwise add one here under
 ``effect``: it gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.

@@ -29,7 +29,7 @@ def split_space(parts: list[str]) -> tuple[str, list[str]]:
 
 
 def _parsed(ins: Instruction, parts: list[str], operand: int) -> tuple[str, Any, tuple[Any, ...]]:
-    """Return state space and type of an access, and the registers or constants of an operand or vector."""
+    """Return the state space and the type of an access, and the registers or constants of its operand or vector."""
     space, parts = split_space(parts)
     _, (type,) = modifiers(ins, parts, _ACCESS)
     values = ins.operands[operand]
@@ -148,7 +148,7 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     window = 0 if space else SHARED_WINDOW
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
-        # Compilers compute addresses of CTAs that may not exist, so only accesses check the rank.
+        # Compilers also compute addresses in CTAs that do not exist, so the rank is checked only at an access.
         number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)

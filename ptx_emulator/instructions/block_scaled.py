@@ -39,10 +39,10 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Lane 4 g + t holds eight values from k = 8 t on and eight from k = 32 + 8 t on, of rows g and g + 8 of A and of
-    column g of B. The scales of a row or column are bytes of one word, starting at the selected byte. With the selected
-    thread s, the words of rows g and g + 8 are in lanes 4 g + 2 s and 4 g + 2 s + 1, and the word of column g is in
-    lane 4 g + s.
+    Lane 4 g + t holds eight values that start at k = 8 t and eight that start at k = 32 + 8 t, of rows g and g + 8 of A
+    and of column g of B. The scales of a row or column are bytes of one word, starting at the selected byte. With the
+    selected thread s, the words of rows g and g + 8 are in lanes 4 g + 2 s and 4 g + 2 s + 1, and the word of column g
+    is in lane 4 g + s.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:

@@ -1,4 +1,4 @@
-"""Asynchronous copies: of threads (``cp.async``), in bulk, and ``st.async``."""
+"""Asynchronous copies: ``cp.async``, ``cp.async.bulk`` and ``st.async``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # The number of bytes to read, or a predicate that skips the read.
+    # The optional operand is the number of bytes to read, or a predicate that skips the read.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine
@@ -168,7 +168,8 @@ def _start_to_shared(
 ) -> tuple:
     """Start a copy for each thread: check now, copy later.
 
-    ``bytes_of(i)`` returns the bytes of thread i; ``sources`` are the CTAs that hold them, if in shared memory.
+    ``bytes_of(i)`` returns the bytes of thread i. If the bytes are in shared memory, ``sources`` are the CTAs that hold
+    them.
     """
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
@@ -216,7 +217,7 @@ def one_to_shared(
 
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Record and check a prefetch. It reads nothing, so other threads may write there meanwhile."""
+    """Record and check a prefetch. A prefetch reads no data, so other threads may write these bytes meanwhile."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 
@@ -289,7 +290,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))
-        # The sender must know that the barrier is initialised.
+        # The thread that sends must know that the barrier is initialised.
         m.races.read(threads, barrier_ctas, barriers, 8)
         for i, thread in enumerate(threads.tolist()):
             if barrier_ctas[i] != ctas[i]:
@@ -312,7 +313,7 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        # Sums of norms over a cluster rely on it.
+        # Kernels that sum norms over a cluster rely on this ordering.
         m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
         m.barriers.complete(where, barrier, size)
 

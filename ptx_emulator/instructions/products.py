@@ -31,7 +31,7 @@ def whole_warps(machine: Machine, threads: Array) -> int:
 def matrix_step(
     d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, undefined: Any
 ) -> Step:
-    """Return a step in which all lanes take part without learning of each other's stores."""
+    """Return a step that all lanes of a warp execute together, and that does not order their memory accesses."""
     step = warp_step(d, ins, sources, targets, run, Imm(-1))
     step.undefined, step.orders = undefined, False
     return step
@@ -99,7 +99,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _numbers(kind: str, words: Array) -> Array:
-    """Return the values in words, with a new last axis for the two halves or four bytes of each."""
+    """Return the values in words, with a new last axis for the two halves or four bytes of a word."""
     words = np.ascontiguousarray(words)[..., None]
     if kind == "e4m3":
         return TINY["e4m3x2"].decode(words.view(np.uint8)).astype(np.float64)
@@ -107,8 +107,9 @@ def _numbers(kind: str, words: Array) -> Array:
     return (halves.view(np.float16) if kind == "f16" else from_bf16(halves)).astype(np.float64)
 
 
-# Registers of operands and accumulators have the axes register, warp, g, t. Lane 4 g + t holds the t-th neighbours of
-# row g of A or of the accumulator, then of row g + 8, then of the next columns (8, or 16 for bytes).
+# Arrays of operand and accumulator registers have the axes (register, warp, g, t). In lane 4 g + t, the first register
+# holds the t-th group of neighbouring elements of row g (of A or of the accumulator), the second register the t-th group
+# of row g + 8; later registers repeat this 8 columns further on (16 for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:
@@ -140,9 +141,9 @@ _MMA |= {f"m16n8k{k}.row.col.f32.e4m3.e4m3.f32": (k, "e4m3") for k in (16, 32)}
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``A @ B + C``.
 
-    Lane 4 g + t holds elements 2 t and 2 t + 1 (of bytes: 4 t to 4 t + 3) of row g of A and C, and of column g of B.
-    NVIDIA does not document the order of additions or intermediate rounding. Here the exact products and C are added
-    in float64, and the sum is rounded once.
+    Lane 4 g + t holds elements 2 t and 2 t + 1 (4 t to 4 t + 3 if elements are bytes) of row g of A and C, and of
+    column g of B. NVIDIA does not document the order of additions or intermediate rounding. Here the exact products and
+    C are added in float64, and the sum is rounded once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)
@@ -153,7 +154,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array, *registers: Array) -> Array:
         warps = whole_warps(machine, threads)
         words = np.stack([of_each(register, threads) for register in registers])
-        # The axes: registers (columns on, 8 rows on), warp, g, t, part of the word.
+        # Axes: register (next columns, then 8 rows further), warp, g, t, part of the word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
         b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
@@ -171,9 +172,9 @@ _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4
 
 @lru_cache(4096)
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Return shared-memory addresses of 32 bytes of each row as two 16-byte pieces: (rows, 2).
+    """Return (rows, 2) shared-memory addresses: the 32 bytes of a row are two 16-byte pieces.
 
-    K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
+    The operand is K-major and has the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
     start, pitch = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     if descriptor >> 62 != 1:
@@ -185,7 +186,7 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
 
 
 def swizzled(address: Array, bits: int = 3) -> Array:
-    """Apply a swizzle to shared-memory addresses: 128 bytes for 3 bits, 64, 32 or none for fewer."""
+    """Apply a swizzle to shared-memory addresses: 128 bytes for 3 ``bits``, 64 for 2, 32 for 1, none for 0."""
     return address ^ (address >> 7 & (1 << bits) - 1) << 4
 
 
@@ -203,7 +204,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     columns, kinds = int(match[1]), [kind for kind in match.groups()[1:] if kind]
     in_registers = isinstance(a, Vec)
-    # Signs; for 16-bit types also transposition of operands with descriptors.
+    # The signs of A and B; for 16-bit types also a transposition flag per operand that has a descriptor.
     wanted = [1, 1] + ([] if kinds[0] == "e4m3" else [0] * (1 if in_registers else 2))
     if kinds[0] != kinds[1] or [sign.value for sign in signs] != wanted:
         raise unknown(ins)
@@ -214,7 +215,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def read(threads: Array, parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
         """Return rows of a shared-memory operand, and masks of uninitialised bytes.
 
-        ``threads`` contains one thread of each warp; ``parts`` its number, descriptor and addresses.
+        ``threads`` contains one thread per warp; ``parts`` contains each warp's number, descriptor and addresses.
         """
         if not parts:
             return []
@@ -245,7 +246,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
         descriptors = [of_each(one, threads) for one in registers[: 1 if in_registers else 2]]
         words = np.stack([of_each(register, threads) for register in registers[len(descriptors) :]])
-        # The axes: registers, warp, g, t.
+        # Axes: register, warp, g, t.
         words = words.reshape(-1, warps, 8, 4)
         products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None
@@ -298,7 +299,8 @@ def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("movmatrix.sync.aligned.m8n8.trans.b16")
 def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode ``movmatrix``: lane 4 i + j holds elements 2 j and 2 j + 1 of row i and receives them of column i."""
+    """Decode ``movmatrix``: lane 4 i + j gives elements 2 j and 2 j + 1 of row i, and receives the same elements of
+    column i."""
     machine = d.machine
 
     def run(threads: Array, word: Array) -> list[Array]:

@@ -104,16 +104,16 @@ def _relinquish(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _places(shape: str, count: int) -> tuple[Array, Array]:
-    """Return lane and column of each register of each thread of a warp (PTX ISA, "Matrix fragments")."""
+    """Return the lane and the column of each register of a warp's threads (PTX ISA, "Matrix fragments")."""
     register, thread = np.arange(count)[:, None], np.arange(32)[None]
     if shape == "32x32b":
         return thread + 0 * register, register + 0 * thread
-    # 16x256b: four registers for each 8 columns
+    # 16x256b: four registers per 8 columns
     return thread // 4 + register % 4 // 2 * 8, register // 4 * 8 + thread % 4 * 2 + register % 2
 
 
 def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: dict[str, int]) -> tuple[str, int]:
-    """Return shape and number of columns of a load or store."""
+    """Return the shape and the number of columns of a load or store."""
     if len(parts) != 3 or parts[0] not in width or parts[2] != "b32":
         raise unknown(ins)
     columns = width[parts[0]] * int(parts[1][1:])
@@ -123,7 +123,7 @@ def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: d
 
 
 def _cells(part: Part, lanes: Array, columns: Array, address: int) -> tuple[int, Array, Array]:
-    """Return an index of ``TensorMemory.data``. Lanes count from the address's lane."""
+    """Return an index of ``TensorMemory.data``. Lanes are counted from the lane of the address."""
     return part.cta, (address >> 16) + lanes, part.columns.start + columns
 
 

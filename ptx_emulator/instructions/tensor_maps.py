@@ -26,7 +26,7 @@ _BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
 class TensorMap:
     """A tensor map as the DSL's host code writes it, innermost dimension first.
 
-    The format is not documented; it was read from maps of the DSL's own kernels and of NVIDIA's examples.
+    The format is undocumented; it was inferred from maps of the DSL's own kernels and of NVIDIA's examples.
     """
 
     def __init__(self, data: bytes):
@@ -70,7 +70,7 @@ class Box:
         return ordered
 
     def write(self, contents: Array, known: Array) -> None:
-        """Write the box from bytes of shared memory; ``known`` masks the initialised ones."""
+        """Write the box from bytes of shared memory; ``known`` is a mask of the initialised bytes."""
         there = self.there.reshape(-1)
         if not known[self.place][there].all():
             raise Fault(Uninitialised, 0, "stores to global memory what nobody wrote")
@@ -79,7 +79,8 @@ class Box:
 
 
 def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordinates: list[int]) -> Box:
-    """Check and return the box whose first element has these coordinates, for shared memory from ``offset`` on."""
+    """Return the checked box whose first element has these coordinates, and whose shared memory starts at
+    ``offset``."""
     one = np.array([thread])
     box = TensorMap(global_bytes(m, one, np.array([map], np.uint64), 128)().tobytes())
     if box.rank != dimensions:
@@ -88,7 +89,7 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         raise Fault(EmulationError, 0, f"a box at offset {offset:#x} of shared memory: no multiple of 128")
     if coordinates[0] * box.bits % 8:
         raise Fault(EmulationError, 0, f"a box from element {coordinates[0]} of {box.bits} bits on")
-    # Rows of the box, innermost outer dimension first.
+    # Coordinates of the box's rows in the outer dimensions, the innermost of these first.
     steps = np.stack(np.unravel_index(np.arange(box.size // box.row_bytes), box.box[:0:-1] or (1,)))[::-1]
     rows, inside = np.zeros(steps.shape[1], np.int64), np.ones(steps.shape[1], bool)
     for step, at, extent, stride in zip(steps, coordinates[1:], box.sizes[1:], box.strides[1:], strict=False):
@@ -135,8 +136,8 @@ def _started(ins: Instruction, sources: list, start: Callable[..., None]) -> Ste
 def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) -> Step:
     """Decode a copy of a box to the same offset in each CTA of a mask.
 
-    The copy arrives at the mbarrier at the same offset of that CTA. With ``cta_group::2`` it arrives in the CTA of the
-    target's pair whose rank has the parity of the given mbarrier's rank.
+    In each CTA, the copy arrives at the mbarrier at the same offset. With ``cta_group::2``, the copy arrives in one CTA
+    of the target's pair: the CTA whose rank has the parity of the given mbarrier's rank.
     """
     known = (
         "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster cta_group::1"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def warp_step(d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, mask: Operand) -> Step:
-    """Return a step at which the lanes of ``mask`` meet."""
+    """Return a step that runs when all lanes of ``mask`` have arrived."""
     return Step(ins, sources, targets, run, "warp", d.source(mask, TYPES["u32"]))
 
 
@@ -117,7 +117,7 @@ def _redux(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("elect.sync")
 def _elect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode ``elect.sync``: it elects the lowest lane."""
+    """Decode ``elect.sync``, which here elects the lowest lane."""
     first, mask = ins.operands
     lane, elected = first.items
     machine = d.machine
