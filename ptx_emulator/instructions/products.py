@@ -108,8 +108,8 @@ def _numbers(kind: str, words: Array) -> Array:
 
 
 # Arrays of operand and accumulator registers have the axes (register, warp, g, t). In lane 4 g + t, the first register
-# holds the t-th group of neighbouring elements of row g (of A or of the accumulator), the second register the t-th group
-# of row g + 8; later registers repeat this 8 columns further on (16 for bytes).
+# holds the t-th group of neighbouring elements of row g (of A or of the accumulator), and the second register the t-th
+# group of row g + 8. Later registers repeat this 8 columns further on (16 for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:

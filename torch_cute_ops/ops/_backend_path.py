@@ -1,4 +1,4 @@
-"""Parts of the call path that GEMMs with and without a gate share."""
+"""Call path of GEMMs, shared by GEMMs with and without a gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,9 +43,10 @@ class BackendPath(CallPath[Call]):
 
     Args:
         a, b: formats of the activations and of the weight.
-        prologue_gate: True if a row of ``a`` is gate and up in 16 bits, from which SwiGLU computes the activations.
-        prologue_quant: True if the GEMM quantises 16-bit activations to FP4, by the call's ``global_scale``: the
-            ``a_scale`` of a ``GemmCall``.
+        prologue_gate: True if a row of ``a`` contains 16-bit gate and up values, from which the GEMM computes the
+            activations by SwiGLU.
+        prologue_quant: True if the GEMM quantises 16-bit activations to FP4. The field ``a_scale`` of ``GemmCall`` then
+            holds the call's ``global_scale``.
 
     Attributes:
         over: dimension of the problem along which experts lie, as in ``gemm.problem.Grouping``.
@@ -78,7 +79,7 @@ class BackendPath(CallPath[Call]):
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Return the multiplications and additions of all pairs of a row and a column, as if nothing was routed."""
+        """Return the FLOP count of the GEMM over all rows and all columns, without regard to the routing."""
         *lead, _ = a_shape
         k, n = b_shape[-2:]
         rows = b_shape[0] if self.over == "n" else 1
@@ -140,21 +141,22 @@ class BackendPath(CallPath[Call]):
             self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout, call)
 
     def a_width(self, k: int) -> int:
-        """Return the elements of a row of ``a`` for ``k`` elements of a sum."""
+        """Return the number of elements per row of ``a`` if the GEMM sums over ``k`` elements."""
         return 2 * k if self.prologue_gate else k
 
     def hint(self, call: Any) -> str:
-        """Return the advice to transpose the weight if ``a`` would fit then, or an empty string."""
+        """Return advice to transpose the weight if ``a`` fits the transposed weight, or an empty string."""
         packed = self.b == "fp4" and self.a != "fp4"
         fits = self.a_width(call.b.shape[-1] * (2 if packed else 1)) == call.a.shape[-1]
         return f"; pass {self.b_name} as weight.mT" if fits else ""
 
     def example_format(self, given: Any) -> tuple[FP4Format, ScaleLayout]:
-        """Return the FP4 format and the scale layout of an example's activations; 128x4 if it names no layout."""
+        """Return the FP4 format and the scale layout of an example's activations. The default layout is 128x4."""
         return _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
 
     def declare_layout(self) -> dict[str, Property]:
-        """Return the property ``scale_layout``, if the op has scales of FP4: the layout that a call has."""
+        """Return the property ``scale_layout``, the layout of a call's FP4 scales, or nothing for an op without FP4
+        scales."""
         (declared,) = self.arguments_as_properties("scale_layout").values() if self.b == "fp4" else (None,)
         if declared is None:
             return {}
@@ -188,7 +190,7 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # Nothing is tuned in a capture, so that a later call may have to tune.
+        # Nothing is tuned during a capture, so a later call may still have to tune.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher
@@ -252,9 +254,10 @@ class BackendLauncher(Launcher[Call]):
             self.y_scales = ScaleRows.of(quantised.scale_layout, problem.n // quantised.format.block_size)
 
     def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
-        """Return the scales of ``rows`` activations as kernels take them, or None if they have no accepted shape.
+        """Return the scales of ``rows`` rows of activations in the shape that kernels take, or None for an unaccepted
+        shape.
 
-        The fast path calls this function for tiles in another library's shape, if the call names the layout.
+        If the call names the layout, the fast path calls this function for tiles in another library's shape.
         """
         scales = self.a_scales
         assert scales is not None
@@ -265,7 +268,7 @@ class BackendLauncher(Launcher[Call]):
         return scale.view(count, *scales.tail)
 
     def stored_scales(self, a_scale: Tensor | None, b_scale: Tensor, rows: int, fmt: FP4Format) -> Any:
-        """Return checked FP4 scales as kernels take them: in the format's dtype, contiguous, in the shape of tiles."""
+        """Return checked FP4 scales in the form that kernels take: contiguous tiles in the format's dtype."""
         b_scale = aligned(seen_as(b_scale, fmt.scale_dtype))
         if self.b_scale_shape is not None:
             b_scale = b_scale.view(self.b_scale_shape)
@@ -279,7 +282,7 @@ class ScaleRows(NamedTuple):
 
     Attributes:
         tile_rows: rows of a tile; 1 for linear scales.
-        columns: second extent of the scales: tiles along k, or blocks of a row.
+        columns: second extent of the scales: number of tiles along k, or for linear scales of blocks per row.
         tail: all extents except the first.
         strides: strides of contiguous scales.
         is_linear: True for linear scales.
@@ -332,7 +335,8 @@ def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def gemm_package() -> ModuleType:
-    """Return the package of backends. It imports kernels' configurations, so only processes with GEMMs import it."""
+    """Import and return the package of backends. Its import loads all kernel configurations, so it waits for the first
+    GEMM."""
     import torch_cute_ops.gemm as gemm
     import torch_cute_ops.gemm.cost
     import torch_cute_ops.gemm.problem

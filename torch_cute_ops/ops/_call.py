@@ -2,8 +2,8 @@
 
 ``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls it.
 The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before it launches
-anything. Then, and for the first call with a key, ``run_checked`` checks thoroughly, reports errors in words, copies
-tensors that a kernel cannot read in place, and plans and compiles kernels.
+anything. After a refusal, and for the first call with a key, ``run_checked`` checks every argument, reports errors in
+words, copies tensors that a kernel cannot read in place, and plans and compiles kernels.
 """
 
 import abc
@@ -46,7 +46,7 @@ def _of_python(value: Any) -> Any:
 
 
 class Launcher(abc.ABC, Generic[Call]):
-    """Object that computes the calls with one static key.
+    """Object that computes all calls with the same static key.
 
     Attributes:
         kernels: kernels that a call launches.
@@ -57,7 +57,8 @@ class Launcher(abc.ABC, Generic[Call]):
     is_kept: bool = True
 
     def run(self, call: Call, out: Any) -> Any:
-        """Compute an unchecked call into ``out`` or new outputs, and return them: the fast path, if the op has one.
+        """Compute an unchecked call into ``out`` or new outputs, and return the outputs. This is the op's fast path, if
+        it has one.
 
         Return None without effect if the fast path does not support the call. Raise before anything is launched if the
         compiled function refuses a tensor.
@@ -66,18 +67,19 @@ class Launcher(abc.ABC, Generic[Call]):
 
     @abc.abstractmethod
     def launch(self, call: Call, out: Any) -> None:
-        """Compute a checked call into ``out``, with copies of tensors that the kernel cannot access in place."""
+        """Compute a checked call into ``out``. Tensors that the kernel cannot access in place are copied."""
 
 
 class CallPath(abc.ABC, Generic[Call]):
     """The CUDA calls of one op. A family of ops shares a subclass.
 
     Args:
-        fixed: values of fields of ``call_type`` without a parameter of the op, unless they are the defaults.
+        fixed: values of the fields of ``call_type`` that no parameter of the op sets; fields left out keep their
+            defaults.
 
     Attributes:
-        call_type: ``NamedTuple`` of a call's arguments; the first is a tensor.
-        renames: fields of ``call_type`` with other names than the op's parameters, keyed by parameter.
+        call_type: ``NamedTuple`` of a call's arguments; the first field is a tensor.
+        renames: fields of ``call_type`` whose names differ from the op's parameters, keyed by parameter.
         may_share: names of an output and an argument that may be the same tensor.
         hints: arguments whose contents do not affect results, so that outputs may share memory with them.
         any_address: outputs that need no alignment to 16 bytes.
@@ -124,7 +126,7 @@ class CallPath(abc.ABC, Generic[Call]):
 
     @abc.abstractmethod
     def check(self, call: Call) -> None:
-        """Check arguments of the right kinds, on any device.
+        """Check the values of arguments that already have the right types, on any device.
 
         Raises:
             ValueError: if a value, shape, device, layout or format is wrong.
@@ -154,7 +156,7 @@ class CallPath(abc.ABC, Generic[Call]):
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         """Return the arguments, by name, of a call whose static properties are the attributes of ``given``.
 
-        It may contain arguments that the op lacks.
+        The result may contain arguments that the op does not have.
         """
 
     def backends(self, call: Call, where: torch.device | Arch) -> dict[str, str | None]:
@@ -178,7 +180,7 @@ class CallPath(abc.ABC, Generic[Call]):
     # Static properties
 
     def arguments_as_properties(self, *names: str) -> dict[str, Property]:
-        """Return the properties that are arguments of the op, for those of the names that it has."""
+        """Return the properties that are arguments of the op. Names that the op lacks are skipped."""
         return {each.name: argument(each) for each in self.signature.parameters if each.name in names}
 
     def properties(self, call: Call) -> dict[str, Any]:
@@ -211,17 +213,17 @@ class CallPath(abc.ABC, Generic[Call]):
 
         Args:
             out: one tensor, or a tuple of several, or None.
-            device: index of the first tensor's device, or None; asking for it takes 0.07 µs.
+            device: index of the first tensor's device, or None. The look-up takes 0.07 µs.
             values: fields of the call.
         """
-        # ``_make`` takes twice as long.
+        # ``call_type._make`` takes twice as long.
         call = tuple.__new__(self.call_type, values)
         try:
             if device is None:
                 device = call[0].get_device()
             launcher = self.launchers.get(self.key(call, device))
             result = None if launcher is None else launcher.run(call, out)
-        except Exception:  # from TVM-FFI, DLPack or CUDA, or because of no tensor; run_checked finds the reason
+        except Exception:  # from TVM-FFI, DLPack or CUDA, or if an argument is no tensor; run_checked finds the reason
             result = None
         if result is None:
             result = self.run_checked(call, out)
@@ -232,7 +234,8 @@ class CallPath(abc.ABC, Generic[Call]):
         return result
 
     def run_verified(self, out: Any, device: int | None, *values: Any) -> Any:
-        """Compute a call as :meth:`run`, and check its values and results, as ``TORCH_CUTE_OPS_CHECK`` asks."""
+        """Compute a call as :meth:`run` does, and check its values and results, because ``TORCH_CUTE_OPS_CHECK`` is
+        set."""
         call = self.call_type._make(map(_of_python, values))
         self.check_call(call)
         old = self.verifier.before(call)
@@ -272,7 +275,7 @@ class CallPath(abc.ABC, Generic[Call]):
         return result
 
     def check_call(self, call: Call) -> None:
-        """Refuse arguments that the op does not take.
+        """Check that the op accepts the arguments.
 
         Raises:
             TypeError: if an argument has a wrong kind or dtype.
@@ -285,7 +288,7 @@ class CallPath(abc.ABC, Generic[Call]):
     def check_dispatched(self, call: Call) -> None:
         """Check a call as ``check_call`` does, after PyTorch's dispatcher has matched it to the schema.
 
-        The dispatcher lets only one wrong kind pass: None for a required tensor.
+        The dispatcher lets only one wrong type pass: None for a required tensor.
         """
         given = self.arguments(call)
         if any(given[name] is None for name in self.signature.required_tensors):
@@ -313,10 +316,11 @@ class CallPath(abc.ABC, Generic[Call]):
         self._check_memory(self.arguments(call), tuple(outputs))
 
     def _check_memory(self, given: dict[str, Any], outputs: Outputs) -> None:
-        """Refuse outputs, and arguments that are updated in place, that share memory with another tensor of the call.
+        """Check that no output, and no argument that is updated in place, shares memory with another tensor of the
+        call.
 
         Raises:
-            ValueError: naming both.
+            ValueError: if two tensors share memory; the message names both.
         """
         tensors = {
             name: value for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.hints
@@ -337,7 +341,7 @@ class CallPath(abc.ABC, Generic[Call]):
         """Check that all kernels are loaded if a CUDA graph is being captured.
 
         Raises:
-            RuntimeError: with the ``warmup`` call to make.
+            RuntimeError: if a kernel is not loaded; the message shows the ``warmup`` call to make.
         """
         if not all((kernel, device) in _launched for kernel in kernels):
             shown = ", ".join(f"{name}={value!r}" for name, value in self.properties(call).items())

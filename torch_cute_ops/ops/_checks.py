@@ -62,7 +62,7 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
 def check_fp4_format(
     op: str, block_size: int, scale_format: str | None, scale_layout: str | None
 ) -> tuple[FP4Format, ScaleLayout]:
-    """Return the format and the scale layout that the arguments name; ``DEFAULT_SCALE_LAYOUT`` for no layout."""
+    """Return the format and the scale layout that the arguments name. The default is ``DEFAULT_SCALE_LAYOUT``."""
     name = DEFAULT_SCALE_LAYOUT if scale_layout is None else scale_layout
     try:
         return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(name)
@@ -88,8 +88,9 @@ def check_fp4_scale(
         scale: block scales.
         matrix: shape (..., K) of the unpacked tensor.
         fmt: FP4 format.
-        layout: layout that the call names, or otherwise the layout that the shape of ``name`` or ``follows`` shows.
-        given: ``scale_layout`` of the call. If it is a name, tiles may have another library's shape.
+        layout: layout that the call names, or else the layout that the shape of the argument ``name`` or ``follows``
+            shows.
+        given: ``scale_layout`` of the call. If it is not None, tiles may have another library's shape.
         follows: argument whose shape showed the layout, if it is not ``name``.
     """
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
@@ -173,7 +174,8 @@ def check_rows(
     dtypes: tuple[torch.dtype, ...],
     halves: bool = False,
 ) -> None:
-    """Check that ``tensor`` is (..., K), or (..., 2K) with ``halves``, in one of ``dtypes``, with K whole blocks."""
+    """Check that ``tensor`` is (..., K), or (..., 2K) with ``halves``, in one of ``dtypes``, and that blocks divide
+    K."""
     multiple = 1 if fmt is None else fmt.width_multiple
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
@@ -244,10 +246,10 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return the memory of a tensor, the tensor's first byte in this memory, and the byte after its last; None for
+    """Return the number of a tensor's memory, and the tensor's first byte and end byte in this memory. Return None for
     symbolic sizes.
 
-    Memory 0 is the address space.
+    For tensors with addresses, the memory is 0 and bytes are addresses.
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
         return None
@@ -262,7 +264,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if the memory ranges of two tensors overlap, and False if that is not known yet."""
+    """Return True if the memory ranges of two tensors overlap. Return False for symbolic sizes."""
     mine, others = _place(one), _place(other)
     if mine is None or others is None or one.numel() == 0 or other.numel() == 0:
         return False
@@ -308,7 +310,7 @@ def check_output(op: str, name: str, tensor: torch.Tensor, expected: Output, dev
 
 
 def _check_scale_output(op: str, name: str, scale: torch.Tensor, layouts: Collection[str]) -> None:
-    """Check that FP8 block scales to write have one of the named layouts, and no element twice."""
+    """Check that FP8 block scales to write have one of the named layouts, and that no two elements share memory."""
     is_in = {ROW.name: is_row_major, COLUMN.name: is_column_major}
     if any(is_in[layout](scale) for layout in layouts) and not overlaps_itself(scale):
         return
@@ -321,12 +323,12 @@ def _check_scale_output(op: str, name: str, scale: torch.Tensor, layouts: Collec
 
 
 def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
-    """Check that ``out`` is a tensor, or a tuple of as many tensors as outputs, and return it."""
+    """Check that ``out`` is a tensor, or a tuple with one tensor per output, and return it."""
     if len(names) == 1:
         if not (isinstance(out, torch.Tensor) or is_proxy(out)):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
         return out
-    if not isinstance(out, (tuple, list)):  # Dynamo of torch 2.9 traces no union
+    if not isinstance(out, (tuple, list)):  # Dynamo of torch 2.9 cannot trace a union type
         raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
     check_number(op, tuple(out), names)
     for name, tensor in zip(names, out, strict=True):
@@ -448,7 +450,7 @@ def check_rows_of_experts(
 def check_expert_rows(
     op: str, input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, name: str = "input"
 ) -> None:
-    """Check that ``input`` is (R, K) with offsets, or (E, max_rows, K) with only counts, for one number of experts."""
+    """Check that ``input`` is (R, K) with offsets, or (E, max_rows, K) with only counts, and that all agree on E."""
     if offsets is None and counts is None:
         raise ValueError(
             f"cute::{op}: neither offsets nor counts are given; pass offsets for {name} (R, K), counts for {name} "
@@ -477,7 +479,7 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
 
 
 def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
-    """Check that ``value`` is finite, and within the limit that ``limit`` describes."""
+    """Check that ``value`` is finite and ``fits`` is True. ``limit`` describes the limit in the error message."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 

@@ -1,8 +1,9 @@
 """Definition of an op from its typed Python function: everything that PyTorch calls.
 
 ``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
-overloads, and the guards at the Autograd key. They differ only in the op's parameters. A generic ``*args`` wrapper
-would take as long as a launch, so their code is generated, as ``dataclasses`` generates ``__init__``.
+overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. A generic
+``*args`` wrapper would take as long as a launch; therefore code is generated, as ``dataclasses`` generates
+``__init__``.
 """
 
 import functools
@@ -51,11 +52,11 @@ class OpSpec:
         signature: parameters and outputs.
         path: code that leads from a CUDA call to a kernel launch.
         function: typed Python function with the op's name.
-        generate: function that generates the code of ``function`` and of the attributes that follow. If nobody calls
-            it, the first call of one of these functions does.
+        generate: function that generates the code of ``function``, ``bind`` and the entries below. The first call of
+            any of these functions calls ``generate`` if nobody has.
         bind: function that converts the op's arguments to the path's ``Call``.
         cuda, cuda_out: CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
-            further keyword arguments. They check their arguments themselves.
+            further keyword arguments. Both entries check their arguments.
         autograd, autograd_out: entries at the Autograd key, which refuse tensors that require grad or have a tangent.
     """
 
@@ -71,12 +72,12 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """Name in the namespace ``cute``, and of the modules that implement and test the op."""
+        """Name of the op in the namespace ``cute``, and of the modules that implement and test the op."""
         return self.signature.name
 
     @property
     def qualified_name(self) -> str:
-        """``cute::name``."""
+        """Name with the namespace: ``cute::name``."""
         return f"{NAMESPACE}::{self.name}"
 
     @property
@@ -115,7 +116,7 @@ class OpSpec:
     def defined(self) -> Callable[..., Outputs] | None:
         """Function that replaces output elements which the op leaves unspecified, such as padding, by zeros.
 
-        It takes a tuple of all outputs and the op's arguments. None if the op leaves nothing unspecified.
+        The function takes a tuple of all outputs and the op's arguments. None if the op leaves no element unspecified.
         """
         given = self._of_outputs("defined")
         return given if given is not None or self.written is None else self._zeroed
@@ -124,12 +125,12 @@ class OpSpec:
     def written(self) -> Callable[..., Outputs] | None:
         """Function that returns, for each output, a mask of the elements that the op writes.
 
-        It takes a tuple of all outputs and the op's arguments. None if the op writes all elements.
+        The function takes a tuple of all outputs and the op's arguments. None if the op writes all elements.
         """
         return self._of_outputs("written")
 
     def merge(self, outputs: Sequence[torch.Tensor], values: Outputs, arguments: Mapping[str, Any]) -> Outputs:
-        """Return ``values`` with the elements of ``outputs`` where the op writes nothing."""
+        """Return ``values``, but with the elements of ``outputs`` wherever the op writes nothing."""
         written = getattr(self._reference, "written", None)
         if written is None:
             return values
@@ -150,7 +151,7 @@ class OpSpec:
     def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
         """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None.
 
-        The argument ``backend`` of the call does not matter.
+        The argument ``backend`` of the call is ignored.
         """
         call = self.bind(*args, **kwargs)._replace(backend="auto")
         self.path.check_call(call)
@@ -166,7 +167,7 @@ class OpSpec:
         return importlib.import_module(f"torch_cute_ops.reference.{self.name}")
 
     def _of_outputs(self, name: str) -> Callable[..., Outputs] | None:
-        """Return a function of the reference's module, which takes all outputs and the op's arguments by name."""
+        """Return the named function of the reference's module. It takes all outputs, and the op's arguments by name."""
         function = getattr(self._reference, name, None)
         if function is None:
             return None
@@ -178,7 +179,7 @@ class OpSpec:
 
 
 def as_tuple(value: Any) -> Outputs:
-    """Return the outputs of an op as a tuple, also if the op has only one output."""
+    """Return the outputs of an op as a tuple, even if the op has only one output."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -277,8 +278,8 @@ _generating: Final = threading.Lock()
 def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Callable[..., Any]], Callable[[], None]]:
     """Return the functions of ``_TEMPLATE`` for an op by name, and a function that generates their code.
 
-    Compilation takes a millisecond per op, so it is left to the first call. ``torch.compile`` does not see the stubs,
-    since the registry generates all code when somebody imports ``torch._dynamo``.
+    Compilation takes a millisecond per op, so it is deferred to the op's first call. ``torch.compile`` does not see the
+    stubs, since the registry generates all code when somebody imports ``torch._dynamo``.
     """
     functions: dict[str, Any] = {}
 
@@ -287,7 +288,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     def generate() -> None:
         source = _source(signature, path)
-        # Named and kept, so that a traceback shows the lines.
+        # The source has a file name and stays in memory, so that a traceback shows its lines.
         filename = f"<torch_cute_ops {signature.name}>"
         text = _in_closure(source, values)
         with _generating:
@@ -298,7 +299,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        # Without debug mode nothing is added to a call.
+        # Without debug mode, the checks cost a call no time.
         "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,
@@ -318,14 +319,15 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
 @functools.cache
 def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ...]]:
-    """Return a function that takes the values of these names and returns functions that generate their code when first
+    """Return a substitute for ``make`` of ``_in_closure``: it returns stubs, which generate their code when first
     called."""
     stubs = "\n".join(_STUB.format(name=name, closure="{closure}") for name in _NAMES)
     return _made(_in_closure(stubs, names), "<torch_cute_ops>")
 
 
 def _in_closure(source: str, names: Iterable[str]) -> str:
-    """Return the source of a function ``make`` of these names that returns the functions of ``source``.
+    """Return the source of a function ``make`` that takes these names as parameters and returns the functions of
+    ``source``.
 
     ``torch.compile`` would look for globals in a module, but finds variables of an enclosing function. A function's
     code can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
@@ -379,7 +381,7 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
         outs=", ".join(outs),
         outs_tuple=f"({', '.join(outs)},)",
         outs_given=outs[0] if is_single else f"({', '.join(outs)})",
-        # ``CallPath.run`` takes None for a call without outputs.
+        # ``CallPath.run`` expects ``out=None`` if the call gives no outputs.
         outs_checked=f"given_outputs({outs[0]})" if is_single else f"({', '.join(outs)})",
         outs_target=outs[0] if is_single else ", ".join(outs),
         outs_by_name=", ".join(f"{name}={name}" for name in outs),
@@ -397,10 +399,10 @@ def _is_plain(name: str) -> str:
 
 
 def refuse_gradient(signature: Signature, tensors: Sequence[torch.Tensor | None], outputs: Outputs = ()) -> None:
-    """Refuse tensors that require grad while gradients are on, and tensors that have a tangent.
+    """Check that no tensor requires grad while gradients are on, and that no tensor has a tangent.
 
     Raises:
-        ValueError: for such a tensor, since the ops are for inference and have no derivative.
+        ValueError: if a tensor does, because the ops are for inference and have no derivative.
     """
     names = (*(parameter.name for parameter in signature.tensors), *signature.out_names)
     given = [(name, one) for name, one in zip(names, (*tensors, *outputs), strict=False) if one is not None]

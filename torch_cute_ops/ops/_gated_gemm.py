@@ -1,4 +1,4 @@
-"""GEMM ops of experts with a gate in their epilogue: the first half of an expert layer."""
+"""Expert GEMM ops with a gate in their epilogue: the first half of an expert layer."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Tensors as kernels take them, and the device of examples."""
+"""Conversion of tensors to the alignment and layout that kernels need, and the device of examples."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def cuda_device(device: torch.device | int | str | None) -> torch.device:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy that starts at a multiple of 16 bytes."""
+    """Return the tensor if it is contiguous and starts at a multiple of 16 bytes, or else a copy that does."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -33,8 +33,8 @@ def readable_rows(rows: Tensor) -> Tensor:
 def writable_columns(scale: Tensor) -> Iterator[Tensor]:
     """Yield FP8 block scales (..., blocks) for a kernel that writes column-major scales without padding.
 
-    These are ``scale`` itself, or a copy whose contents replace those of ``scale`` afterwards. The copy begins with the
-    contents of ``scale``, because a kernel may leave elements unwritten.
+    The result is ``scale`` itself, or a copy that is written back to ``scale`` when the block ends. The copy is
+    initialised from ``scale``, because a kernel may leave elements unwritten.
     """
     if is_packed_column(scale):
         yield scale

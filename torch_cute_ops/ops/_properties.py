@@ -22,7 +22,7 @@ _KINDS: Final[dict[str, type]] = {"int": int, "bool": bool, "str": str, "ScalarT
 
 
 def size_in_words(value: Any) -> str:
-    """Return the expected value, in words, for a message about a value that is no size."""
+    """Return the expected kind of size, as an error message about ``value`` names it."""
     return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
@@ -35,8 +35,8 @@ class Property:
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
         choices: all possible strings; empty if any string is possible.
-        of: function that returns the property of a call, or None for a property that messages with a ``warmup`` call
-            leave out.
+        of: function that returns the property of a call. It returns None if an error message's ``warmup`` call need not
+            name the property.
     """
 
     kind: type
@@ -51,10 +51,10 @@ class Property:
         return self.default is REQUIRED
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return the expectation that ``value`` fails, or None if it is a value of this property."""
+        """Return the requirement that ``value`` violates, or None if the property accepts ``value``."""
         if value is None and self.is_optional:
             return None
-        # By type: a bool is an instance of int, and no size.
+        # Compare types exactly: a bool is an instance of int, but no size.
         if self.kind is int:
             return None if type(value) is int and 1 <= value <= LARGEST else size_in_words(value)
         if type(value) is not self.kind:

@@ -74,7 +74,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
 
 
 def expert_choice(call: ChoiceCall) -> "ExpertChoice":
-    """Return the choice as kernels are planned for it."""
+    """Return the parameters of the choice in the form that kernels are planned for."""
     from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None

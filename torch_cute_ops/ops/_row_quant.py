@@ -1,4 +1,4 @@
-"""Ops that quantise or round rows: sources, checks, and the call path to the row-quantising kernel."""
+"""Call path and checks of the ops that quantise or round rows, up to the row-quantising kernel."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -27,7 +27,7 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Tensor = torch.Tensor
 
-# Globals of this module are faster than attributes of another.
+# A global of this module is read faster than an attribute of another module.
 _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
 _BLOCK: Final = FP8_BLOCK128.granularity
@@ -145,7 +145,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
-            # Rows or a weight do not start at multiples of 16 bytes.
+            # Reached if rows or the weight do not start at multiples of 16 bytes.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
                 for tensor in (rows, sums, weight)
@@ -165,8 +165,8 @@ class RowQuant(KernelPath[RowCall]):
     op with one output rounds the rows to the input's dtype instead.
 
     Args:
-        source: source of the values of a row: the row of the input; the sum of this row and the residual's row, which
-            the sum overwrites; or the gated product of the row's halves.
+        source: source of a row's values: the input's row; the sum of the input's row and the residual's row (the sum
+            overwrites the residual); or the gated product of the row's halves.
         normalises: True if rows are first RMS-normalised with a weight.
         fixed: argument of ``CallPath``.
     """
@@ -214,9 +214,9 @@ class RowQuant(KernelPath[RowCall]):
         granularity: str | None,
         layout: str | None,
     ) -> Any:
-        """Compute a call as ``CallPath.run``, with ``key`` and the launch inlined.
+        """Compute a call as ``CallPath.run`` does, with ``key`` and the launch inlined.
 
-        On an H200's machine, separate functions take 1.2 µs longer (``benchmarks host``).
+        On an H200's host, calls of separate functions take 1.2 µs longer (``benchmarks host``).
         """
         result = None
         try:
@@ -384,7 +384,8 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:
-    """Return True if a gate is ``silu(gate) · up`` without scaling, offset or clamp; it has its own kernel."""
+    """Return True if a gate is plain ``silu(gate) · up``, without scaling, offset or clamp, which has its own
+    kernel."""
     return limit is None and alpha == 1.0 and beta == 0.0
 
 
@@ -402,7 +403,7 @@ def gate_arguments(alpha: float, beta: float, limit: float | None) -> tuple[floa
 
 
 def _padded(rows: Tensor, parts: int, width: int) -> Tensor:
-    """Return rows (M, parts · K), each part padded by zeros to ``width``: (M, parts · width)."""
+    """Pad each of the ``parts`` of rows (M, parts · K) with zeros to ``width``, and return (M, parts · width)."""
     count, columns = rows.shape
     padded = rows.new_zeros(count, parts, width)
     padded[:, :, : columns // parts] = rows.reshape(count, parts, columns // parts)

@@ -93,7 +93,7 @@ class Parameter(NamedTuple):
         return f"{text}={default}"
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return the reason that ``value`` has a wrong Python type, or None."""
+        """Return an explanation if ``value`` has a wrong Python type, or None."""
         if (value is None and self.is_optional) or is_proxy(value):
             return None
         accepted, expected = _KINDS[self.type]
@@ -125,7 +125,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any], outputs: Iterable[str]) -> "Signature":
-        """Return the signature of a typed function without its keyword-only parameters, such as ``out``.
+        """Return the signature of a typed function, leaving out keyword-only parameters such as ``out``.
 
         Raises:
             TypeError: if an annotation has no type in a schema.
@@ -158,7 +158,7 @@ class Signature:
 
     @cached_property
     def _usual_types(self) -> tuple[frozenset[type], ...]:
-        """Types of the values of each parameter that need no further check."""
+        """Python types per parameter whose values need no further check."""
         return tuple(
             frozenset(
                 (*(kind for kind in _KINDS[each.type][0] if kind is not int), *([NoneType] if each.is_optional else []))
@@ -173,7 +173,8 @@ class Signature:
 
     @cached_property
     def out_names(self) -> tuple[str, ...]:
-        """Names of the outputs as arguments of ``.out``: with ``_out`` if a parameter has the same name."""
+        """Names of the outputs as arguments of ``.out``. An output with the name of a parameter gets the suffix
+        ``_out``."""
         return tuple(f"{output}_out" if output in self.names else output for output in self.outputs)
 
     @property
@@ -194,8 +195,9 @@ class Signature:
         """Tags of the functional op.
 
         Inductor passes tensors with the strides of the traced program: strides are the layout of FP8 block scales.
-        For tensors that are updated in place, it keeps the order of strides instead. For exact strides it would copy a
-        tensor with a dimension of one element; torch 2.11 to 2.13 fails then (``KeyError`` in ``compute_ancestors``).
+        For tensors that are updated in place, Inductor keeps only the order of strides. To keep exact strides, Inductor
+        would copy a tensor that has a dimension of one element; torch 2.11 to 2.13 then fails (``KeyError`` in
+        ``compute_ancestors``).
         """
         return (torch.Tag.needs_fixed_stride_order if self.updated else torch.Tag.needs_exact_strides,)
 
@@ -204,10 +206,10 @@ class Signature:
         return ", ".join(each.schema(next(letters) if each.is_updated else "") for each in self.parameters)
 
     def check_kinds(self, values: Iterable[Any]) -> None:
-        """Refuse values of wrong Python types, such as None for a required tensor.
+        """Check the Python types of the values; None is wrong for a required tensor.
 
         Raises:
-            TypeError: with the op, the argument, the value and the expected type.
+            TypeError: if a type is wrong; the message names the op, the argument, the value and the expected type.
         """
         for parameter, usual, value in zip(self.parameters, self._usual_types, values, strict=True):
             if type(value) not in usual and (reason := parameter.reason_unfit(value)) is not None:

@@ -24,7 +24,8 @@ MOST_PREFETCHING_FP8_ROWS: Final = 64
 
 
 def is_prefetchable(matrix: torch.Tensor) -> bool:
-    """Return True if kernels can prefetch a matrix into L2: contiguous bytes, rows a multiple of 16 bytes."""
+    """Return True if kernels can prefetch a matrix into L2: it is contiguous, and its rows are a multiple of 16
+    bytes."""
     is_matrix = matrix.dim() == 2 and matrix.dtype.itemsize == 1 and matrix.is_contiguous()
     return is_matrix and matrix.shape[1] % PREFETCH_MULTIPLE == 0
 
@@ -49,7 +50,7 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
 
 
 def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Return True if a GEMM of this many rows should prefetch into L2, on GPUs whose kernels can.
+    """Return True if a GEMM of this many rows should prefetch a matrix into L2. Only some GPUs' kernels can.
 
     The limit is higher for an FP8 weight.
     """
