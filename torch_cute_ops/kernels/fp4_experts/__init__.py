@@ -3,9 +3,9 @@
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``. Pairs of a token and an expert whose
 ``alpha`` is zero are not computed. A call launches two kernels:
 
-1. Lists. A CTA for each expert and *token block*, up to 512 tokens, scans its column of ``alpha``, and lists the tokens
-   that are routed to the expert, in their order, with their factors. It rearranges these tokens' activations as
-   ``kernels.common.fp4.activations`` describes, decoded if they are in FP4.
+1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``alpha``. It lists the
+    tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
+    activations as ``kernels.common.fp4.activations`` describes; FP4 activations are decoded.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
    ``w``. A CTA computes the m tiles of all experts that any token of its token block is routed to, for one n tile. So
    each byte of a touched expert's weight is read once per token block.
@@ -13,11 +13,11 @@
 A CTA of the second kernel runs up to four *pipelines*, each with one producer warp and its own consumer warps. A
 pipeline computes one m tile at a time, so that a CTA computes up to four m tiles at once. Roles:
 
-1. Producer warps fill stages by copies alone: codes and scales of the weight, the activations of the m tile's tokens,
-   and their pairs (offset of the accumulators, and factor).
-2. 16 consumer warps multiply, four on an m tile, 16 rows of ``w`` each. For up to eight tokens each warp issues its own
-   MMAs (mma.sync). For more tokens the four warps are a warpgroup; its wgmma reads the activations once for all 64
-   rows.
+1. Producer warps copy to the stages: codes and scales of the weight, activations of the m tile's tokens, and one pair
+    per token (offset of the token's accumulators, and factor).
+2. 16 consumer warps multiply. Four of them share an m tile, and each multiplies 16 rows of ``w``. For up to eight
+    tokens, each warp issues its own MMAs (mma.sync). For more tokens, the four warps form a warpgroup, whose wgmma
+    reads the activations once for all 64 rows.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -25,12 +25,13 @@ pipeline computes one m tile at a time, so that a CTA computes up to four m tile
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
 K tiles span 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, k tiles span 128
-elements, which is 20 % slower where both sizes fit. With linear scales, a k tile of 128 elements is too narrow, because
-a TMA box takes at least 16 bytes of a row of scales. Then a CTA runs only two pipelines, and two warps or warpgroups
-share the k of the same rows.
+elements. If both sizes fit, k tiles of 128 elements are 20 % slower. With linear scales, a k tile of 128 elements is
+too narrow, because a TMA box takes at least 16 bytes of a row of scales. Then a CTA runs only two pipelines, and two
+warps or warpgroups share the k of the same rows.
 
-A warp accumulates an m tile in registers. At the end of the expert's k it adds the expert's bias, multiplies by the
-factors, in fp32, and adds the products to the accumulators of the token block in shared memory, (tokens, 64). The warps
+A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
+by the factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared memory.
+The warps
 with the same rows form a chain: they take turns in the order of the m tiles. So products are added in the order of the
 experts.
 
@@ -39,17 +40,17 @@ second expert begins in the middle of a scale tile. A k tile then spans up to on
 the second half of the first.
 
 Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its index
-modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one per SM, in equal contiguous
-ranges. A range consists of some classes of one n tile, or of two consecutive n tiles. In the latter case, the CTA
-begins with the second n tile and writes its partial sums to the workspace. The CTA with an n tile's last class adds up
-the partial sums in the order of the classes, its own partial sums last. A CTA waits rarely, and only for CTAs with
-lower indices, which started before it.
+modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one per SM, in equal contiguous ranges.
+A range consists of some classes of one n tile, or of two consecutive n tiles. In the latter case, the CTA begins with
+the second n tile and writes its partial sums to the workspace. The CTA with an n tile's last class adds up the partial
+sums in the order of the classes, its own partial sums last. A CTA rarely waits, and only for CTAs with lower indices,
+which started earlier.
 
 A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
 
-Bytes moved: weights and scales of touched experts once per token block; ``alpha`` once, or once per CTA if
-tokens are few; activations of a pair twice in memory, and once per n tile from L2; 8 bytes per partial sum in
-the workspace.
+Bytes moved: weights and scales of touched experts once per token block; ``alpha`` once, or once per CTA if tokens are
+few; activations of a routed token twice per expert in memory (read and written), and once per n tile from L2; 8 bytes
+per partial sum in the workspace.
 """
 
 from typing import TYPE_CHECKING

@@ -4,14 +4,14 @@
 I + i, k]``, in 16 bits or quantised to FP4. Pairs of a token and an expert whose ``routing`` is zero are not computed,
 and nothing is written for them. ``kernels.fp4_experts`` reads the output. A call launches two kernels:
 
-1. Lists. A CTA for each expert and *token block*, up to 512 tokens, scans its column of ``routing``, and lists the
-   tokens that are routed to the expert, in their order. All CTAs together rearrange the activations of each token once,
-   as ``kernels.common.fp4.activations`` describes, decoded if they are in FP4. For few tokens no lists are needed, and
-   the CTAs of both kernels fit on the GPU together.
+1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``routing``, and lists
+    the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each
+    token once, as ``kernels.common.fp4.activations`` describes; FP4 activations are decoded. For few tokens, no lists
+    are needed, and the CTAs of both kernels fit on the GPU together.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n`` rows of
-   its weight: half of them gate, half the same columns of up. CTAs share all work tiles equally: work tiles differ only
-   in their number of tokens. N tiles that share scale tiles are computed at the same time, by neighbouring CTAs
-   (*siblings*).
+   the expert's weight: half of the rows compute gate, the other half the same columns of up. CTAs share all work tiles
+   equally: work tiles differ only in their number of tokens. N tiles that share scale tiles are computed at the same
+   time, by neighbouring CTAs (*siblings*).
 
 Split-K: k is divided into ``split_k`` parts, and CTAs share the parts of all work tiles equally. If several CTAs share
 a work tile, each computes consecutive parts, and leaves its partial sums in the workspace for the CTA with the next
@@ -20,12 +20,12 @@ parts. A CTA begins with the first parts of one work tile, and ends with the las
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
 1. A producer warp fills the stages of each *pipeline*. Pipeline p takes every ``pipelines``-th k tile (256 elements)
-   from p on. The producer copies codes and scales by TMA and bulk copies, and the rows of the m tile's tokens: in bulk
-   for mma.sync; by ``cp.async`` to their places in the swizzled operand for wgmma. One or two k tiles later, the
-   producer waits for the ``cp.async`` copies of a k tile, fences them, and arrives at its full barrier. If no stage is
-   empty, it does this at once for all copied k tiles.
-2. 16 consumer warps multiply. Each warp multiplies 16 rows of the weight, 8 of the gate and 8 of up, so that a lane
-   holds both values of a column, and the k tiles of one pipeline. For up to eight tokens, each warp issues its own MMAs
+   from p on. The producer copies codes and scales by TMA and bulk copies. It copies the activation rows of the m tile's
+   tokens by bulk copies for mma.sync, and by ``cp.async`` into the swizzled operand for wgmma. One or two k tiles
+   later, the producer waits for the ``cp.async`` copies of a k tile, fences the copies, and arrives at the k tile's
+   full barrier. If no stage is empty, the producer does this at once for all k tiles whose copies have started.
+2. 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of gate
+   and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, each warp issues its own MMAs
    (mma.sync); for more tokens, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
@@ -33,16 +33,17 @@ Roles in a CTA of the second kernel, which computes one work tile at a time:
 | pipeline | gate, up, activations | producer warp | consumer warps | 3 | n_warps | stages |
 | turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | 16 |
 
-A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of their pipelines.
+A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of the pipelines.
 Each warp adds its accumulators to the sums of the earlier warps and earlier parts, and leaves the sums for the next
 warp. The last warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the results through
 shared memory, quantise whole blocks, and store them.
 
 A token's result depends only on the tactic and its own row of ``a``, bit for bit.
 
-Bytes moved: weights and scales of touched experts once per m tile, from L2 after the first; ``routing`` once, or
-once per CTA if tokens are few; activations of a token twice in memory, and activations of a pair once per n
-tile from L2. A scale tile (128 rows) is copied for each n tile with some of its rows, from L2 after the first.
+Bytes moved: weights and scales of touched experts once per m tile, from L2 after the first; ``routing`` once, or once
+per CTA if tokens are few; activations of a token twice in memory (read and written), and once per n tile and expert of
+the token from L2. A scale tile (128 rows) is copied once per n tile that needs some of these rows; all copies except
+the first read from L2.
 """
 
 from typing import TYPE_CHECKING

@@ -1,18 +1,19 @@
 """A GEMM with an FP4 weight by mma.sync, for every GPU: ``out[m, n] = Σ_k a[m, k] · b[n, k]``, through an epilogue.
 
-It is made for few rows of ``a``, when reading ``b`` is the limit. The weight is on the M side of the MMAs (16 rows of
-``b`` each), and the activations are on the N side (8 rows of ``a`` each). Nothing is repacked in memory.
+The kernel is made for few rows of ``a``, when reading ``b`` limits the speed. The weight is on the M side of the MMAs
+(16 rows of ``b`` each), and the activations are on the N side (8 rows of ``a`` each). Nothing is repacked in memory.
 
 Roles and data path. A CTA consists of 8 warps, for 128 rows of ``b`` and ``tile_m`` rows of ``a``. The ``split_k`` CTAs
 of a cluster divide k into contiguous ranges of k tiles of 256 elements.
 
 1. All threads copy k tiles to shared memory by ``cp.async``, with ``stages`` k tiles in flight. A k tile consists of
-   128 x 128 bytes of codes, the scales of the same 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations,
-   each in its layout in memory. Elements beyond a matrix become zeros. The kernel uses barriers of the CTA and no
-   mbarriers.
+   128 x 128 bytes of codes, the scales of these 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations. All
+   keep the layouts that they have in global memory. Elements beyond a matrix become zeros. The kernel uses barriers of
+   the CTA and no mbarriers.
 2. A warp multiplies 16 rows of ``b``. In each 128 elements of k, each of the four lanes that share a row reads 32
    contiguous elements, 16 bytes of codes. The order of k does not matter as long as both operands agree on it: each of
-   the lane's eight k16 steps takes four of its elements. ``decode`` turns codes into 16-bit numbers, scale included.
+   the eight k16 steps of a lane takes four of the lane's elements. ``decode`` turns codes into 16-bit numbers, scale
+   included.
 3. The thread that copied activations rearranges them in place into the same order, one k tile ahead.
 4. Each CTA stores its partial sums in shared memory. The CTAs of the cluster divide the rows of ``a`` among them, add
    up the partial sums in the order of k, and apply the epilogue. A row of the result thus depends only on ``split_k``,

@@ -1,9 +1,9 @@
 """Second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
-on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor for an
-expert. ``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are zeros, which cost
-no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
+on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor per expert.
+``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are zeros, which cost no
+memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
 
 A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
 experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in order, with
@@ -12,16 +12,17 @@ of a work tile does not depend on the CTA that computes it.
 
 Roles:
 
-1. The producer warp fills stages: codes of both operands by tensor maps, whose k tiles end with their expert, and scale
-   tiles by bulk copies.
+1. The producer warp fills stages: codes of both operands by tensor maps, and scale tiles by bulk copies. The last k
+    tile of an expert ends where the expert's k ends.
 2. Linear scales are rearranged into 128x4 tiles by four scale-loader warps. Each warp handles every fourth k tile.
-3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues its MMAs, as in ``fp4_tcgen05``. Each
-   expert starts one of two accumulators from zero. The expert's last commit signals that the accumulator is complete.
+3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
+   ``fp4_tcgen05``. Each expert starts one of two accumulators from zero. The expert's last commit signals that the
+   accumulator is complete.
 4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's
-   bias, multiplies by its token's factor, in fp32, and adds the products to sums in registers. A factor of zero adds
-   nothing, whatever the accumulator holds. A warp without a routed token does not load the accumulator. Each warp loads
-   the bias in advance and shares it among its lanes through shared memory. At the end of a work tile, the warps store
-   the sums as the result, or, with several classes, as partial sums in the workspace.
+   bias, multiplies by the token's factor, and adds the products to sums in registers, all in fp32. A factor of zero
+   adds nothing, whatever the accumulator holds. A warp without a routed token does not load the accumulator. Each warp
+   loads the bias in advance and shares it among its lanes through shared memory. At the end of a work tile, the warps
+   store the sums as the result, or, with several classes, as partial sums in the workspace.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -30,8 +31,8 @@ Roles:
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
 With several classes, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a first
-kernel writes a bit per expert to which some token of an m tile is routed. All roles skip the other experts, so
-that their weights are not read.
+kernel writes one bit per m tile and expert, set if some token of the m tile is routed to the expert. All roles skip
+experts whose bit is zero, so the weights of these experts are not read.
 
 A token's result depends only on the tactic and on its own row of ``a`` and ``alpha``, not on the number of SMs.
 

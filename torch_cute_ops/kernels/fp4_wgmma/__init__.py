@@ -12,13 +12,14 @@ A CTA consists of a producer warp and two to four consumer warpgroups. Its tile 
 ``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k: 128 bytes of codes per row, a cache
 line. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
 ``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If schedulers would then run unequal numbers of warps,
-the last one or two groups of 16 rows are each given to four or two warps on different schedulers, which take turns at
-the k tiles.
+the last group of 16 rows is given to four warps, or each of the last two groups to two warps, on different schedulers.
+These warps take turns at the k tiles.
 
-If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode them if they are in FP4,
-and rearrange them into their stages: one launch, and no workspace. For up to 8 tokens, three decoder warps take turns
-at the k tiles; for 16 tokens, three pairs of warps; for 32 tokens, four warps share each k tile. With 16-bit
-activations of up to eight tokens, all consumers together rearrange the first k tiles. When 16-bit activations are
+If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode FP4 activations, and write
+them rearranged into the stages. The GEMM then takes one launch and no workspace. For up to 8 tokens, three decoder
+warps take turns at the k tiles; for 16 tokens, three pairs of warps; for 32 tokens, four warps share each k tile. With
+16-bit activations of up to eight tokens, all consumers together rearrange the first k tiles. When 16-bit activations
+are
 rearranged, they may also be gated: gate and up are read, and ``silu(gate) · up`` is rounded.
 
 Pipelines
@@ -35,31 +36,31 @@ Data path
    activations is a k tile, or one or two of its four slices. After ``activation_tiles``, the producer starts to copy
    the weight while that kernel still runs (programmatic dependent launch). This is safe because ``activation_tiles``
    waited for all kernels before it, so the weight is complete. Without that kernel, the producer waits for the previous
-   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to one k
-   tile if decoding is the limit. After its last copy, the producer may prefetch a matrix into L2, such as the weight of
-   the next GEMM.
-2. A lane multiplies two rows of ``b``. The four lanes that share these rows each load a quarter of the k tile, 64
-   elements of each row, at once with their scales. A lane decodes eight codes of both rows (two k16 steps), starts
-   their MMAs, decodes the next eight codes meanwhile, and then waits for the previous MMAs. A warp releases a stage of
-   activations when the MMAs that read it are complete. It releases a stage of codes when all its loads from the stage
-   are complete. A tile of one row needs special MMAs (``mma.RowMma``): columns are blocks, and scales multiply block
-   sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple of 64, these are FP8 MMAs of a warpgroup
-   (``mma.CodeMma``).
-3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile. Its iterations are the k tiles of all n
-   tiles, and each CTA takes an equal, contiguous range of them. If a range ends inside an n tile, the CTA writes its
-   partial sums to memory, and the CTA with the n tile's last k tile adds them up in the order of k. A CTA first
-   computes the partial sums that another CTA needs, so waits are rare and short. It waits only for CTAs with lower
-   indices, which were started before it. Every CTA must have an iteration, because another CTA waits for its partial
+   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early; the limit
+   is one k tile if decoding limits the speed. After its last copy, the producer may prefetch a matrix into L2, such as
+   the weight of the next GEMM.
+2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
+   once: 64 elements per row, with the scales. A lane decodes eight codes of both rows (two k16 steps), starts the MMAs
+   of these codes, meanwhile decodes the next eight codes, and then waits for the MMAs. A warp releases a stage of
+   activations when the MMAs that read it are complete. It releases a stage of codes when all loads of the warp from the
+   stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA is a scale block, and
+   scales multiply block sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple of 64, FP8 MMAs of a
+   warpgroup compute the tile (``mma.CodeMma``).
+3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile. The iterations of an m tile are the k tiles
+   of all n tiles. Each CTA takes an equal, contiguous range of iterations. If a range ends inside an n tile, the CTA
+   writes its partial sums to memory, and the CTA with the n tile's last k tile adds them up in the order of k. A CTA
+   first computes the partial sums that another CTA needs, so waits are rare and short. A CTA waits only for CTAs with
+   lower indices, which started earlier. Every CTA must have an iteration, because another CTA waits for its partial
    sums. With a cluster of ``split_k`` CTAs, each CTA takes an equal range of the k tiles of one n tile. The CTAs reduce
    partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
    (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
    result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
    rows.
 4. Over experts, with equal ranges of k, a thread holds two sets of accumulators. At the end of an expert's range, or of
-   the work tile, the accumulators are multiplied by the tokens' factors for the expert, in fp32, and added to the
-   total, in the order of the experts. The factors are copied with the last activations of a k tile. Factors of zero add
-   nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
-5. The epilogue finishes the sums. They are transposed in registers, so that a store writes 16 contiguous bytes.
+   the work tile, the accumulators are multiplied in fp32 by the tokens' factors for the expert. The products are added
+   to the total in the order of the experts. The factors are copied with the last activations of a k tile. Factors of
+   zero add nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
+5. The epilogue finishes the sums and transposes them in registers, so that a store writes 16 contiguous bytes.
 
 Modules: ``kernel`` launches and assigns the roles; ``load`` defines the CTA's work and fills the pipelines; ``mma``
 contains the consumers and their MMAs; ``epilogue`` turns accumulators into results.

@@ -12,18 +12,18 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
 | stages | rearranged ``a``, rounded codes | decoders | consumer warps | decoded_arrivals | consumer_warps | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes for each weight row.
+1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row.
    The scale loaders load the block scales and store them as fp32 factors.
 2. Two teams of decoders take the stages in turn. Each of a team's two warps rearranges a k tile of ``a``: in each 32
    elements, the even elements move before the odd elements, because consumers extract the codes of a word in that
    order.
-3. Consumers turn codes into e4m3 numbers by shifts and masks, without their scales: moved into the bits of an e4m3
-   number, the bits of an e2m1 number give its value times 2^-6. The numbers are the A operand, in registers. The K of
-   an MMA is a scale block. Each block uses separate accumulators, which are multiplied by the block's factors and added
-   to the sums.
-4. By definition, the numbers of a k tile are rounded to e4m3 after division by the k tile's unit ``2^t``. This changes
-   codes only in blocks whose scale is less than 2^-14 times the largest scale of the k tile. Decoders round these
-   codes, to codes of a larger scale.
+3. Consumers turn codes into e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,
+   moved to the right place in an e4m3 number, represent the value times 2^-6. The e4m3 numbers are the A operand, in
+   registers. The K of an MMA is a scale block. Each block uses separate accumulators, which are multiplied by the
+   block's factors and added to the sums.
+4. By definition, the numbers of a k tile are rounded to e4m3 after division by the k tile's unit ``2^t``. The rounding
+    changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders
+    replace the codes of these blocks by rounded codes with a larger scale.
 
 With few rows of ``a``, a block has few accumulators. Scaling them takes less time than scaling codes or making tables,
 as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6 would be

@@ -1,5 +1,5 @@
 """GEMMs of few rows of FP8 activations with block scales and an NVFP4 weight, decoded to registers, by wgmma, plain or
-grouped by expert. For Hopper: ``reference.mm_fp8_fp4``.
+grouped by expert, for Hopper. ``reference.mm_fp8_fp4`` defines the result.
 
 Roles. A CTA consists of two K groups of two consumer warpgroups, one producer warp, three scale-loader warps, and two
 teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units of
@@ -14,10 +14,10 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 
 1. A stage holds two k tiles, so that codes are copied in whole cache lines of 128 bytes. Each K group takes one k tile
    of every stage. After the last stage, the accumulators of the second group are added to the accumulators of the first
-   group. So each scheduler runs four warps that multiply, and one of them can decode while another waits.
+   group. So each scheduler runs four warps that multiply, and one warp can decode while another warp waits.
 2. Consumers decode by look-up tables and keep the results in registers, as the A operand. Each of the four lanes that
-   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. So a lane needs the
-   tables of these two blocks only.
+   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. So a lane needs only
+   the look-up tables of two blocks.
 3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take the stages in
    turn, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
 

@@ -17,16 +17,17 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    first k tile. A k tile is decoded with the row's unit if the numbers then have the same values as with the k tile's
    own unit ``2^t``. If that fails for a row, its group of 32 rows is decoded with ``2^t``, and consumers multiply the
    results of that k tile by powers of two that the scale loaders leave in the stage. After the last k tile, consumers
-   multiply all accumulators by their units.
+   multiply all accumulators by the units of their rows.
 3. Teams of decoders take the stages in turn. A thread decodes a row, or half of a row: for each block scale it makes a
    table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
    thread's instructions depend on each other; several teams hide that latency.
 4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies
    half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
-   weight rows, and sends them to the other CTA by bulk copies between their shared memories.
-6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. A CTA finishes the rows of one consumer
-   warpgroup: its threads add the accumulators that the same threads of the other CTA send.
+   weight rows, and sends the decoded rows to the other CTA's shared memory by bulk copies.
+6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. Each CTA finishes the rows of one consumer
+    warpgroup: a thread of this warpgroup adds the accumulators that the thread with the same index in the other CTA
+    sends.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

@@ -2,13 +2,13 @@
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
 Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and take
-tiles in the order of ``common.fp8.tiles``. Each thread copies parts of the next k tiles, of 128 elements, the last
-possibly of 64, into the stages by ``cp.async``, while the warps multiply the current k tile. The results of a k tile
-are multiplied by both scales and added to accumulators in fp32. The epilogue finishes the accumulators, which are
-stored in whole lines, only in rows that the expert owns. The kernel uses no mbarriers.
+tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span 64. While the warps
+multiply the current k tile, each thread copies parts of the next k tiles into the stages by ``cp.async``. The results
+of a k tile are multiplied by both scales and added to accumulators in fp32. The epilogue finishes the accumulators,
+which are stored in whole lines, only in rows that the expert owns. The kernel uses no mbarriers.
 
-A lane reads 16 bytes of a row at once and uses its four words in four MMAs of 32 elements of K: which elements of a K
-tile meet in an MMA does not matter as long as both operands agree.
+A lane reads 16 bytes of a row at once and uses its four words in four MMAs of 32 elements of K: the order of the
+elements of a k tile does not matter as long as both operands agree.
 
 Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2;
 the result once.

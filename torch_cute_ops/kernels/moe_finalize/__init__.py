@@ -3,18 +3,18 @@
 ``out[m] = residual[m] + Σ_j weights[m, j] · input[row of pair (m, j)]``.
 
 Roles and data path. A CTA computes one *slice* of the columns of one token. The number of slices is chosen to fill the
-device, with at most one slice per *round*, the columns that a CTA's threads process at once. A thread processes 16
-bytes of columns. With the token's ``topk`` indices and weights in registers, it issues its loads from the residual and
-from up to 16 rows before it uses the first, and stores 16 bytes of the sum. No shared memory is used. The order of
-the sum is the order of the experts.
+device, with at least one *round* of columns per slice. A round is the columns that a CTA's threads process at once. A
+thread processes 16 bytes of columns. With the token's ``topk`` indices and weights in registers, it issues its loads
+from the residual and from up to 16 rows before it uses the first, and stores 16 bytes of the sum. No shared memory is
+used. The order of the sum is the order of the experts.
 
-CTAs are not persistent: the hardware schedules a new CTA whenever one ends, so that the last wave costs the time of one
-token, not of a round of the grid; and a CTA with a whole token reads its indices once.
+CTAs are not persistent: the hardware schedules a new CTA whenever one ends, so that the last wave takes the time of one
+token, not of a round of the whole grid. A CTA that computes a whole token reads the token's indices once.
 
-If each CTA runs one round, the number of CTAs on the busiest SM matters. Larger CTAs are launched if they leave that SM
-less work. On an H200, 64 tokens of 7,168 bfloat16 take 3.8 µs with CTAs of 224 threads (two on the busiest SM), and
-4.2 µs with CTAs of 128 threads (four on the busiest SM). With few tokens, loads of rows bypass L1: 8 tokens then take
-1.8 µs instead of 2.0 µs, but 4,096 tokens would take 143 µs instead of 139 µs.
+If each CTA runs one round, the number of CTAs on the busiest SM matters. Larger CTAs are launched if this reduces the
+work of the busiest SM. On an H200, 64 tokens of 7,168 bfloat16 take 3.8 µs with CTAs of 224 threads (two on the busiest
+SM), and 4.2 µs with CTAs of 128 threads (four on the busiest SM). With few tokens, loads of rows bypass L1: 8 tokens
+then take 1.8 µs instead of 2.0 µs, but 4,096 tokens would take 143 µs instead of 139 µs.
 
 Bytes moved per token: ``topk`` rows and the residual's row read, one row written, 8 · ``topk`` bytes of indices
 and weights.

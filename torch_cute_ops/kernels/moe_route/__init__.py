@@ -3,8 +3,8 @@
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``). A CTA processes
 64 or 32 tokens at a time and gives their pairs rows, in one launch or two (``ExpertPlacer``).
 
-Bytes moved: the logits read; 8 bytes of weight and expert, and 4 bytes of row, written per pair; 4 bytes written
-per row. With two launches, a word per pair, and for each CTA and expert, is written and read again.
+Bytes moved: the logits are read; 12 bytes per pair (weight, expert and row) and 4 bytes per row are written. With two
+launches, one word per pair and one word per CTA and expert are also written and read again.
 """
 
 from typing import TYPE_CHECKING

@@ -4,8 +4,8 @@ Roles and data path. A thread takes one pair, and a CTA processes 512 pairs at a
 or two (``common.experts.routing.ExpertPlacer``). A slot is a single pair, not a token, so that a token may name an
 expert more than once. A pair whose id names no expert gets no row and is not counted.
 
-Bytes moved: 4 bytes read and 4 written per pair, 4 written per row. With two launches, each pair's id is read
-twice, and a word per pair, and for each CTA and expert, is written and read again.
+Bytes moved: 4 bytes per pair are read; 4 bytes per pair and 4 bytes per row are written. With two launches, each pair's
+id is read twice, and one word per pair and one word per CTA and expert are also written and read again.
 """
 
 from typing import TYPE_CHECKING

@@ -3,7 +3,7 @@
 ``RowQuantSpec`` combines:
 
 - source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
-  gated by its first (``silu(gate) * up``, or the general SwiGLU);
+    gated by the first half (``silu(gate) * up``, or the general SwiGLU);
 - RMSNorm, or none;
 - format: FP4 blocks; FP8 with a given scale, a scale per row, or a scale per 128 elements (the last block of
   a row may have 64); or none;
@@ -13,10 +13,10 @@
   table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
   contains no padding between experts, and the rows are the range from the first offset to the last offset.
 
-Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows
-that need less than a warp each. A CTA runs one or more groups, which share only the weight. A row that is too wide for
-a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is also cut; its
-slices are independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate kernel.) CTAs are
+Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows at
+a time if a row needs less than a warp. A CTA runs one or more groups, which share only the weight. A row that is too
+wide for a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is also cut; the
+slices are then independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate kernel.) CTAs are
 persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
@@ -24,23 +24,23 @@ persistent: the groups of the grid take turns at the rows.
    registers.
 2. Each thread reads its blocks (thread i takes blocks i, i + threads_per_row, …), adds or gates, multiplies by the
    weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and one barrier reduce
-   the sum of squares over the row, and the amax for one scale per row. In a cluster each warp sends its partial results
-   to all CTAs (``st.async`` on an mbarrier). The same barrier releases the row's buffer. Sums with the residual
-   overwrite the residual in the buffer; after the barrier one thread stores them in bulk, and the buffer is free when
-   that copy has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers, with which each
-   thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic is the limit, the other
-   warps skip its instructions.
+   the sum of squares over the row, and the amax for one scale per row. In a cluster, each warp sends its partial
+   results to all CTAs (``st.async`` on an mbarrier). The group's barrier also releases the row's buffer. Sums with the
+   residual overwrite the residual in the buffer. After the barrier, one thread stores the sums in bulk, and the buffer
+   is free when the bulk store has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers,
+   in which each thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic is the
+   limit, the other warps skip the last block's instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
-   factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, by a second
-   pass over the row in shared memory and a second barrier. They are rows of extreme magnitude, rows with a block of
-   extreme magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to
-   global memory. If the norm is an output, it goes through shared memory if there is room (``bulk_norm``), and is
-   stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of
-   some of their blocks and passes them on by shuffles (``codes.SharedBlocks``).
+   factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
+   pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme
+   magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to global
+   memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm goes through shared memory and
+   is stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of
+   some of the blocks that it shares, and passes the scales to the other threads by shuffles (``codes.SharedBlocks``).
 4. Scales. The scales of a row in the 128x4 layout occupy 4 bytes of every 512. If they were stored row by row, every 4
-   bytes would be an L2 request, which costs 6 % of the time at large sizes on an H200. So a group takes the four rows
-   that share 16 bytes (a *quad*) one after the other, collects their scales in shared memory, and stores 16 bytes at a
-   time, one row later. Rows that do not fill a round of quads over the whole grid, such as all rows of a small batch,
+   bytes would be an L2 request, which costs 6 % of the time at large sizes on an H200. So a group processes the four
+   rows whose scales share 16 bytes (a *quad*) in sequence, collects the scales in shared memory, and stores 16 bytes at
+   a time, one row later. Rows that do not fill a round of quads over the whole grid, such as all rows of a small batch,
    are distributed one by one, and their scales are stored as single bytes. Scales of padding rows are zeroed while the
    first copies are in flight.
 

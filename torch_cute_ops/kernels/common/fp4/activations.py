@@ -13,17 +13,18 @@ for element ``e`` (0 or 1) of pair ``h``. Elements beyond K are zero.
 For wgmma, the rearranged bytes are the operand in shared memory: atoms of 8 tokens x 64 positions, 1,024 bytes, in
 which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA, "Matrix-descriptor"). The
 atom of token group ``g`` (eight tokens) that begins at position ``64 · c`` has the index ``c · groups + g``, so that
-one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts store the k tiles of a token group one after
-the other.)
+one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts store the k tiles of a token group
+contiguously.)
 
 For mma.sync, the 512 (or 256) bytes of a token's k tile are contiguous, and the next token follows. A k group takes 64
 bytes: for each quarter, the 16 bytes that a lane needs in two steps. K group ``p`` of token ``n`` is stored at place
-``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If tokens are copied one by
-one, k group ``p`` is at place ``p``, and the distance between tokens is an odd number of k groups.
+``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each token is copied
+separately, k group ``p`` is at place ``p``, and the distance between tokens is an odd number of k groups.
 
-With ``prologue_gate``, a given row consists of gate and up. A lane reads both, and rearranges ``silu(gate) · up``,
-rounded to their dtype. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes with the k
-groups of a block compute the block's scale together, so all lanes of a warp call ``store``, each with a k group.
+With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, and rearranges ``silu(gate) · up``,
+rounded to the dtype of ``a``. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that
+hold the k groups of a block compute the block's scale together, so all lanes of a warp must call ``store``, each with a
+k group.
 """
 
 from functools import reduce

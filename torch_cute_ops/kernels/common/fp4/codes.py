@@ -2,8 +2,8 @@
 
 **Decoding** 8 codes for 16-bit MMAs, scale included, takes 14 to 21 instructions. The bits of a code are moved to bits
 of a 16-bit number, which is then the code's value times a power of two. The number is multiplied by the block's scale,
-also a 16-bit number. The product is the true value times ``DECODED_SCALE``, by which the accumulators are divided in
-the end. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
+also a 16-bit number. The product is the true value times ``DECODED_SCALE``. At the end, the accumulators are divided by
+``DECODED_SCALE``. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
 
 - float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
   scale times 2^6 gives the number times 2^-8, at least 2^-18. Subnormals of float16 reach down to 2^-24.
@@ -20,8 +20,8 @@ and 3.5. The significand distinguishes the two kinds: 1.0 or 1.25 for "down", 1.
 
 1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp exactly if its significand is above 1/0.7 ≈ 1.43, and the
    product with ``1 - 2^-24`` moves every value down by one ulp. After both, values with a low significand are one ulp
-   lower and values with a high significand are unchanged. "Above (or at) its boundary" becomes "at or above" for all
-   seven boundaries, and cutting off low bits no longer changes a result.
+   lower and values with a high significand are unchanged. The comparison with each of the seven boundaries then becomes
+   "at or above", and cutting off low bits no longer changes a result.
 2. The same product scales by 2^-14, so that 1.0 falls on the smallest normal fp16, and subnormals of fp16 give e2m1's
    even spacing below 1. Two values are truncated into one register: from here on, an instruction serves two elements.
 3. ``min(|p|, 6)`` saturates; adding half a code step rounds; the code is then bits 11..9 of each half, the sign bit 15.
@@ -71,7 +71,7 @@ def scale_argument(
 
     Args:
         fmt, layout: format and scale layout.
-        rows: rows of linear scales; tiled scales have a number of tiles of their own.
+        rows: rows of linear scales; the number of scale tiles is independent of it.
         blocks: blocks of a row, a multiple of a tile's blocks in tiled layouts.
         align: alignment of the first scale, bytes.
         name: prefix of the names of the extents of tiled scales.
@@ -92,8 +92,8 @@ def scale_argument(
 
 
 def scale_matrix(scale: cute.Tensor, layout: ScaleLayout | None) -> cute.Tensor:
-    """Return the tiles of ``scale`` as a matrix of the same bytes, (padded rows, padded blocks), whose rows are no rows
-    of scales; return other scales unchanged."""
+    """Return tiled scales as a matrix (padded rows, padded blocks) of the same bytes, whose rows do not correspond to
+    rows of scales; return linear scales unchanged."""
     if layout is None or layout.is_linear:
         return scale
     rows = cute.assume(scale.shape[0] * layout.tile_rows, divby=layout.tile_rows)
@@ -168,7 +168,7 @@ def _bfloat16_pairs(word) -> list:
     """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as bfloat16 pairs, e2m1 · 2^-126.
 
     One integer multiplication copies, in both halves, a nibble's sign to bit 15 and its other bits to 8..6. It replaces
-    two shifts, and runs in another pipe than logic instructions, whose throughput is half the usual one.
+    two shifts, and runs in another pipe than logic instructions, which have half the usual throughput.
     """
     pairs = []
     for bits in (word, word >> 8):
@@ -230,8 +230,8 @@ def is_live_nvfp4(byte: Uint32) -> Boolean:
 def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
     """Return the ue8m0 scale byte of a block and the factor that brings its values into e2m1's range.
 
-    ``2^ceil(log2(amax / 6))`` from the bits of ``amax``: 6 = 1.5 · 2^2, so the exponent is amax's less 2, and one more
-    where the significand exceeds 1.5. NaN for a block that holds NaN or infinity.
+    ``2^ceil(log2(amax / 6))`` from the bits of ``amax``: 6 = 1.5 · 2^2, so the exponent is the exponent of amax minus
+    2, plus 1 if the significand exceeds 1.5. NaN for a block that holds NaN or infinity.
     """
     bits = ptx.bits_of(amax)
     exponent = Int32((bits + Uint32(0x3FFFFF)) >> 23) - 2
@@ -241,7 +241,7 @@ def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
 
 
 def is_live_mxfp4(amax: Float32) -> Boolean:
-    """Return True if a block with this amax contains only numbers, and not only zeros."""
+    """Return True if a block with this amax contains no NaN or infinity, and not only zeros."""
     return (ptx.bits_of(amax) - Uint32(1)) < Uint32(_INFINITY - 1)
 
 
