@@ -193,11 +193,11 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
     An NVFP4 weight gets the global scale ``448 · 6 / amax``; :func:`linear` and :func:`dequantize` apply it.
 
     Args:
-        w: (N, K) bfloat16, float16 or float32, as in ``nn.Linear.weight``. N is a multiple of 8; K of 32, with
-            ``"fp8_block"`` of 64.
-        format: ``"nvfp4"`` (4-bit codes, an e4m3 scale for each 16 of them, and a global scale), ``"mxfp4"`` (4-bit
-            codes, and a power of 2 for each 32), or ``"fp8_block"`` (FP8, and a scale for each 128 × 128 elements, as
-            in DeepSeek-V3).
+        w: (N, K) bfloat16, float16 or float32, as in ``nn.Linear.weight``. N is a multiple of 8. K is a multiple of 32,
+            or of 64 with ``"fp8_block"``.
+        format: ``"nvfp4"`` (4-bit codes, one e4m3 scale per 16 codes, and a global scale), ``"mxfp4"`` (4-bit codes,
+            and one power of 2 per 32 codes), or ``"fp8_block"`` (FP8, and one scale per 128 × 128 elements, as in
+            DeepSeek-V3).
         amax: one element, the largest magnitude that the global scale covers, for weights that share a global scale,
             such as q, k and v. None means the largest magnitude of ``w``. Only for ``"nvfp4"``.
 
@@ -245,8 +245,8 @@ def linear(
             cast as for ``nn.functional.linear``.
         q: weight (N, K), as :func:`quantize` returns it.
         bias: (N,) float32 or the dtype of ``x``.
-        activations: ``"16bit"`` multiplies ``x`` as it is (FP4 weights); ``"fp8"`` quantises it with a scale for each
-            128 elements of a row (all formats; K is a multiple of 64); ``"fp4"`` quantises it to MXFP4 (MXFP4 weights).
+        activations: ``"16bit"`` does not quantise ``x`` (FP4 weights); ``"fp8"`` quantises ``x`` with one scale per 128
+            elements of a row (all formats; K is a multiple of 64); ``"fp4"`` quantises ``x`` to MXFP4 (MXFP4 weights).
             ``"auto"`` means ``"16bit"`` for FP4 weights, ``"fp8"`` for FP8 weights.
 
     Returns:

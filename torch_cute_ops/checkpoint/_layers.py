@@ -1,4 +1,4 @@
-"""Stored tensors of each quantised layer: their names, meaning, and the layer built from them."""
+"""Names and meaning of the stored tensors of quantised layers, and construction of layers from these tensors."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -143,8 +143,8 @@ def read_layer(
         has_input_scale: False to build the module without an input scale; see :func:`lacks_input_scale`.
 
     Raises:
-        ValueError: as :func:`read_tensors`; for activations that the format does not support or lacks a scale for; for
-            sizes that the ops do not support.
+        ValueError: as :func:`read_tensors`; for activations that the format does not support or whose scale is missing;
+            for sizes that the ops do not support.
     """
     stored = read_tensors(files, name, scheme, has_input_scale=has_input_scale)
     tensors = {key: each.to(device, copy=True) for key, each in stored}
@@ -163,9 +163,9 @@ def read_layer(
 
 
 def lacks_input_scale(files: Files, name: str, scheme: LayerScheme) -> bool:
-    """Return True if a layer that was made for NVFP4 or static FP8 activations has no input scale, or 0.
+    """Return True if a layer for NVFP4 or static FP8 activations has no input scale, or an input scale of 0.
 
-    Calibration did not reach it, as happens to experts.
+    Calibration did not reach this layer; this happens to experts.
     """
     if scheme.style == "torchao" or scheme.activations not in ("fp4", "fp8_static"):
         return False
@@ -180,7 +180,7 @@ def _is_uncalibrated(files: Files, stored: str, field: Field) -> bool:
         return True
     value = files.read(stored)
     if value.numel() != 1 or value.dtype not in field.dtypes:
-        return False  # reading it raises
+        return False  # reading the scale raises an error
     return bool(value == 0) or (field.is_reciprocal and bool(value == torch.inf))
 
 
@@ -298,7 +298,7 @@ def _inverse(value: Tensor) -> Tensor:
     """Return the float32 number whose reciprocal is exactly ``value`` if one exists, otherwise the nearest to ``1 /
     value``.
 
-    The nearest number can be off by one ulp, so that reading it back would not give ``value``.
+    The number nearest to ``1 / value`` can be off by one ulp: its reciprocal would not be ``value``.
     """
     nearest = value.reciprocal()
     up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))

@@ -17,14 +17,14 @@ POWERS: Final = (torch.float8_e8m0fnu, torch.uint8)
 
 
 def check_scales(described: str, scale: Tensor) -> None:
-    """Refuse block scales (e4m3 or e8m0) that are NaN or have the sign bit set. No producer writes minus zero.
+    """Check that no block scale (e4m3 or e8m0) is NaN or has the sign bit set. No producer writes minus zero.
 
     Args:
         described: tensor name and file, for messages.
         scale: block scales on the CPU; e8m0 as uint8.
 
     Raises:
-        ValueError: naming the first bad scale.
+        ValueError: if a scale is bad; the message names the first.
     """
     codes, nan = scale.view(torch.uint8), _NAN[scale.dtype]
     if codes.numel() and codes.amax() >= nan:
@@ -33,10 +33,10 @@ def check_scales(described: str, scale: Tensor) -> None:
 
 
 def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> None:
-    """Refuse float scales that are NaN, infinite or negative, or 0 unless that is allowed.
+    """Check that float scales are finite and positive, or 0 if ``is_zero_allowed``.
 
     Raises:
-        ValueError: with the first bad value.
+        ValueError: if a value is bad; the message shows the first.
     """
     bad = ~(factors.isfinite() & ((factors >= 0) if is_zero_allowed else (factors > 0)))
     if bad.any():
@@ -44,8 +44,8 @@ def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> 
 
 
 def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
-    """Refuse a scale that is 0 although some of its elements are not 0. Producers write 0 only for the scale of
-    elements that are all zero.
+    """Check that all elements with a scale of 0 are 0. Producers write a scale of 0 only for elements that are all
+    zero.
 
     Args:
         described: name and file of the scales, for messages.
@@ -68,10 +68,10 @@ def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
 
 
 def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -> None:
-    """Refuse a tensor that contains NaN, or a parameter that contains an infinity.
+    """Check that a tensor contains no NaN, and that a parameter also contains no infinity.
 
     Raises:
-        ValueError: naming the first bad number.
+        ValueError: if a number is bad; the message names the first.
     """
     if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():
         return
@@ -86,7 +86,7 @@ def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -
 
 
 def e8m0_numbers(codes: Tensor) -> Tensor:
-    """Decode e8m0 scales, given as uint8, to float32. All are exact: byte 0 is 2^-127, a subnormal number."""
+    """Decode e8m0 scales, given as uint8, to float32. Every scale is exact: byte 0 is 2^-127, a subnormal number."""
     bits = codes.to(torch.int32) << 23
     return torch.where(codes == 0, 1 << 22, bits).view(torch.float32)
 
@@ -106,10 +106,10 @@ def block_factors(described: str, scale: Tensor) -> Tensor:
 
 
 def check_elements(described: str, elements: Tensor) -> None:
-    """Refuse e4m3 elements that are NaN.
+    """Check that no e4m3 element is NaN.
 
     Raises:
-        ValueError: naming the first bad element.
+        ValueError: if an element is NaN; the message names the first.
     """
     codes = elements.view(torch.uint8)
     if codes.numel() and (codes.amax() == 0xFF or codes.view(torch.int8).amax() == 0x7F):

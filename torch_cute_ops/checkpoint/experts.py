@@ -130,8 +130,8 @@ def fused_names(files: Files, stored: str, part: str) -> list[str]:
 def read_fused(
     files: Files, name: str, scheme: LayerScheme, experts: int, n: int, k: int, *, is_transposed: bool
 ) -> dict[str, Tensor]:
-    """Read a three-dimensional parameter of experts that was quantised without splitting it into layers: by
-    transformers in FP8 blocks, or by ModelOpt in NVFP4.
+    """Read a three-dimensional parameter of experts that transformers (in FP8 blocks) or ModelOpt (in NVFP4) quantised
+    without splitting it into layers.
 
     Args:
         files: tensors of the checkpoint.
@@ -143,7 +143,8 @@ def read_fused(
         is_transposed: True if the unquantised parameter is (E, K, N).
 
     Returns:
-        Tensors by name, each with E as its first dimension, as the layers' ``from_tensors`` takes them for an expert.
+        Tensors by name, with E as the first dimension. The slices of one expert are the arguments of the layer's
+        ``from_tensors``.
 
     Raises:
         ValueError: for another format, or a tensor that is missing or unknown, or that has a wrong shape, dtype or

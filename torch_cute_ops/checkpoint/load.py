@@ -72,11 +72,11 @@ def load_(
 ) -> nn.Module:
     """Fill a model from a checkpoint, in place. Linear layers that the checkpoint quantises become quantised layers.
 
-    The checkpoint's tensors show whether a layer is quantised; its configuration says how. Other layers stay
-    ``nn.Linear``. Experts become :class:`torch_cute_ops.nn.QuantExperts` if the model stores them in two
+    The checkpoint's tensors show whether a layer is quantised; the checkpoint's configuration says how. Other layers
+    stay ``nn.Linear``. Experts become :class:`torch_cute_ops.nn.QuantExperts` if the model stores them in two
     three-dimensional parameters, ``gate_up_proj`` and ``down_proj``, and the checkpoint stores a layer for each expert
-    or uses gpt-oss's form. Tensors are read one at a time: peak memory is the model plus twice its largest layer, and
-    for experts plus twice their scales. If ``load_`` raises, the model is partly loaded.
+    or uses gpt-oss's form. Tensors are read one at a time: peak memory is the model plus twice its largest layer, or
+    for experts the model plus twice the experts' scales. If ``load_`` raises, the model is partly loaded.
 
     A tensor that the model already holds with the same shape, on the same device, is overwritten in place, so that CUDA
     graphs that read it stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if their
@@ -374,7 +374,8 @@ class Loader:
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
             lacks = self._note_uncalibrated(sources, schemes)
-            # A layer of the model without the scale, which its activations do not use, can be overwritten in place.
+            # If the model's layer has no input scale, its activations do not use one, and it can be overwritten in
+            # place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
         for source, scheme, each in zip(sources, schemes, activations, strict=True):
@@ -393,7 +394,8 @@ class Loader:
             _names.replace(self.model, module, layer)
 
     def _note_uncalibrated(self, sources: Sequence[str], schemes: Sequence[LayerScheme]) -> bool:
-        """Return True if one of the layers lacks an input scale that is not needed, and note it for the warning."""
+        """Return True if one of the layers lacks an input scale that is not needed, and record the layer for the
+        warning."""
         lacking = [
             source
             for source, scheme in zip(sources, schemes, strict=True)
@@ -454,8 +456,8 @@ class Loader:
     # Experts
 
     def expert_layers(self, name: str, experts: int) -> list[list[str]] | None:
-        """Return the checkpoint's gate, up and down layer of each expert, or None if it does not store experts as
-        layers.
+        """Return the checkpoint's gate, up and down layer of each expert, or None if the checkpoint does not store
+        experts as layers.
 
         Args:
             name: module name of the experts.
@@ -521,7 +523,7 @@ class Loader:
             )
 
     def _verified(self, name: str, given: FloatExperts) -> SwiGLU:
-        """Return the gate of the model's experts, if ``QuantExperts`` computes what they compute."""
+        """Return the gate of the model's experts after checking that ``QuantExperts`` computes the same results."""
         swiglu = given.verified()
         if isinstance(swiglu, str):
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become QuantExperts: {swiglu}")
@@ -765,7 +767,7 @@ def _free(module: nn.Module) -> None:
 
 
 def _as_float(experts: QuantExperts) -> FloatExperts:
-    """Return a description of quantised experts in the form of unquantised experts, without weights."""
+    """Describe quantised experts as a ``FloatExperts`` without weights."""
     like = experts.down_proj.weight if experts.down_proj.bias is None else experts.down_proj.bias
     module = nn.Module()
     dtype = like.dtype if like.is_floating_point() and like.itemsize > 1 else torch.bfloat16

@@ -303,7 +303,7 @@ def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# auto-round's own format: the tensors are compressed-tensors'
+# auto-round's own configuration; the tensors are stored as by compressed-tensors
 
 
 def _auto_round(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -320,7 +320,7 @@ def _auto_round(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def _auto_round_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
-    """Return the scheme of a configuration of auto-round, of all layers or of one layer."""
+    """Return the scheme in an auto-round configuration, given for all layers or for one layer."""
     _expect(path, prefix, given, data_type=("nv_fp", "nv_fp4", "mx_fp", "mx_fp4"), bits=(4,), sym=(None, True))
     fmt = "nvfp4" if given["data_type"].startswith("nv") else "mxfp4"
     _expect(path, prefix, given, group_size=(16 if fmt == "nvfp4" else 32,))

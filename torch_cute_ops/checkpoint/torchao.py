@@ -56,10 +56,10 @@ def weight_of(
 
     Args:
         kind: class name of the torchao tensor.
-        tensors: its ``qdata``, ``scale``, ``per_tensor_scale`` and ``act_per_tensor_scale``; absent tensors are omitted
-            or ``None``.
-        block_size: its ``block_size``, or ``None``.
-        is_swizzled: its ``is_swizzled_scales``, or ``None``.
+        tensors: attributes ``qdata``, ``scale``, ``per_tensor_scale`` and ``act_per_tensor_scale`` of the torchao
+            tensor; absent tensors are omitted or ``None``.
+        block_size: attribute ``block_size`` of the torchao tensor, or ``None``.
+        is_swizzled: attribute ``is_swizzled_scales`` of the torchao tensor, or ``None``.
         elem_dtype: torch's dtype name without ``torch.``; ``None`` for an ``NVFP4Tensor``.
 
     Raises:

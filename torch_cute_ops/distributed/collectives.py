@@ -78,8 +78,8 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
         group: ranks.
 
     Returns:
-        Rows whose first leading dimension is multiplied by the number of ranks. They equal ``layer.quantize`` of all
-        rows, bit for bit.
+        Rows whose first leading dimension is multiplied by the number of ranks. The rows equal ``layer.quantize`` of
+        all ranks' rows, bit for bit.
 
     Raises:
         ValueError: for rows without a leading dimension.

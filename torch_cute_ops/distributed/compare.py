@@ -30,7 +30,7 @@ class Members(NamedTuple):
 
     Attributes:
         ranks: ranks in the numbering of the group.
-        numbers: numbers in the default group, which messages use.
+        numbers: numbers of the same ranks in the default group, for messages.
     """
 
     ranks: Ranks
@@ -38,7 +38,7 @@ class Members(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        """Time-out of the process group in seconds; its collectives wait as long."""
+        """Time-out of the process group's collectives, seconds."""
         return float(getattr(self.ranks.store, "timeout", DEFAULT_TIMEOUT).total_seconds())
 
     def post(self, name: str, text: str, timeout_s: float) -> dict[int, str]:
@@ -78,7 +78,7 @@ _comparisons: Counter[object] = Counter()
 
 
 def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, timeout_s: float | None = None) -> None:
-    """Compare facts among the ranks of a group. Every rank must call it, in the same order.
+    """Compare facts among the ranks of a group. Every rank must make the same calls of ``compare`` in the same order.
 
     Args:
         name: caller, for messages.
@@ -87,7 +87,7 @@ def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, tim
         timeout_s: seconds to wait for other ranks; ``None`` for the time-out of the collectives.
 
     Raises:
-        RuntimeError: on every rank, naming a rank that differs and the differences, or a rank that was late.
+        RuntimeError: on every rank, if a rank differs or is late. The message names the rank and the differences.
     """
     who = members(group)
     if who is None:
@@ -139,8 +139,8 @@ def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
         group: group of the collective that follows.
 
     Raises:
-        RuntimeError: naming the rows of each rank, or the ranks whose rows did not change within the process group's
-            time-out.
+        RuntimeError: if the numbers differ (the message shows each rank's rows), or if the rows of some ranks did not
+            change within the process group's time-out.
     """
     if torch.compiler.is_compiling():
         return
@@ -167,7 +167,7 @@ def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) 
             f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s or kept its number of rows; "
             "expected equally many rows on all ranks"
         )
-    state.comparisons += 1  # also if rows differ: the next call must not read these posts
+    state.comparisons += 1  # even if rows differ, because the next call must not read these posts
     counts = {who.numbers[rank]: tuple(json.loads(each)) for rank, each in found.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"rank {number} has {_counted(each)}" for number, each in sorted(counts.items()))

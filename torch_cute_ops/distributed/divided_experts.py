@@ -47,12 +47,12 @@ class _Experts(Divided):
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return the result of undivided experts, so that all ranks choose the same path."""
+        """Return the result that undivided experts would return, so that all ranks choose the same path."""
         world = self.world if self.style.by == "expert" else 1
         return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 
     def forward_dense(self, *_: Any, **__: Any) -> Tensor:
-        """Refuse the call: divided experts must be called on all ranks, with ids.
+        """Raise an error, because divided experts must be called on all ranks, with expert ids.
 
         Raises:
             RuntimeError: always.
@@ -103,7 +103,7 @@ class DividedExperts(Style):
         """Check that the module is :class:`torch_cute_ops.nn.QuantExperts`.
 
         Raises:
-            TypeError: naming the class.
+            TypeError: if it is not; the message names the class.
         """
         if not isinstance(module, QuantExperts):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")

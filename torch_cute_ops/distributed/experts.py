@@ -54,7 +54,7 @@ class ExpertWeights(NamedTuple):
         return self.codes.dtype == torch.uint8
 
     def multiply(self, a: Tensor, a_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Multiply each expert's rows of ``a`` (R, K) by its weight; return (R, N)."""
+        """Multiply each expert's rows of ``a`` (R, K) by the expert's weight, and return (R, N)."""
         if not self.is_fp4:
             return grouped_mm_fp8(
                 a, self.codes.mT, a_scale, self.scale, offsets, None, self.alpha, self.bias, out_dtype=out_dtype
@@ -89,7 +89,7 @@ class ExpertWeights(NamedTuple):
             parts: number of equal parts that are sharded separately: 2 for gate and up.
 
         Raises:
-            ValueError: for rows that cannot be divided among the ranks, in FP8 by whole blocks of 128.
+            ValueError: if the rows cannot be divided among the ranks, in FP8 in whole blocks of 128.
         """
         n = self.codes.shape[1]
         own = self._shard_size("N", n // parts, world, 1 if self.is_fp4 else BLOCK, 8)
@@ -107,7 +107,7 @@ class ExpertWeights(NamedTuple):
         """Return a rank's shard of the columns (K), for partial sums. Only the first rank keeps the bias.
 
         Raises:
-            ValueError: for columns that cannot be divided among the ranks by whole blocks of 128.
+            ValueError: if the columns cannot be divided among the ranks in whole blocks of 128.
         """
         packed, each = (2, self.block_size) if self.is_fp4 else (1, BLOCK)
         own = self._shard_size("K", self.codes.shape[2] * packed, world, BLOCK, BLOCK)
@@ -163,12 +163,12 @@ class ExpertParallel(nn.Module):
         down: down weights, (E, H, I).
         group: ranks that divide the experts, in order; ``None`` if this rank has all experts.
         tensor_group: ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2`` and
-            :meth:`ExpertWeights.of_columns` do; they have the same tokens and sum their results in float32.
-        wire: format of the rows that are sent. ``"fp8"`` sends one scale per 128 elements, as the GEMM reads.
-            ``"fp4"`` sends NVFP4, which the expert's rank decodes and quantises to FP8 for the GEMM. FP4 loses
+            :meth:`ExpertWeights.of_columns` do; these ranks process the same tokens and sum their results in float32.
+        wire: format of the rows that are sent. ``"fp8"`` sends one scale per 128 elements, the format that the GEMM
+            reads. ``"fp4"`` sends NVFP4, which the expert's rank decodes and quantises to FP8 for the GEMM. FP4 loses
             precision.
-        back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with a scale for each 128 elements. FP8
-            loses precision.
+        back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with one scale per 128 elements. FP8 loses
+            precision.
         max_rows: largest number of rows that a rank sends to an expert. A rank's number of tokens is always enough.
             ``None`` sends only routed rows.
         swiglu_alpha, swiglu_beta, swiglu_limit: arguments of ``moe_swiglu_fp8quant``.
@@ -216,7 +216,7 @@ class ExpertParallel(nn.Module):
 
         facts: dict[str, Any] = {"wire": wire, "back": back, "max_rows": max_rows, "swiglu": self.swiglu}
         for name, buffer in self.named_buffers():
-            if not name.endswith("bias"):  # in a tensor group only the first rank keeps the bias of down
+            if not name.endswith("bias"):  # in a tensor group, only the first rank keeps the bias of down
                 facts[name] = f"{tuple(buffer.shape)} {buffer.dtype}"
         for each in (group, tensor_group):
             if each is not None:
@@ -251,7 +251,7 @@ class ExpertParallel(nn.Module):
         expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
         operands = self._rows(x, permuted, expanded, topk)
         received = self._exchange(counts)
-        # Numbers of rows sent to and received from each rank.
+        # Numbers of rows sent to each rank, and received from each rank.
         sizes = None if self.max_rows is not None else _host_sizes(counts.view(self.world, -1), received)
         operands = tuple(self._sent(each, sizes) for each in operands)
         y = self._computed(operands, self._ids_of(received, operands[0].shape[0]), x.dtype)

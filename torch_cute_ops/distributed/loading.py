@@ -223,7 +223,7 @@ class ShardedFiles(Files):
         """Show only the elements from ``begin`` to ``end`` of the intermediate size, for experts in gpt-oss's form.
 
         Raises:
-            ValueError: if these are not whole blocks.
+            ValueError: if the range does not consist of whole blocks.
         """
         block = MXFP4Linear.format.block_size
         if begin % block or end % block:

@@ -426,7 +426,7 @@ class LinearStyle(Style):
         """Check that the module is a linear layer.
 
         Raises:
-            TypeError: naming the class.
+            TypeError: if it is not; the message names the class.
         """
         if not isinstance(module, QuantLinear) and type(module) is not nn.Linear:
             raise TypeError(f"{type(self).__name__} is for linear layers; got {type(module).__name__}")

@@ -1,4 +1,4 @@
-"""Sharding rules of each op for one dimension of a device mesh, as pure functions of a call's shapes and arguments.
+"""Sharding rules of the ops for one dimension of a device mesh, as pure functions of a call's shapes and arguments.
 
 A rule says along which dimension each tensor is sharded, or that a result is a partial sum.
 :mod:`torch_cute_ops.distributed.sharding` passes the rules to DTensor.
@@ -87,7 +87,7 @@ REPLICATED: Final = Rule("", {}, {})
 
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
-    """Return the rules for a call; the first replicates everything."""
+    """Return the rules for a call. The first rule replicates all tensors."""
     if _has_foreign_tiles(call):
         return [REPLICATED]
     if isinstance(spec.path, RowQuant):
@@ -129,7 +129,7 @@ def _tiles(name: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
 
 
 def _rows_before(shape: Sequence[int], dim: int) -> int:
-    """Return the product of the dimensions from ``dim`` to the last but one."""
+    """Return the product of dimensions ``dim`` to -2."""
     rows = 1
     for extent in shape[dim:-1]:
         rows *= extent

@@ -36,7 +36,7 @@ def reason_unsharded(op: str) -> str | None:
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Call ``tensor.redistribute(placements=placements)``; FP8 tensors are sent as uint8, and strides are kept.
+    """Call ``tensor.redistribute(placements=placements)``, but send FP8 tensors as uint8 and keep the strides.
 
     gloo refuses FP8, and so does NCCL on some GPUs. Collectives return contiguous tensors, so a transposed view, such
     as the weight of a GEMM, is sent as the row-major tensor that it views.
@@ -83,7 +83,7 @@ def _moved(placement: Placement, to: Sequence[int]) -> Placement:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """Call ``tensor.full_tensor()``; FP8 tensors are sent as uint8."""
+    """Call ``tensor.full_tensor()``, but send FP8 tensors as uint8."""
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
@@ -95,7 +95,7 @@ class _Choice:
     ) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
-        # A hint keeps its placement: no result depends on it.
+        # An argument that is only a hint keeps its placement, because no result depends on it.
         self.inputs |= {name: spec.placements for name, spec in given.items() if name in hints}
         self.moved = [
             name
@@ -210,7 +210,8 @@ def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
 
 
 def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
-    """Return the cache key of torch's decision: the tensors, and every argument from the first that is not a tensor."""
+    """Return the description of the arguments that torch puts into its cache key: all tensors, and all arguments after
+    the first non-tensor."""
     first = next((i for i, each in enumerate(spec.signature.parameters) if not each.is_tensor), 100)
     return RuntimeSchemaInfo(first, needs_pytree=True)
 

@@ -32,10 +32,10 @@ def check_ranks(
 ) -> None:
     """Compare the ranks of a process group before their first collective.
 
-    Every rank must call it. It compares the versions of torch, Python, CUDA and this package, digests of the package's
-    sources, names, classes, shapes and dtypes of the model's tensors, and the division of its layers. With different
-    ranks, a collective would hang or return wrong numbers. Without a process group, or with a single rank, it does
-    nothing.
+    Every rank must call this function. It compares the versions of torch, Python, CUDA and this package; digests of the
+    package's sources; names, classes, shapes and dtypes of the model's tensors; and the division of the model's layers.
+    If ranks differed, a collective would hang or return wrong numbers. Without a process group, or with a single rank,
+    the function does nothing.
 
     Args:
         model: model with equal shapes on all ranks; shards of divided layers have equal shapes.
@@ -44,7 +44,7 @@ def check_ranks(
         facts: further JSON-serialisable facts that must be equal, such as ``batch=64``.
 
     Raises:
-        RuntimeError: on every rank, naming a rank that differs and the differences, or a rank that was late.
+        RuntimeError: on every rank, if a rank differs or is late. The message names the rank and the differences.
     """
     facts = {**versions(), **facts, **({} if model is None else facts_of(model))}
     compare("check_ranks", facts, group, timeout_s)
@@ -80,13 +80,13 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
-    """Watch for dead ranks during a block, so that the other ranks name them.
+    """Watch for dead ranks during a block, so that errors on the other ranks name the dead ranks.
 
     Every rank must enter the block. Each rank writes a sign of life to the store of the default process group. If a
-    rank gives no sign for ``timeout_s``, or ends with an error, the other ranks log it with its host and process. A
-    collective then raises an error: with gloo at once, while NCCL's watchdog ends the process after the group's
-    time-out. The block raises that error again with the name of the rank. ``timeout_s`` must be shorter than the
-    time-out of the process group.
+    rank gives no sign for ``timeout_s``, or ends with an error, the other ranks log the rank's number, host and
+    process. A collective then raises an error: with gloo at once, while NCCL's watchdog ends the process after the
+    group's time-out. The block raises that error again and adds the name of the dead rank. ``timeout_s`` must be
+    shorter than the time-out of the process group.
 
     Args:
         timeout_s: seconds without a sign after which a rank counts as dead.
@@ -142,7 +142,7 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Describe the dead ranks, whose signs no longer change; return an empty string if all ranks are alive."""
+        """Describe the dead ranks, whose signs no longer change, or return an empty string if all ranks are alive."""
         try:
             before = self._states()
             time.sleep(max(4 * self.pause, 1.0))

@@ -14,12 +14,12 @@ MAX_TOPK: Final = 32
 
 
 def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
-    """Return the number of rows of a contiguous buffer that is large enough for any routing.
+    """Return an upper bound of the rows of a contiguous buffer: enough for any routing.
 
     Each expert's rows begin at a multiple of ``alignment``. ``tokens`` may be a symbol.
     """
     pairs = tokens * topk
-    # Each call computes this, and torch.sym_min takes several times as long as min.
+    # Plain min if possible: this runs in each call, and torch.sym_min takes several times as long.
     touched = min(experts, pairs) if isinstance(pairs, int) else torch.sym_min(experts, pairs)
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
@@ -29,7 +29,7 @@ def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor
 
     Args:
         rows: number of rows of the buffer.
-        offsets: (E + 1,) first row of each expert, or None if all experts have equally many rows of the buffer.
+        offsets: (E + 1,) first row of each expert, or None if the buffer is divided equally among the experts.
         counts: (E,) number of rows of each expert, or None if an expert's rows extend to the next offset.
 
     Returns:

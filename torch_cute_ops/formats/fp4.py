@@ -110,11 +110,11 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _has_value(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor outside compiled programs and transforms, whose element can be read."""
+    """Return True if the tensor's element can be read: the tensor is outside compiled programs and transforms."""
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not _is_transformed(tensor)
 
 
-# A missing private name of torch means that no element is read.
+# If torch lacks this private name, no element is read.
 _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
 
 
@@ -143,8 +143,8 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Decode e2m1 codes (uint8, 0..15) to fp32."""
-    # Shifted to the place of float32's exponent and fraction, the bits are the value times 2^-126. A table would break
-    # CUDA-graph capture.
+    # Shifted into float32's exponent and fraction fields, the code's bits are the value times 2^-126. A table would
+    # break # CUDA-graph capture.
     codes = codes.to(torch.int32)
     return (((codes & 7) << 22) | ((codes & 8) << 28)).view(torch.float32) * 2.0**126
 

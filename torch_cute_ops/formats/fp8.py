@@ -1,4 +1,4 @@
-"""FP8: e4m3 elements with fp32 scales, one for a tensor, for each row (token), or for each 128 elements of a row.
+"""FP8: e4m3 elements with fp32 scales: one per tensor, per row (token), or per 128 elements of a row.
 
 A row's last block may be shorter than 128: with blocks, a row's length is a multiple of 64 (gpt-oss: 2,880).
 
@@ -21,7 +21,7 @@ class FP8Format:
 
     Attributes:
         granularity: ``"tensor"``, ``"token"`` or ``"block128"``, as in the ops' argument.
-        block_size: number of elements of a row that share a scale; 0 for all.
+        block_size: number of elements of a row that share a scale; 0 if all do.
         is_static: True if the caller gives the scale, False if the op computes it.
     """
 
@@ -35,7 +35,7 @@ class FP8Format:
         return self.block_size // 2 or 1
 
     def scales_per_row(self, width: int) -> int:
-        """Return the number of scales of a row of ``width`` elements. A tensor's scale counts as one for each row."""
+        """Return the number of scales per row of ``width`` elements: 1 if one scale covers the whole tensor."""
         return (width + self.block_size - 1) // self.block_size if self.block_size else 1
 
 
@@ -53,8 +53,8 @@ FP8_SCALE_LAYOUTS: Final = {layout.name: layout for layout in (ROW, COLUMN)}
 def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
     """Return the format with this name, and the layout of its scales.
 
-    Block scales are column-major unless ``scale_layout`` names the other layout. A scale for each token, or for the
-    tensor, has only one layout, ``ROW``.
+    Block scales are column-major unless ``scale_layout`` names the row-major layout. Scales per token or per tensor
+    have only one layout, ``ROW``.
 
     Raises:
         ValueError: for an unknown name.
@@ -70,7 +70,7 @@ def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8F
 
 
 def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of column-major scales (..., blocks) without padding: a free view of (blocks, rows).
+    """Return the strides of column-major scales (..., blocks) without padding, a transposed view of (blocks, rows).
 
     Leading dimensions are flattened: their strides are as in a contiguous tensor. Sizes may be symbols.
     """
@@ -78,7 +78,7 @@ def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, rows = [], 1
     for extent in reversed(lead):
         strides.append(rows)
-        # As torch does for empty tensors; a symbol stands for at least two.
+        # torch also counts an extent of 0 as 1 in strides. A symbol stands for at least two.
         rows = rows * (max(extent, 1) if isinstance(extent, int) else extent)
     return (*reversed(strides), rows)
 
@@ -104,7 +104,7 @@ def is_column_major(scale: torch.Tensor) -> bool:
 
 
 def is_one_column(scale: torch.Tensor) -> bool:
-    """Return True if all rows of scales (..., rows, blocks) are one column of memory for each block of k.
+    """Return True if, in scales (..., rows, blocks), the scales of each block of k form one contiguous column.
 
     The FP8 kernels read these scales in place: the leading dimensions follow each other without gaps, and blocks of k
     are any distance apart.

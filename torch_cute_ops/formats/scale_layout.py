@@ -62,14 +62,14 @@ class ScaleLayout:
         return rows if self.is_linear else -(-rows // self.tile_rows) * self.tile_rows
 
     def padded_blocks(self, blocks: int) -> int:
-        """Round ``blocks`` (scales of one row) up to whole tiles."""
+        """Round ``blocks``, the number of scales per row, up to whole tiles."""
         return blocks if self.is_linear else (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS * TILE_BLOCKS
 
-    # The offset of (row, block) is row_offset + block_offset, so a kernel computes the first once for each row.
-    # Arguments may be ints, tensors or a kernel's integers: use only + * // %.
+    # The offset of (row, block) is row_offset + block_offset, so a kernel computes row_offset once per row. Arguments
+    # may be ints, tensors or a kernel's integers: use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """Return the part of an offset that depends on the row, for ``blocks`` scales in each row."""
+        """Return the part of an offset that depends on the row, for ``blocks`` scales per row."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -99,7 +99,8 @@ def row_count(lead: Sequence[int]) -> int:
 
 
 def weight_layout(layout: ScaleLayout) -> ScaleLayout:
-    """Return the layout of a weight's scales, given the layout of the activations' scales. 8x4 is for few rows only."""
+    """Return the layout of a weight's scales, given the layout of the activations' scales: never 8x4, which is for few
+    rows."""
     return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
 
 
@@ -118,8 +119,8 @@ def resolve_scale_layout(name: str) -> ScaleLayout:
 def layout_of_operand(scale: torch.Tensor) -> ScaleLayout:
     """Return the layout of the scales of a GEMM's operand, by the number of dimensions.
 
-    An operand has at most three dimensions (a stack of experts' weights), and so have its linear scales. The sizes may
-    still be wrong.
+    An operand has at most three dimensions (a stack of experts' weights), and linear scales have as many. The sizes are
+    not checked.
     """
     return _BY_DIMENSIONS.get(len(scale.shape), SCALE_LAYOUTS["linear"])
 
@@ -129,13 +130,13 @@ _BY_DIMENSIONS: Final = {2 + len(layout.tile): layout for layout in SCALE_LAYOUT
 
 def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> list[ScaleLayout]:
     r"""Return the layouts whose shape for a tensor (\*lead, blocks · B) is ``shape``."""
-    # Tuples compare elements before lengths, which would guard a symbolic number of rows.
+    # Compare lengths first: comparing tuples would compare elements and so add a guard on a symbolic number of rows.
     sizes = [(layout, layout.shape(lead, blocks)) for layout in SCALE_LAYOUTS.values()]
     return [layout for layout, size in sizes if len(shape) == len(size) and tuple(shape) == size]
 
 
 def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layout: ScaleLayout) -> str | None:
-    r"""Return the reason that ``scale`` cannot be the tiles of a tensor (\*lead, blocks · B), or None if it can.
+    r"""Return the reason that ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
     For stacked matrices, whose ``lead`` has two dimensions, the scales may also have a first dimension for the matrices
@@ -238,8 +239,8 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
-    """View bytes (..., 4 n) as 32-bit numbers (..., n). Every layout keeps the scales of four neighbouring blocks
-    together, and moving four bytes at once takes a tenth of the time. Compiled code moves bytes."""
+    """View bytes (..., 4 n) as 32-bit numbers (..., n), except in compiled code. Every layout keeps the scales of four
+    neighbouring blocks together, and moving four bytes at once takes a tenth of the time."""
     if torch.compiler.is_compiling() or not codes.numel() or codes.storage_offset() % TILE_BLOCKS:
         return codes
     return codes.view(torch.int32)
@@ -316,7 +317,7 @@ def convert_scales(
 
 
 def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
-    """Return the advice to view bytes as NVFP4's scales if their number fits, or an empty string."""
+    """Return advice to view uint8 scales as NVFP4's dtype if the number of scales fits NVFP4, or an empty string."""
     if scale.dtype != torch.uint8 or k % 16:
         return ""
     counts = [row_count(layout.shape((rows,), k // 16)) for layout in SCALE_LAYOUTS.values()]

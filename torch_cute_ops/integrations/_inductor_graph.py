@@ -24,12 +24,13 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """Return the fake tensor of a node."""
+    """Return the fake tensor that describes a node's result."""
     return node.meta["val"]
 
 
 def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
-    """Return the source of a node before reshapes of its leading dimensions, and the node's current sizes, or None."""
+    """Skip reshapes of leading dimensions: return the node before them, and the current sizes, or None if nothing was
+    skipped."""
     sizes: tuple[Any, ...] | None = None
     while is_call(node, *_RESHAPE) and value_of(node).shape[-1:] == value_of(node.args[0]).shape[-1:]:
         sizes = tuple(node.args[1]) if sizes is None else sizes
@@ -38,7 +39,7 @@ def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
 
 
 def readers_of(node: Node) -> Iterator[Node]:
-    """Yield the users of a node and of its reshapes, without the reshapes."""
+    """Yield the users of a node and of its reshapes, but not the reshapes."""
     for user in node.users:
         if is_call(user, *_RESHAPE) and value_of(user).shape[-1:] == value_of(node).shape[-1:]:
             yield from readers_of(user)
@@ -90,7 +91,7 @@ def named_arguments(node: Node) -> dict[str, Any]:
 
 
 def all_named(op: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an op by name; defaults replace missing ones."""
+    """Return all arguments of an op by name, with defaults for missing arguments."""
     return {each.name: given.get(each.name, each.default_value) for each in op._schema.arguments}
 
 
@@ -110,7 +111,7 @@ def fake_results(op: Any, named: dict[str, Any]) -> Any:
         if "residual" in values:
             values["residual"] = torch.empty_like(
                 values["residual"]
-            )  # the op must not write the fake tensor of another node
+            )  # a new tensor: the op must not write the fake tensor of another node
         return op(**values)
 
 

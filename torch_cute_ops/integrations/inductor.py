@@ -4,8 +4,8 @@ It fuses norms and gates with a following quantisation, computes norms before 16
 one row and FP4 quantisations of few rows into a GEMM's prologue, and makes GEMMs of few rows prefetch the next weight.
 Models need no changes.
 
-:func:`enable` turns it on for the process. ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
-``torch.compile`` turns it on for one model.
+:func:`enable` turns the pass on for the process. ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
+``torch.compile`` turns the pass on for one model.
 """
 
 import itertools
@@ -135,8 +135,8 @@ class FuseQuantization(CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> Any | None:
-        """Return the key for Inductor's cache, or None, which disables caching, if a pass in ``before`` lacks a
-        uuid."""
+        """Return the key for Inductor's cache. If a pass in ``before`` lacks a uuid, return None, which disables
+        caching."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
         return None if None in others else (get_hash_for_files(_FILES), *others)
 
@@ -216,7 +216,7 @@ def _fuse(node: Node) -> bool:
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    # Other readers of the norm can come before this node.
+    # Other readers of the norm can come before this node, so the op is inserted right after the norm.
     ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
@@ -346,7 +346,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     op = getattr(cute, name).default
     every = all_named(op, {"input": other, "residual": spent, **named})
     with total.graph.inserting_before(total):
-        # Inductor's reinplacing pass turns this into a call that overwrites the operand.
+        # Inductor's reinplacing pass turns this node into a call that overwrites the operand.
         new = total.graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), every)
     new.meta["val"] = (*as_tuple(fake_results(op, every)), value_of(total))
     results = [result_of(new, i) for i in range(count + 1)]
@@ -356,7 +356,8 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
 
 
 def _take_over(node: Node, results: Sequence[Node]) -> None:
-    """Replace the codes and scales of ``node`` by the fused op's, reshaped if the input of ``node`` was reshaped."""
+    """Replace the codes and scales of ``node`` by the fused op's results, reshaped if the input of ``node`` was
+    reshaped."""
     _, sizes = without_reshape(node.args[0] if node.args else node.kwargs["input"])
     for user in [*node.users]:
         index = user.args[1]
@@ -381,8 +382,8 @@ def _has_row_scales(node: Node) -> bool:
 
 
 def _prefetch(graph: fx.Graph) -> bool:
-    """Make each GEMM of few rows load the next GEMM's weight into L2, if it is an input of the graph; return True if
-    any does."""
+    """Make each GEMM of few rows load the next GEMM's weight into L2, if the weight is an input of the graph. Return
+    True if any GEMM was changed."""
     gemms = [node for node in graph.nodes if node.target in _PREFETCH]
     found = False
     for node, following in itertools.pairwise(gemms):
@@ -402,7 +403,7 @@ def _prefetch(graph: fx.Graph) -> bool:
 
 
 def _weight_rows(b: Node) -> Node | None:
-    """Return the graph input that a weight is a transposed view of, or None if it cannot be prefetched."""
+    """Return the graph input whose transposed view is the weight ``b``, or None if the weight cannot be prefetched."""
     if not is_call(b, aten.permute.default, aten.t.default, aten.transpose.int):
         return None
     rows = b.args[0]

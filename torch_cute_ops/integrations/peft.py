@@ -1,6 +1,7 @@
 """LoRA adapters of PEFT for quantised layers.
 
-``register`` tells a ``LoraConfig`` how to adapt the layers of this package; everything else is PEFT's own::
+``register`` tells a ``LoraConfig`` how to adapt the layers of this package. The other calls are the usual calls of
+PEFT::
 
     config = torch_cute_ops.integrations.peft.register(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     model = get_peft_model(model, config)

@@ -140,7 +140,7 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Without the scale: it is a buffer, which can be moved or replaced.
+        # Stored without the scale, which is a buffer that can be moved or replaced.
         self._input_quantization = self._quantization()
         self._derive()
 
@@ -155,7 +155,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """Return the divisors that N and K must be multiples of, for these activations."""
+        """Return the required divisors of N and of K for these activations."""
         return cls.multiples
 
     @classmethod
@@ -280,7 +280,7 @@ class QuantLinear(nn.Module):
             # ModelOpt's tensor scales are zero-dimensional, and its channel scales one-dimensional.
             if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
                 tensor = tensor.reshape(shape)
-            # super() would cast silently.
+            # Check here: super() would cast silently.
             if tensor.dtype != dtype or tensor.shape != shape:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}"
                 error_msgs.append(f"{prefix}{name} is {got}; expected {shape} {dtype}")
@@ -297,7 +297,7 @@ class QuantLinear(nn.Module):
         raise NotImplementedError
 
     def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
-        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time.
+        """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does.
 
         The function takes the first row, a multiple of 128, and the end.
         """
@@ -339,7 +339,7 @@ class QuantLinear(nn.Module):
         return QuantizedRows(self._quantized(_rows_of(x)), (*x.shape[:-1],), x.dtype)
 
     def _prepared(self, x: Tensor) -> QuantizedRows:
-        """Convert ``x`` as :meth:`quantize`, unless this layer's GEMM quantises in its prologue."""
+        """Convert ``x`` as :meth:`quantize` does, unless this layer's GEMM quantises in its prologue."""
         rows = _rows_of(x)
         if self.prologue_quantises(rows):
             return QuantizedRows((rows,), (*x.shape[:-1],), x.dtype)
@@ -348,7 +348,7 @@ class QuantLinear(nn.Module):
     def _prefetch_weight(self) -> Tensor | None:
         """Return the weight that the GEMM loads into L2: the next layer's, if ``prefetch_`` named it.
 
-        In compiled models the pass of ``integrations.inductor`` sets it instead.
+        In compiled models, the pass of ``integrations.inductor`` chooses the weight instead.
         """
         following = None if torch.compiler.is_compiling() else following_of(self)
         if following is None:
@@ -359,7 +359,7 @@ class QuantLinear(nn.Module):
     def rows_for(self, rows: int) -> int:
         """Return the number of input rows that lead to at least ``rows`` rows in the GEMM.
 
-        Layers that gather rows from several ranks need fewer.
+        Layers that gather rows from several ranks need fewer input rows.
         """
         return rows
 
@@ -499,7 +499,8 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Return True if a tensor can be changed in place; a tensor made in inference mode cannot outside of that mode."""
+    """Return True if a tensor can be changed in place. A tensor made in inference mode can be changed only in this
+    mode."""
     return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
@@ -526,7 +527,7 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
     if layer.weight.is_meta or not is_writable(layer.weight):
         return False
     if layer.has_input_scale and not new.has_input_scale and layer.scheme == "nvfp4" and layer.activations != "fp4":
-        del layer._buffers[_SHARED]  # the arithmetic does not use it
+        del layer._buffers[_SHARED]  # the GEMM does not use this buffer
         layer.has_input_scale = False
     if described(layer) != described(new):
         return False
@@ -564,7 +565,7 @@ def link(layer: QuantLinear, following: QuantLinear | None) -> None:
         _FOLLOWING[layer] = weakref.ref(following)
 
 
-# Not an attribute of the modules: copies and pickles would follow the chain.
+# If this were an attribute of the modules, copies and pickles would follow the chain of layers.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 
@@ -588,7 +589,7 @@ def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Apply ``fn`` to the tensor's bytes, so that ``.to(dtype)``, which casts only floating-point tensors, does not
     cast."""
     as_bytes = fn(tensor.view(torch.uint8))
-    if as_bytes.dtype != torch.uint8:  # Module.type casts everything
+    if as_bytes.dtype != torch.uint8:  # Module.type casts all tensors, even bytes
         return tensor.to(as_bytes.device)
     return as_bytes.view(tensor.dtype)
 
@@ -597,7 +598,7 @@ def supported_weight(cls: type[QuantLinear], linear: nn.Linear, activations: Act
     """Return the weight of a linear layer, if ``cls`` supports its size and these activations.
 
     Raises:
-        ValueError: with the reason that it does not.
+        ValueError: if ``cls`` does not; the message gives the reason.
     """
     reason = cls.reason_unsupported(linear.out_features, linear.in_features, activations)
     if reason is not None:

@@ -62,7 +62,7 @@ _HOOKS: Final = (
 
 
 def reason_bound(module: nn.Module) -> str | None:
-    """Return the reason that a module with another class would lose something that was added to this object, or None.
+    """Return the reason that replacing this module would lose something that was added to the object, or None.
 
     Hooks are not moved to the new module: they may read ``weight``, whose meaning changes.
     """
@@ -75,7 +75,7 @@ def reason_bound(module: nn.Module) -> str | None:
 
 
 def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
-    """Return the reason that a module may compute something else than ``nn.Linear``, or None.
+    """Return the reason that a module may not compute the same as ``nn.Linear``, or None.
 
     Args:
         module: module to examine.
@@ -100,7 +100,7 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
 
 
 def reason_not_floats(name: str, tensor: Tensor) -> str | None:
-    """Return the reason that a parameter is not a plain tensor of a dtype that can be quantised, or None."""
+    """Return the reason that a parameter cannot be quantised (no plain tensor, or a wrong dtype), or None."""
     if type(tensor) is not nn.Parameter:
         return f"its {name} is a {type(tensor).__name__}"
     return None if tensor.dtype in _DTYPES else f"its {name} is {tensor.dtype}"

@@ -10,7 +10,8 @@ from torch_cute_ops.nn._base import QuantLinear
 def guard_saving(model: nn.Module) -> None:
     """Make ``save_pretrained`` of the model, and of models inside it, raise if they contain quantised layers.
 
-    It would write the quantised tensors together with a configuration that does not describe them.
+    ``save_pretrained`` would write the quantised tensors together with a configuration that does not describe these
+    tensors.
     """
     for module in model.modules():
         is_saved = callable(getattr(module, "save_pretrained", None))

@@ -18,9 +18,9 @@ def scaled_mm(
 ) -> Tensor:
     """Compute ``a_scale · weight_scale · (a @ weight.T) + bias``, (M, N) in ``out_dtype``.
 
-    Calls ``torch.nn.functional.scaled_mm``. Calls ``torch._scaled_mm`` if torch lacks that function, and in compiled
-    code, because torch 2.11 does not trace it. If :func:`reason_refused` returns a reason, the elements are decoded and
-    multiplied in float32, or on a CPU in float64, which is exact.
+    The function calls ``torch.nn.functional.scaled_mm``; in torch versions without ``scaled_mm``, and in compiled code
+    (torch 2.11 cannot trace ``scaled_mm``), it calls ``torch._scaled_mm``. If :func:`reason_refused` returns a reason,
+    the elements are decoded and multiplied in float32, or on a CPU in float64, which is exact.
 
     Args:
         a: (M, K) float8_e4m3fn.
@@ -46,7 +46,8 @@ def scaled_mm(
 
 
 def reason_refused(weight: Tensor, is_by_row: bool, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """Return the reason that torch's scaled GEMM cannot be used for a weight (N, K), or None. It never depends on M."""
+    """Return the reason that torch's scaled GEMM cannot be used for a weight (N, K), or None. The result does not
+    depend on M."""
     reason = _reason_no_device(weight.device)
     if reason is not None:
         return reason

@@ -39,7 +39,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def refuse_weight_gradient(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse quantised weights and scales that require grad.
+    """Check that no quantised weight or scale requires grad.
 
     Raises:
         ValueError: naming the tensor.
@@ -136,7 +136,7 @@ def experts_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients for the tokens (M, H) and for the routing weights (M, topk), one expert at a time.
 
-    They are the gradients of experts with the decoded weights, at the unrounded tokens.
+    The gradients are the gradients of experts with the decoded weights, at the unrounded tokens.
     """
     dtype, count = hidden_states.dtype, module.experts
     of_tokens = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)

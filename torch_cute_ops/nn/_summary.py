@@ -52,11 +52,11 @@ class Summary(NamedTuple):
 def summary(model: nn.Module) -> Summary:
     """Return what the last function that quantised or loaded this model changed.
 
-    These are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
+    The functions are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
     ``integrations.transformers``.
 
     Raises:
-        ValueError: for a model that none of them changed.
+        ValueError: for a model that none of these functions changed.
     """
     found = _SUMMARIES.get(model)
     if found is None:
@@ -91,7 +91,7 @@ def record_loaded(function: str, model: nn.Module, before: Mapping[str, nn.Modul
 
 
 def grouped(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of each group, by group."""
+    """Invert the mapping: return the list of names in each group."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, group in names.items():
         groups[group].append(name)

@@ -8,7 +8,8 @@ from torch_cute_ops.runtime.dispatch import is_proxy
 
 
 def one_node(module: nn.Module, *inputs: Any) -> Any:
-    """Record a call of a module as one node, as for modules of ``torch.nn``, because its code depends on shapes.
+    """Record a call of a module as one node, as for modules of ``torch.nn``, because the module's code depends on
+    shapes.
 
     Raises:
         ValueError: if the module itself is traced; a node names a module inside the traced module.

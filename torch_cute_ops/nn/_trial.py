@@ -34,8 +34,8 @@ _MOST_FOUND: Final = 256
 
 
 def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
-    """Return the gate's parameters with which ``QuantExperts`` computes what the module computes, or the reason that
-    none were found.
+    """Return the gate's parameters with which ``QuantExperts`` gives the module's results, or the reason that no
+    parameters were found.
 
     A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
     clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
@@ -74,7 +74,7 @@ def _tried(given: "FloatExperts") -> SwiGLU | str:
             if isinstance(found, SwiGLU):
                 return found
             reasons.append(found)
-    # A forward that fails in float64, because it casts to float32, gets its reason from float32.
+    # If a forward fails in float64 because it casts to float32, report the reason from the float32 trial.
     return reasons[0] if "its forward refuses" not in reasons[0] else reasons[-1]
 
 
@@ -111,9 +111,10 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
 
 
 class _OneExpertAtATime(TorchDispatchMode):
-    """Refuses ops that read more than ``LARGEST`` elements of the experts' weights, before they allocate a result.
+    """Mode that refuses ops that read more than ``LARGEST`` elements of the experts' weights, before such an op
+    allocates its result.
 
-    The synthetic weights of all experts take almost no memory, but a copy of them might not fit.
+    The synthetic weights of all experts take almost no memory, but a copy of the weights might not fit.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +176,7 @@ def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generato
 def _results(
     given: "FloatExperts", gates: Sequence[SwiGLU], tokens: Tensor, chosen: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """Return the computation of ``QuantExperts`` with each gate, from the weights that quantisation would read."""
+    """Return the results of ``QuantExperts`` with each gate, from the weights that quantisation would read."""
     totals = [torch.zeros_like(tokens) for _ in gates]
     gate_up_bias, down_bias = (
         torch.zeros(given.experts, parts, dtype=tokens.dtype) if bias is None else bias.view(given.experts, -1)
@@ -193,8 +194,8 @@ def _results(
 
 
 def _key_of(module: nn.Module) -> Hashable | None:
-    """Return a value that is equal for modules whose forward computes the same with equal weights, or None if the
-    module has attributes that cannot be compared."""
+    """Return a value that is equal for modules that compute the same from equal weights, or None if attributes of the
+    module cannot be compared."""
     own = [base for base in type(module).__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
     members = [each for base in own for each in vars(base).values()]
     items: list[Any] = [type(module), *(each for each in members if callable(each) or isinstance(each, property))]

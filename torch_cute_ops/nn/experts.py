@@ -78,7 +78,7 @@ class SwiGLU(NamedTuple):
 class QuantExperts(nn.Module):
     """Experts of a layer with quantised weights, for inference; the router is another module.
 
-    For every weight format, activations are FP8 with a scale for each 128 elements of a token:
+    For every weight format, activations are FP8 with one scale per 128 elements of a token:
 
     1. ``moe_route_ids`` orders rows by expert.
     2. ``moe_permute_fp8quant`` quantises the tokens into that order.
@@ -149,8 +149,8 @@ class QuantExperts(nn.Module):
         activations in the weights' format they are ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
         Few means at most ``tokens_of_expert`` tokens per expert on average, and at most 512 tokens in a call. For 256
-        experts with I = 256, 8 per token, that is 512 tokens. If no number of tokens is few, as for gpt-oss's experts
-        with I = 2,880, nothing changes and a warning says so.
+        experts with I = 256, and 8 experts per token, the limit is 512 tokens. If no number of tokens is few, as for
+        gpt-oss's experts with I = 2,880, nothing changes and a warning says so.
 
         Only the number of tokens selects the path. Results of the two paths differ by the rounding of the activations.
         In each path a token's result does not depend on the other tokens or on their experts, to the bit. It depends on
@@ -169,8 +169,8 @@ class QuantExperts(nn.Module):
                 saturate. NVFP4 with ``"fp4"`` needs it; other settings refuse it.
             hidden_global_scale: encode scale of each expert's activations between its two layers, float32, (E,), or one
                 element for all; needed and refused in the same cases as ``input_global_scale``.
-            tokens_of_expert: largest average number of tokens per expert that counts as few; ``None`` uses the measured
-                ``nn.experts.few_tokens``.
+            tokens_of_expert: largest average number of tokens per expert for this path; ``None`` uses the measured
+                limit ``nn.experts.few_tokens``.
 
         Returns:
             The module itself.
@@ -231,7 +231,7 @@ class QuantExperts(nn.Module):
 
     @property
     def expert_factor(self) -> Tensor | None:
-        """(E,) float32, factors of the experts' routing weights that undo global scales in :meth:`forward_dense`; or
+        """Factors of the experts' routing weights, (E,) float32, which undo global scales in :meth:`forward_dense`; or
         None.
 
         Pass it to ``moe_route_dense`` as ``expert_factor``.
@@ -354,7 +354,7 @@ class QuantExperts(nn.Module):
         return self.is_few(tokens, topk)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return True if this many tokens are few in the sense of ``route_few_``."""
+        """Return True if this number of tokens is few, as ``route_few_`` defines it."""
         return tokens <= MOST_FEW and tokens * topk <= self._most_of_expert() * self.experts
 
     def _most_of_expert(self) -> int:
@@ -461,7 +461,8 @@ class _SideBySide(nn.Module):
     def renew(
         self, experts: QuantExperts, input_scale: Tensor | None = None, hidden_scale: Tensor | None = None
     ) -> None:
-        """Update the buffers after weights or global scales changed; in place, because CUDA graphs may read them."""
+        """Update the buffers after weights or global scales changed. The update is in place, because CUDA graphs may
+        read the buffers."""
         self._write({"input_global_scale": input_scale, "hidden_global_scale": hidden_scale})
         self._write(self._derived(experts))
 

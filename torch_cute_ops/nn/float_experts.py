@@ -51,11 +51,11 @@ class FloatExperts(NamedTuple):
         return torch.cat(self.halves(both.t())).t().flatten(), down.flatten()
 
     def verified(self) -> SwiGLU | str:
-        """Return the gate with which :class:`QuantExperts` computes what the whole module computes, or the reason that
-        none was found.
+        """Return the gate with which :class:`QuantExperts` gives the whole module's results, or the reason that no gate
+        was found.
 
-        The module's forward runs on random tokens, so that nothing is assumed about its code: gate, order of gate and
-        up, biases, norms, factors, and the order of its arguments are compared.
+        The module's forward runs on random tokens, so nothing is assumed about its code. The comparison covers the
+        gate, the order of gate and up, biases, norms, factors, and the order of the arguments.
         """
         bound = next(filter(None, map(reason_bound, self.module.modules())), None)
         return bound or self._reason_more_parameters() or found_swiglu(self)
@@ -100,7 +100,7 @@ def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
 def topk_of(model: nn.Module, name: str) -> int | None:
     """Return the number of experts per token for the experts ``name``, or None if unknown.
 
-    Read from the parent module, its router, or the model's configuration.
+    The number is read from the parent module, the parent's router, or the model's configuration.
     """
     parent = model.get_submodule(name.rpartition(".")[0])
     config: Any = getattr(model, "config", None)

@@ -32,7 +32,7 @@ from torch_cute_ops.quantized import encode
 
 
 class _FP4Linear(QuantLinear):
-    """A layer with an FP4 weight: ``weight`` and ``weight_scale``, in the 128x4 layout."""
+    """A layer with an FP4 weight: buffers ``weight``, and ``weight_scale`` in the 128x4 layout."""
 
     choices = ("16bit", "fp4", "fp8")
     multiples = (8, 32)
@@ -42,7 +42,7 @@ class _FP4Linear(QuantLinear):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """Return the divisors that N and K must be multiples of, for these activations."""
+        """Return the required divisors of N and of K for these activations."""
         return (8, 64) if activations == "fp8" else cls.multiples
 
     def layout(self) -> Layout:
@@ -63,7 +63,7 @@ class _FP4Linear(QuantLinear):
         return convert_scales(scale, self.out_features, self.in_features, source, target)
 
     def _alpha(self) -> Tensor | None:
-        """Return the factor of the result, or of each of its columns."""
+        """Return the factor of the result, or one factor per column of the result."""
         return None
 
     def _quantization(self) -> Quantization | None:
@@ -127,7 +127,7 @@ class _FP4Linear(QuantLinear):
         return self._decoded().to(dtype)
 
     def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
-        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does."""
         weight, scale, factor = self.weight, self._stored("weight_scale", self.weight_scale), self._row_factor()
         options: dict[str, Any] = {"block_size": self.format.block_size, "out_dtype": torch.float32}
 
@@ -149,8 +149,8 @@ class NVFP4Linear(_FP4Linear):
 
     - ``"16bit"`` (``"auto"``): ``mm_fp4_weight_only``.
     - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``, with an ``input_scale`` from calibration or the checkpoint.
-    - ``"fp8"``: ``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``, which rounds the
-      weight to FP8; K is a multiple of 64.
+    - ``"fp8"``: ``fp8_quantize`` with one scale per 128 elements of a row, and ``mm_fp8_fp4``, which rounds the weight
+      to FP8; K is a multiple of 64.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32
     (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, the last two are factors of decoded numbers.

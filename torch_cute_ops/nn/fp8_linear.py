@@ -27,7 +27,7 @@ class FP8BlockLinear(QuantLinear):
     """A linear layer with an FP8 weight and one scale per 128 × 128 block; arguments and errors are as for
     :class:`QuantLinear`.
 
-    Activations: ``"fp8"``, with a scale for each 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
+    Activations: ``"fp8"``, with one scale per 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
 
     Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉), which
     is a factor of the decoded weight in spite of its name, as in DeepSeek-V3. Every part of a merged layer except the
@@ -68,7 +68,7 @@ class FP8BlockLinear(QuantLinear):
         return decode_fp8_blocks(self.weight, self.weight_scale_inv, dtype)
 
     def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
-        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does."""
         weight, scale = self.weight, self.weight_scale_inv
 
         def decode(begin: int, end: int) -> Tensor:
@@ -141,7 +141,7 @@ class _FP8Linear(QuantLinear):
         raise NotImplementedError
 
     def _factor(self) -> Tensor:
-        """Return the factor of the result, (1,), or of each of its columns, (1, N)."""
+        """Return the factor of the result, (1,), or one factor per column of the result, (1, N)."""
         return self._row_scale().t()
 
     def _quantization(self) -> Quantization:
@@ -164,7 +164,7 @@ class _FP8Linear(QuantLinear):
         return self.rows_decoder(dtype)(0, self.out_features)
 
     def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
-        """Return a function that decodes rows of the weight as :meth:`dequantize`, such as a block at a time."""
+        """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does."""
         weight, scale = self.weight, self._row_scale()
         return lambda begin, end: (weight[begin:end].float() * scale[begin:end]).to(dtype)
 
@@ -229,9 +229,9 @@ class FP8TensorLinear(_FP8Linear):
     """A linear layer with an FP8 weight and one scale per tensor; arguments and errors are as for :class:`QuantLinear`.
 
     Activations: ``"fp8"``, static with a calibrated ``input_scale``, otherwise dynamic with a scale per row.
-    ``fp8_quantize`` quantises; torch's scaled GEMM multiplies. It is ``torch.nn.functional.scaled_mm``, or
-    ``torch._scaled_mm`` in older torch and in compiled code. On a GPU, torch also selects the kernel by the number of
-    rows. A row's result can therefore depend on the batch in its last bits.
+    ``fp8_quantize`` quantises; torch's scaled GEMM multiplies. The scaled GEMM is ``torch.nn.functional.scaled_mm``, or
+    ``torch._scaled_mm`` in older torch versions and in compiled code. On a GPU, torch also selects the kernel by the
+    number of rows. A row's result can therefore depend on the batch in its last bits.
 
     Some cases decode the weight in each call, which takes time and memory, and multiply in float32, or on a CPU in
     float64: a CPU, a GPU without FP8, N or K that is not a multiple of 16, a float32 result, or a bias in another dtype

@@ -30,7 +30,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
         and so does a call that changes the input in place between two merged layers. Under ``torch.inference_mode()``
         and ``torch.compile`` changes are not counted, so that such a call goes unnoticed.
     """
-    # Exclude the layers themselves: the list would keep all of them in memory until the last is merged.
+    # Exclude quantised layers: the list would keep all layers in memory until the last layer is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
         for name, originals in merged.items():
@@ -128,13 +128,13 @@ class _Results:
 def _version(x: Tensor) -> int | None:
     """Return a number that each change of a tensor in place increments, or None if there is no such number.
 
-    Inference tensors have none, and compiled or traced code cannot compare it.
+    Inference tensors have no such number, and compiled or traced code cannot compare the number.
     """
     return None if torch.compiler.is_compiling() or is_proxy(x) or x.is_inference() else x._version
 
 
 class _Original:
-    """Stand-in for one of the merged layers, for ``forward`` to call and inspect."""
+    """Substitute for one of the merged layers, which the module's ``forward`` calls and inspects."""
 
     def __init__(self, results: _Results, index: int) -> None:
         self.results, self.index = results, index

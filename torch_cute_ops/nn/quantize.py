@@ -72,7 +72,7 @@ def quantize_(
             activations.
 
     Returns:
-        ``model``. From here on its ``save_pretrained``, if it exists, raises: use
+        ``model``. If the model has a ``save_pretrained``, it now raises an error: use
         :func:`torch_cute_ops.checkpoint.save`.
 
     Raises:

@@ -20,8 +20,8 @@ DEVIATION: Final = 0.02
 INPUT_AMAX: Final = 8.0
 """Largest activation that the input scales cover."""
 
-# Codes are drawn bit by bit. The root mean square of all e2m1 numbers is 2.93. e4m3 codes draw the sign and three
-# mantissa bits: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
+# The bits of codes are random. The root mean square of all e2m1 numbers is 2.93. In e4m3 codes, the sign and the three
+# # mantissa bits are random: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
 _E2M1, _FRACTION, _SCALE = 2.93, 0.74, 1.46
 
 _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {

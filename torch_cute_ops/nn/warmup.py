@@ -24,17 +24,17 @@ def warmup(
     tune: bool = False,
     fused: bool = True,
 ) -> None:
-    """Compile and load the kernels of quantised layers, gated MLPs and experts, by calling one layer of each form on
+    """Compile and load the kernels of quantised layers, gated MLPs and experts. One layer of each form is called with
     zeros.
 
     Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph. The model's own
     norms, gates and attention are not called: call the model once before a capture. If layers are divided among ranks,
-    all ranks must call it.
+    all ranks must call ``warmup``.
 
     Args:
         model: model with layers of this package at any depth, on the device that serves.
         rows: numbers of rows that will be served, or one number, summed over all ranks: sequences in a decode step,
-            tokens of a prefill. One number of each bucket is called.
+            tokens of a prefill. Numbers in the same bucket share kernels, so only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
@@ -145,8 +145,8 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
 
 
 def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call layers whose GEMM gates its input, if their width suggests a gate, as ``integrations.inductor`` may for one
-    row."""
+    """Call layers with a gate in the GEMM's prologue, as ``integrations.inductor`` may for one row, if the layers'
+    widths suggest a gate."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
@@ -170,8 +170,8 @@ def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) ->
 
 @contextlib.contextmanager
 def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]:
-    """Make calls in this block load the weight of ``following`` into L2, or no weight if it is None, as ``prefetch_``
-    or ``integrations.inductor`` may."""
+    """Make the calls of ``layer`` in this block prefetch the weight of ``following`` into L2, as ``prefetch_`` or
+    ``integrations.inductor`` would; None prefetches nothing."""
     before = following_of(layer)
     link(layer, following)
     try:
