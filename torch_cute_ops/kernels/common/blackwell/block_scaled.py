@@ -1,10 +1,10 @@
 """Kernels with block-scaled ``tcgen05.mma``: copies and MMAs of a stage, and the roles of warps with their pipelines.
 
-``BlockScaledMma``: the operand on the M side maps to the lanes of tensor memory, the operand on the N side to its
-columns. ``BlockScaledStage`` defines the layout of a stage.
+``BlockScaledMma``: rows of the operand on the M side map to lanes of tensor memory, rows of the operand on the N side
+to columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel``: a kernel derives from it and defines ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and
-``_load_linear_scales``. Each of these goes through the CTA's tiles and their k tiles in the same order.
+``BlockScaledKernel``: base class of kernels, which define ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and
+``_load_linear_scales``. All four methods visit the CTA's tiles, and the k tiles of a tile, in the same order.
 """
 
 import itertools
@@ -66,7 +66,8 @@ class BlockScaledMma:
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return a tensor map with boxes of ``rows`` rows of a k tile.
 
-        ``codes`` is (rows, bytes), or (rows, bytes, experts), whose k tiles end with their expert.
+        ``codes`` is (rows, bytes), or (rows, bytes, experts); the last k tile of an expert ends where the expert's k
+        ends.
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
@@ -101,8 +102,8 @@ class BlockScaledMma:
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
         """Start the copies of up to ``count`` rows of scale tiles, in one thread. ``exist`` rows exist.
 
-        ``row_tile`` is the first tile along the rows. Of each row of tiles, ``size`` bytes are copied, from tile
-        ``first`` on.
+        ``row_tile`` is the first tile along the rows. The function copies ``size`` bytes from each row of tiles,
+        starting at tile ``first``.
         """
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
@@ -118,9 +119,9 @@ class BlockScaledMma:
 
     @cute.jit
     def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
-        """Write a k tile's linear scales to an ``empty`` stage, in tile order, with one warp.
+        """Write a k tile's linear scales, in the layout of tiles, to a stage that is ``empty``. One warp calls this.
 
-        A lane has every 32nd row of each 128 rows; the words of these rows are neighbours in a tile.
+        A lane handles every 32nd row of each 128 rows; the words of these rows are adjacent in a tile.
 
         Args:
             m_side, n_side: scales of each operand, first row of the lane, and number of existing rows.
@@ -147,7 +148,7 @@ class BlockScaledMma:
     def _load_scales(self, scales, row, rows, used: int, first, blocks) -> list:
         """Return a k tile's scales of every 32nd of 128 rows, each as a list of words.
 
-        Scales outside of the matrix, and of rows from ``used`` on, are zero.
+        Scales outside of the matrix are zero, and so are the scales of rows from ``used`` on.
         """
         tiles = range(self.stage.scale_tiles)
         loaded = []
@@ -215,7 +216,7 @@ class Smem:
     Attributes:
         stages: codes and scales of the k tiles in flight.
         pipeline: pipeline of the stages.
-        peer_full: mbarriers, one per stage: the stage of the pair's second CTA is full.
+        peer_full: mbarriers, one per stage, which complete when the stage of the pair's second CTA is full.
         scales_empty: mbarriers, one per set of tensor-memory columns for scales.
         acc_pipeline: pipeline of the accumulators in tensor memory.
         tmem: address of the allocated columns of tensor memory.
@@ -236,7 +237,7 @@ class ScaleTiles(NamedTuple):
         scales: matrix of scales, bytes.
         row_tile: first tile along the rows.
         exist: number of existing tiles along the rows.
-        policy: cache policy of their copies, or None.
+        policy: cache policy of the copies, or None.
     """
 
     scales: cute.Tensor
@@ -355,7 +356,7 @@ class BlockScaledKernel:
 
     @cute.jit
     def _free_tmem(self, tid, tmem):
-        """Free the tensor memory. The CTA must have synchronised after its last load."""
+        """Free the tensor memory. The CTA must have synchronised after the last load from tensor memory."""
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
             tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
 
@@ -390,8 +391,8 @@ class BlockScaledKernel:
     def _load_linear_scales_of_k_tile(
         self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
     ) -> tuple:
-        """Write a k tile's linear scales to its stage in tile order, if it is the warp's ``turn``. One scale-loader
-        warp.
+        """Write a k tile's linear scales to the k tile's stage in the layout of tiles, if it is this scale-loader
+        warp's ``turn``.
 
         The warps take turns, so that several k tiles are in flight.
 
@@ -402,8 +403,7 @@ class BlockScaledKernel:
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
-            # A warp must not skip phases: it would take the next phase but one, which has the same parity, for the next
-            # one.
+            # A warp must wait for every phase: after a skipped phase, the parity of the awaited phase is ambiguous.
             smem.pipeline.wait_empty(stage, parity)
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
@@ -412,7 +412,8 @@ class BlockScaledKernel:
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
-        """Issue the MMAs of a k tile, in the MMA thread, once its operands and a set of columns for scales are ready.
+        """Issue the MMAs of a k tile, in the MMA thread, when the operands of the k tile and a set of columns for
+        scales are ready.
 
         Commits release the stage and the columns when the MMAs have ended. ``BlockScaledMma.multiply`` describes the
         arguments from ``acc`` on.
@@ -437,7 +438,7 @@ class BlockScaledKernel:
         )
 
     def _signal_acc_loaded(self, barrier, tid) -> None:
-        """Signal, as an epilogue warp, that it has loaded the accumulator, so that MMAs may overwrite it."""
+        """Signal that this epilogue warp has loaded the accumulator, so that MMAs may overwrite the accumulator."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)

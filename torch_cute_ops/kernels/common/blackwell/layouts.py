@@ -51,7 +51,7 @@ class BlockScaledStage:
 
     @property
     def has_scale_loaders(self) -> bool:
-        """True if warps of the CTA write the scales in tile order."""
+        """True if warps of the CTA write the scales in the layout of tiles."""
         return self.layout.is_linear
 
     @property
@@ -127,7 +127,7 @@ class BlockScaledConfig:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators in tensor memory. One is stored while the next is computed."""
+        """Number of accumulators in tensor memory. One accumulator is stored while the next accumulator is computed."""
         raise NotImplementedError
 
     @property
@@ -162,7 +162,7 @@ class BlockScaledConfig:
         return self.stage_bytes + BARRIER_BYTES
 
     def reason_unfit(self) -> str | None:
-        """Reason that no such kernel exists on any GPU, or None."""
+        """Reason that no GPU can run this configuration, or None."""
         raise NotImplementedError
 
     def reason_unsupported(self, arch: Arch) -> str | None:

@@ -1,8 +1,8 @@
 """``tcgen05`` instructions: tensor memory and tensor cores of data-center Blackwell, as PTX.
 
-One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). They are asynchronous. Copies of
-scales and MMAs of that thread execute in order, and ``commit`` makes an mbarrier signal their end. (PTX ISA,
-"TensorCore 5th generation".)
+One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). The operations are asynchronous.
+Copies of scales and MMAs of that thread execute in order, and ``commit`` makes an mbarrier signal when they have ended.
+(PTX ISA, "TensorCore 5th generation".)
 """
 
 from typing import Final
@@ -18,10 +18,10 @@ _SWIZZLE_128: Final = 2 << 61
 
 
 def operand_descriptor(address) -> Uint64:
-    """Return the descriptor of an operand at a shared-memory address: K-major rows of 128 bytes, with the 128-byte
-    swizzle.
+    """Return the descriptor of an operand that starts at a shared-memory address: K-major rows of 128 bytes with the
+    128-byte swizzle.
 
-    Eight rows are 1,024 bytes. An address that is n bytes further on, a multiple of 32, skips n bytes of each row.
+    Eight rows take 1,024 bytes. Adding n to the address, a multiple of 32, skips the first n bytes of each row.
     """
     return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
 
@@ -33,7 +33,7 @@ def scale_descriptor(address) -> Uint64:
 
 def _descriptor(address, stride: int) -> Uint64:
     start = Uint64(Uint32(address) >> 4)
-    # The hardware ignores the leading dimension's stride for rows of one swizzle atom, and for rows of 16 bytes.
+    # The hardware ignores the stride of the leading dimension if a row is one swizzle atom wide, or 16 bytes.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 
@@ -56,7 +56,8 @@ def _address(pointer, loc, ip):
 
 @dsl_user_op
 def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """Allocate columns of tensor memory, 32 or a larger power of two, with one warp, and write their address to ``to``.
+    """Allocate ``columns`` columns of tensor memory (a power of two, at least 32), and write their address to ``to``.
+    One warp calls this.
 
     Other CTAs of the SM may allocate afterwards. If ``cta_group`` is 2, one warp of each CTA of the pair must call it.
     """
@@ -78,8 +79,8 @@ def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> None:
     """Copy 512 bytes of shared memory, the scales of 128 rows, to four columns of tensor memory.
 
-    Byte ``16 (r % 32) + 4 (r // 32) + b``, scale ``b`` of row ``r``, goes to lane ``r % 32`` of each quarter of the
-    lanes, column ``r // 32``.
+    Scale ``b`` of row ``r`` is byte ``16 (r % 32) + 4 (r // 32) + b``. It goes to column ``r // 32``, lane ``r % 32``
+    of each quarter of the lanes.
     """
     operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
     _run(operands, f"tcgen05.cp.cta_group::{cta_group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
@@ -103,8 +104,8 @@ def multiply(
 
 @dsl_user_op
 def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
-    """Arrive at an mbarrier when all earlier operations of this thread have ended, in ``both`` CTAs of a pair or in
-    this CTA."""
+    """Arrive at an mbarrier when all earlier operations of this thread have ended. If ``both``, arrive in both CTAs of
+    a pair."""
     operands = [_address(barrier, loc, ip)]
     text = f"tcgen05.commit.cta_group::{cta_group}.mbarrier::arrive::one.shared::cluster"
     if not both:
@@ -115,7 +116,7 @@ def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load(address, columns: int, *, loc=None, ip=None) -> list:
-    """Load this thread's row of some columns, as words, which are valid after ``wait_for_loads``."""
+    """Load this thread's row of some columns, as words. The words are valid after ``wait_for_loads``."""
     result = llvm.StructType.get_literal([T.i32()] * columns)
     names = ", ".join(f"${i}" for i in range(columns))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"
@@ -132,13 +133,13 @@ def wait_for_loads(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
-    """Make this thread's earlier tcgen05 operations happen before the tensor-memory operations that other threads issue
-    after the next barrier."""
+    """Order this thread's earlier tcgen05 operations before the tcgen05 operations of other threads. Call this function
+    before a barrier; the other threads call ``fence_after`` after the barrier."""
     _run([], "tcgen05.fence::before_thread_sync;", "", loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
-    """Make the tcgen05 operations that other threads issued before the last barrier happen before this thread's later
-    tensor-memory operations."""
+    """Order this thread's later tcgen05 operations after the tcgen05 operations of other threads. Call this function
+    after a barrier; the other threads call ``fence_before`` before the barrier."""
     _run([], "tcgen05.fence::after_thread_sync;", "", loc, ip)

@@ -35,7 +35,7 @@ class ColumnTerms(NamedTuple):
 class EpilogueOps:
     """Epilogue of a GEMM: loads alpha and the bias, and applies them.
 
-    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. It
+    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. The thread
     finishes each sum with the function that ``finisher`` returns.
     """
 
@@ -77,8 +77,8 @@ class EpilogueOps:
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
         """Return the function that finishes sums in the columns of ``terms``.
 
-        It multiplies by ``scale``, a power of two, then applies alpha and bias. ``scale`` is for accumulators of
-        decoded FP4 numbers (``kernels.common.fp4.codes.acc_scale``).
+        The function multiplies by ``scale``, a power of two, then applies alpha and bias. ``scale`` is for accumulators
+        of decoded FP4 numbers (``kernels.common.fp4.codes.acc_scale``).
         """
 
         def finish(total: Float32, i: int) -> Float32:
@@ -92,7 +92,7 @@ class EpilogueOps:
         return finish
 
     def of_tile(self, alpha, bias, n, expert=None) -> TileEpilogue:
-        """Return the epilogue of a tile, of ``expert`` in a grouped GEMM."""
+        """Return the epilogue of a tile. ``expert`` is given for a grouped GEMM."""
         factor = self.factor(alpha, expert)
         return lambda column, count, after=0: self.finisher(
             factor, self.terms(alpha, bias, column, count, n, expert, after)
@@ -142,7 +142,7 @@ def silu_mul(gate: Float32, up: Float32) -> Float32:
     """Return ``gate / (1 + exp(-gate)) * up`` (Hendrycks and Gimpel 2016; Shazeer 2020, "SwiGLU").
 
     The result is accurate to a few fp32 ulps; for a negative gate to about ``|gate|`` ulps, because the exponent is
-    rounded once. It is zero for a gate below -88.7, where ``exp(-gate)`` overflows.
+    rounded once. The result is zero for a gate below -88.7, because ``exp(-gate)`` overflows.
     """
     return ptx.mul_rn(_gated(gate, gate), up)
 
@@ -151,8 +151,8 @@ def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Flo
     """Return ``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)``.
 
     This is the general gate, for example of gpt-oss (alpha 1.702, beta 1, limit 7). A limit of +inf is no limit. NaN
-    passes the clamps. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``, without a ratio of
-    infinities for any finite ``g``.
+    passes the clamps. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``. For finite ``g``, no step
+    divides infinity by infinity.
     """
     clamped = ptx.min_nan(gate, limit)
     factor = ptx.max_nan(ptx.min_nan(up, limit), -limit) + beta

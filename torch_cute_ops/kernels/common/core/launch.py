@@ -6,10 +6,10 @@ error before anything runs, the compiled function raises, and the op's thorough 
 overlap.
 
 Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel released its dependents or
-ended. Each kernel of this package releases its dependents only after its own wait. The wait returns when the
-previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs before a kernel's wait
-returns, and the kernel may read data that was complete before that other kernel was launched. It writes nothing before
-the wait because the previous kernel may still read the memory.
+ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The wait
+returns when the previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs before
+a kernel's wait returns, and the kernel may read data that was complete before that other kernel was launched. A kernel
+writes nothing before its wait because the previous kernel may still read the memory.
 
 The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel,
 which does not touch that memory and itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
@@ -38,7 +38,7 @@ def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
     """Return ``ctas``, or 0 if a written tensor overlaps another tensor of the call or if its own rows overlap, or if
-    tiles of scales have gaps between their rows, which TVM-FFI does not check.
+    tiled scales have gaps between rows of tiles. TVM-FFI does not check any of this.
 
     Call this function in the host function (``__call__``) and launch with the result as one extent of the grid. A
     tensor extends from its first to its last element, gaps between its rows included. An empty tensor overlaps nothing.
@@ -46,7 +46,7 @@ def ctas_unless_overlapping(
     Args:
         ctas: number of CTAs of the launch.
         written: tensors that the kernel writes, None if the kernel was compiled without the tensor. They must not
-            overlap each other either.
+            overlap each other.
         read: tensors that the kernel only reads, or None.
         may_alias: pairs of matrices of one shape, taken from ``written`` and ``read``, that may be the same view of
             memory, or different columns of one matrix: equal row strides and no common element.
@@ -119,7 +119,7 @@ def _are_tiles(tensor: cute.Tensor) -> bool:
 
 
 def _have_gaps(tiles: cute.Tensor) -> Boolean:
-    """Return True if rows of tiles do not follow one another."""
+    """Return True if rows of tiles are not contiguous in memory."""
     is_apart = Int64(tiles.stride[0]) != Int64(tiles.shape[1]) * Int64(tiles.stride[1])
     return is_apart & (Int64(tiles.shape[0]) > 1)
 

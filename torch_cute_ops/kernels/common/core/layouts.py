@@ -76,8 +76,8 @@ AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 class Epilogue:
     """``out = round(fl32(fl32(sum · alpha) + bias))``, the same bits in every kernel.
 
-    One fp32 multiplication and one fp32 addition, each rounded to nearest even and never contracted to an fma, then one
-    rounding to the dtype of the result. Absent terms are left out.
+    The epilogue is one fp32 multiplication and one fp32 addition, each rounded to nearest even and never contracted to
+    an fma, and then one rounding to the dtype of the result. Absent terms are left out.
 
     Attributes:
         out_dtype: dtype of the result.

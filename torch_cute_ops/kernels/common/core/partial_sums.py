@@ -3,12 +3,12 @@
 Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). Two ways of reducing them exist:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
-- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. Received
-  partial sums need shared memory in addition to the memory that is still in use.
+- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. This needs
+  extra shared memory for the received partial sums.
 
 Partial sums are added in the order of the CTAs, and within a CTA in the order of the warps that divide its k tiles.
-They are accumulators of MMAs with the weight on the M side. For each 8 tokens, a lane holds four accumulators: columns
-``column`` and ``column + 8`` of the result, for two tokens.
+Partial sums are accumulators of MMAs with the weight on the M side. A lane holds four accumulators per 8 tokens:
+columns ``column`` and ``column + 8`` of the result, for two tokens.
 
 If activations are on the M side, a thread sends its accumulators unchanged to the thread of the same index in another
 CTA (``send_accumulators``, ``add_accumulators``).
@@ -56,7 +56,8 @@ def thread_columns(tile: PartialSums, threads: int, tid, first_column) -> tuple:
 
 
 def reduced_rows(tile: PartialSums, split_k: int, rank, existing=None):
-    """Return how many of a tile's rows, or of its ``existing`` rows, a CTA reduces: every ``split_k``-th row."""
+    """Return the number of rows that a CTA reduces: every ``split_k``-th row of the tile, or of its ``existing``
+    rows."""
     if existing is None and tile.tile_m % split_k == 0:
         return Int32(tile.tile_m // split_k)
     return ((tile.tile_m if existing is None else existing) - rank + split_k - 1) // split_k

@@ -63,7 +63,7 @@ class ExpertChoice:
 
     @property
     def scores_groups_first(self) -> bool:
-        """True if a pass of its own scores the groups, because lanes that hold whole groups would hold too many keys.
+        """True if a separate pass scores the groups, because lanes that hold whole groups would hold too many keys.
 
         If the number of groups is not a power of two, up to half of the lanes belong to no group.
         """
@@ -76,12 +76,13 @@ class ExpertChoice:
 
     @property
     def is_choice_looped(self) -> bool:
-        """True if a loop that is not unrolled chooses one expert after the other, to save registers."""
+        """True if a loop that is not unrolled chooses one expert per iteration, to save registers."""
         return self.lane_keys > MAX_UNROLLED_KEYS or self.scores_groups_first
 
     @property
     def are_keys_interleaved(self) -> bool:
-        """True if lane i holds the keys of experts i, i + 32, i + 64 and so on, False if of consecutive experts."""
+        """True if lane i holds the keys of experts i, i + 32, i + 64 and so on, False if the keys of consecutive
+        experts."""
         return self.is_choice_looped and (self.num_groups == 1 or self.scores_groups_first)
 
     @property
@@ -96,7 +97,7 @@ class ExpertChoice:
         return not self.is_sigmoid and (self.has_bias or sums_all)
 
     def with_relevant_groups(self) -> "ExpertChoice":
-        """Return the same choice with one group if a token may use all groups, because groups change nothing then."""
+        """Return the choice, with one group if a token may use all groups: groups then change nothing."""
         return self if self.topk_groups < self.num_groups else replace(self, num_groups=1, topk_groups=1)
 
 
@@ -119,10 +120,10 @@ class ExpertPlacement:
     Attributes:
         experts: number of experts.
         slot_pairs: number of pairs of a slot.
-        batch: number of slots that a CTA processes at a time: a multiple of 32, with at most one pair per thread.
+        batch: number of slots that a CTA processes at a time, a multiple of 32; a thread handles at most one pair.
         single_cta_slots: largest number of slots for a single CTA, at most ``batch``.
-        slots_per_cta: number of slots per CTA, as long as SMs are idle.
-        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
+        slots_per_cta: number of slots per CTA while SMs are still idle.
+        is_masked: True if all experts get the same number of rows, False if an expert gets as many rows as it needs.
     """
 
     experts: int
@@ -134,7 +135,7 @@ class ExpertPlacement:
 
     @property
     def words(self) -> int:
-        """Number of words with a batch's bits of one expert."""
+        """Number of words that hold the bits of one expert for a batch."""
         return self.batch // 32
 
     @property

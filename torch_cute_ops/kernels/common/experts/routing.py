@@ -2,21 +2,21 @@
 
 ``ExpertChooser``: a warp chooses the experts of one token. Scores become keys, 32-bit integers in the same order. Each
 lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole lanes. If the number of
-groups is not a power of two, that may take up to 60 keys in a lane. Then a pass of its own scores the groups, and lanes
-hold equally many keys. The warp picks the largest key ``topk`` times, and the first of equal keys, by two warp-wide
-reductions; from more than 16 keys of a lane, in a loop that is not unrolled.
+groups is not a power of two, a lane may need up to 60 keys. Then a separate pass scores the groups, and all lanes hold
+the same number of keys. ``topk`` times, the warp picks the largest key, the first if several are equal, by two
+warp-wide reductions. With more than 16 keys per lane, this loop is not unrolled.
 
 ``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
 same expert. A CTA processes its slots (tokens, or single pairs) in batches. Each pair sets a bit of a bitmap (experts x
 slots) in shared memory, and a rank is a population count. So no result depends on the order of events.
 
 - Few slots: one CTA does all the work, in one launch.
-- Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs for
-  each expert in a workspace. Each CTA of a second kernel takes the same slots. It adds up the counts of all earlier
-  CTAs, and of all CTAs, and gives each pair its row.
+- Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs per
+    expert in a workspace. Each CTA of a second kernel takes the same slots, adds up the counts of all earlier CTAs and
+    the counts of all CTAs, and gives each pair its row.
 
-Each expert's rows begin at the running sum of the experts' counts, each rounded up; if masked, at equal distances. The
-CTAs divide the rows without a pair among themselves and set them to -1.
+Each expert's rows begin at the running sum of the rounded-up counts of earlier experts; if masked, at equal distances.
+The CTAs divide the rows without a pair among themselves and set them to -1.
 """
 
 import itertools
@@ -61,7 +61,7 @@ class ExpertChooser:
     def choose(self, token, logits, bias, factor, lane):
         """Return the ``lane``-th best expert of a token, and its weight times ``factor``.
 
-        All lanes of a warp call it with the same token. Lanes from ``topk`` on get expert 0.
+        All lanes of a warp call this method with the same token. Lanes from ``topk`` on get expert 0.
         """
         c = self.choice
         largest = Float32(0.0)
@@ -138,7 +138,8 @@ class ExpertChooser:
         return value
 
     def _score(self, value, bias, expert, largest, total) -> Float32:
-        """Return the score by which an expert is chosen: for a softmax without bias the logit, which has its order."""
+        """Return the score by which an expert is chosen. For a softmax without bias, this is the logit, which has the
+        same order as the softmax."""
         c = self.choice
         score = value
         if const_expr(c.is_sigmoid):
@@ -186,9 +187,9 @@ class ExpertChooser:
 
     @cute.jit
     def _take_best_of_many(self, keys, lane):
-        """Return the ``lane``-th best expert, and the largest key, from more keys than are compared in unrolled code.
+        """Return the ``lane``-th best expert, and the largest key, if there are too many keys for unrolled comparisons.
 
-        Comparisons with positions in the lane need no register for each expert.
+        Keys are compared by their positions in the lane, so no register per expert is needed.
         """
         c = self.choice
         remaining = cute.make_rmem_tensor((c.lane_keys,), Uint32)
@@ -215,7 +216,7 @@ class ExpertChooser:
 
     @cute.jit
     def _keys_of_best_groups(self, token, logits, bias, largest, total, lane) -> Uint32:
-        """Return a word with a bit for each of the lane's keys whose group is among the best."""
+        """Return a word whose bit i is set if the group of the lane's i-th key is among the best groups."""
         c = self.choice
         best, second = Uint32(0), Uint32(0)
         for i in range(c.lane_group_experts, unroll=1):
@@ -306,7 +307,7 @@ def _sigmoid(value: Float32) -> Float32:
 
 
 class Thread(NamedTuple):
-    """Place of a thread in the grid, and the slots of its CTA, from ``first`` up to ``last``."""
+    """Place of a thread in the grid, and the slots of the thread's CTA: ``first`` up to ``last``."""
 
     tid: Int32
     lane: Int32
@@ -368,7 +369,8 @@ class ExpertPlacer:
         }
 
     def take_batch(self, batch, inputs, thread: Thread, smem: Smem):
-        """Set the bits of the slots from ``batch`` on and, after a barrier, rank the thread's pair of the batch.
+        """Set the bits of the batch that begins at slot ``batch``, synchronise, and rank the thread's pair of the
+        batch.
 
         All threads of the CTA call it. ``inputs`` are the values that the subclass passed to ``launch``.
 
@@ -385,7 +387,7 @@ class ExpertPlacer:
 
     @cute.jit
     def launch(self, slots, inputs, expanded, rows: RowOutputs, workspace, row_multiple, sms, written, read, stream):
-        """Launch one kernel, or two.
+        """Launch one kernel for few slots, or two kernels.
 
         Args:
             slots: number of slots.
@@ -619,7 +621,8 @@ class ExpertPlacer:
 
     @cute.jit
     def _fill_padding(self, rows, thread, smem):
-        """Store -1 for rows without a pair: after each expert's pairs, one warp per expert; and at the end."""
+        """Store -1 for rows without a pair: after the pairs of each expert (one warp per expert), and at the end of the
+        buffer."""
         experts, permuted = self.placement.experts, rows.permuted
         warps = THREADS // WARP
         for expert in range(thread.cta * warps + thread.warp, experts, thread.ctas * warps):

@@ -24,7 +24,7 @@ def running_sum(value: Int32, lane: Int32) -> Int32:
 def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
     """Return the sum of ``value`` over this thread and the threads below it, in ``warps`` whole warps.
 
-    All threads call this. ``sums`` is shared memory with a word per warp. Threads may read it until the CTA
+    All threads call this. ``sums`` is shared memory with a word per warp. Threads may read ``sums`` until the CTA
     synchronises again.
     """
     lane, warp = tid % WARP, tid // WARP

@@ -5,10 +5,10 @@ expert (``TokenLister``). An *m tile* is an expert and up to ``tile_m`` of its l
 in shared memory the touched experts (experts with a token in the block) and the index of their first m tile
 (``ExpertMTiles``).
 
-A list holds the tokens in their order. Each token is a *pair* of words, a number and a factor; the number is negative
-in the unused rest of the last m tile. If the activations depend on the expert (second GEMM), the list also holds the
-activations, rearranged as ``kernels.common.fp4.activations`` describes, one k tile after the other. In a k tile, groups
-of eight tokens follow each other, so that the tokens of an m tile are contiguous.
+A list holds the tokens in ascending order. An entry is a *pair* of words, the number of a token and its factor. The
+number is negative in unused entries of the last m tile. If the activations depend on the expert (second GEMM), the list
+also holds the activations, rearranged as ``kernels.common.fp4.activations`` describes. K tiles are contiguous, and so
+are the groups of eight tokens in a k tile; the tokens of an m tile are then contiguous too.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class TokenLists(NamedTuple):
     Attributes:
         activations: uint8, rearranged activations.
         pairs: uint8, numbers and factors of tokens.
-        counts: int32, number of tokens for each token block and expert.
+        counts: int32, number of tokens per token block and expert.
     """
 
     activations: cute.Tensor
@@ -111,7 +111,7 @@ class TokenLister:
         if factor_counts(value):
             token_ids[before] = tid
             self._store_pair(lists.pairs, entry + before, number_of(tid), value)
-        # Fill the unused rest of the last m tile.
+        # Fill the unused entries of the last m tile.
         if (tid >= total) & (tid < cute.ceil_div(total, layout.tile_m) * layout.tile_m):
             self._store_pair(lists.pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
@@ -193,7 +193,7 @@ class ExpertMTiles:
     """M tiles of a token block, for up to ``max_experts`` experts.
 
     With several ``classes``, an expert's class is its number modulo ``classes``. A CTA computes the m tiles of up to
-    two ranges of classes, one range after the other.
+    two ranges of classes in sequence.
     """
 
     def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
@@ -236,10 +236,10 @@ class ExpertMTiles:
 
         Args:
             factors: (M, experts), nonzero for routed pairs.
-            counts: number of tokens for each token block and expert; unused if the CTA scans the factors itself.
+            counts: number of tokens per token block and expert; unused if the CTA scans the factors itself.
             block_index, m: index of the token block, and number of tokens of all token blocks.
             warp, listing_warp: index of the thread's warp, and index of the warp that calls ``list_m_tiles``.
-            class_ranges: first and end class of each of the CTA's ranges of classes, for ``list_m_tiles``.
+            class_ranges: first and end class of every range of classes of the CTA, for ``list_m_tiles``.
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):

@@ -34,17 +34,17 @@ class ActivationLayout:
     """Format of activations and of their rearranged form, the MMAs' operand (``kernels.common.fp4.activations``).
 
     Attributes:
-        a_dtype: dtype of the given activations: uint8 for FP4 codes, else bfloat16 or float16.
-        dtype: dtype of the rearranged activations. 16-bit activations keep their dtype, except that float16 becomes
-            bfloat16 for an MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
+        a_dtype: dtype of the tensor ``a``: uint8 for FP4 codes, else bfloat16 or float16. dtype: dtype of the
+            rearranged activations. 16-bit activations keep their dtype, except that float16 becomes bfloat16 for an
+            MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4, or None for 16-bit activations.
         by_warp: True for the operand layout of warp-level MMAs (mma.sync), False for wgmma's layout.
         k_tile: elements of k that are rearranged together.
-        prologue_gate: True if a given row consists of gate and up, 2K 16-bit elements. A row of activations is then
+        prologue_gate: True if a row of ``a`` consists of gate and up, 2K 16-bit elements. A row of activations is then
             ``silu(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
-        prologue_quant: way in which 16-bit activations are first quantised to FP4, as in ``kernels.row_quant``; or None
-            without quantisation.
+        prologue_quant: how 16-bit activations are first quantised to FP4 (see ``kernels.row_quant``), or None without
+            quantisation.
     """
 
     a_dtype: torch.dtype
@@ -62,7 +62,7 @@ class ActivationLayout:
         return self.k_tile * self.dtype.itemsize
 
     def reason_unsupported(self) -> str | None:
-        """Return the reason that such activations cannot be rearranged, or None if they can."""
+        """Return the reason that these activations cannot be rearranged, or None if they can."""
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
             return (
@@ -84,7 +84,8 @@ class WeightTile:
         fmt, layout: format and scale layout of the weight.
         tile_n: rows of the weight, a multiple of 8.
         k_tile: elements of k, 256 or 128.
-        spread: True if an expert's range of k may begin in the middle of a scale tile. (Its rows always may.)
+        spread: True if an expert's range of k may begin in the middle of a scale tile. (A weight tile's rows always may
+            begin there.)
     """
 
     fmt: FP4Format
@@ -105,8 +106,8 @@ class WeightTile:
 
     @cached_property
     def scale_columns(self) -> int:
-        """Number of scales of a row in a stage: one per block; if ``spread``, all scales of the scale tiles that the
-        blocks touch."""
+        """Number of scales per row in a stage: one per block, or, if ``spread``, all scales in the scale tiles of the
+        blocks."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @cached_property
@@ -154,8 +155,9 @@ class FP4Operands:
         dtype: dtype of the MMAs' operands, the decoded weight and the activations: bfloat16, or float16 (NVFP4 only).
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
-        prologue_gate: True if the activations are ``silu(gate) · up`` of the two halves of each row of ``a``.
-        prologue_quant: way in which activations are first quantised to ``fmt``, or None without quantisation.
+        prologue_gate: True if the activations are ``silu(gate) · up``, where gate and up are the two halves of each row
+            of ``a``.
+        prologue_quant: how activations are first quantised to ``fmt``, or None without quantisation.
     """
 
     a_dtype: torch.dtype
@@ -168,7 +170,7 @@ class FP4Operands:
 
     @cached_property
     def decodes_both(self) -> bool:
-        """Return True if activations, too, are multiplied as decoded FP4 numbers."""
+        """Return True if both operands are decoded FP4 numbers: the activations as well as the weight."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:

@@ -2,7 +2,7 @@
 
 ``Consumers.run`` loops over the CTA's tiles. For each tile, it calls its *main loop*, which starts MMAs (``SmemMma`` or
 a kernel's own class), promotes their results to the accumulators in fp32, and releases stages. Then ``Results`` stores
-the accumulators, or exchanges partial sums with the cluster.
+the accumulators, or first adds up partial sums with the other CTAs of the cluster.
 
 A *promotion* adds the MMAs' result of a k tile, ``partial``, to the accumulators ``acc``:
 
@@ -65,7 +65,7 @@ class Consumer(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A tile whose accumulators are yet to be stored: first row, number of rows, first column, and expert."""
+    """Position of a tile whose accumulators are not stored yet."""
 
     row: Int32
     rows: Int32
@@ -77,8 +77,8 @@ class Pending(NamedTuple):
 
 
 def tiled_mma(mma_n: int, m_source: Any) -> cute.TiledMma:
-    """Return the tiled MMA of one K step of a consumer. Create a new one wherever ACCUMULATE is set: the DSL tracks
-    that field per scope."""
+    """Return the tiled MMA of one K step of a consumer. Create a new tiled MMA wherever ACCUMULATE is set: the DSL
+    tracks that field per scope."""
     shape = WGMMA_M, mma_n, K_STEP
     sources = m_source, OperandMajorMode.K, OperandMajorMode.K
     return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
@@ -89,8 +89,8 @@ class SmemMma:
 
     Args:
         config: configuration of the kernel.
-        is_decoded: True if the MMAs read a decoded weight from the workspace, False if they read the weight from the
-            stages as copied.
+        is_decoded: True if the MMAs read a decoded weight from the workspace, False if they read the copied weight from
+            the stages.
     """
 
     parts = 1  # number of accumulators for an element of the result in a k tile
@@ -235,7 +235,7 @@ class MainLoop:
             else:
                 self.results.store_pending(acc, pending, consumer, work)
         if const_expr(c.unrolls):
-            # The rest of the round that the previous tile has begun, whole rounds, and the remainder
+            # Finish the round that the previous tile has begun, then run whole rounds, then the remainder
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             stage, parity = self.add(multiply, acc, partials, begun, count - begun, stage, parity, consumer, smem)
             for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
@@ -259,11 +259,12 @@ class MainLoop:
     def _add_together(
         self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
     ) -> tuple:
-        """Multiply one stage for each of ``partials``, and promote each while the MMAs of later stages run. The first
-        stage is full. ``meanwhile`` is called after all MMAs have started. Return the next stage, and its parity.
+        """Multiply one stage per entry of ``partials``. Promote the result of a stage while the MMAs of later stages
+        run. The first stage is full. ``meanwhile`` is called after all MMAs have started. Return the next stage, and
+        its parity.
 
-        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. So everything
-        else is done before the last MMAs end: factors are loaded, and the consumer waits for the next stage.
+        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. So a consumer
+        loads factors and waits for the next stage earlier, before its last MMAs end.
         """
         rule, reads = self.promotion, []
         for i, partial in enumerate(partials):
@@ -291,14 +292,14 @@ class MainLoop:
 
 
 class Consumers:
-    """Two consumer warpgroups. Each multiplies 64 rows of the M side by all of the N side, or by half of it.
+    """Two consumer warpgroups. Each multiplies 64 rows of the M side by all or half of the N side.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
         mma: MMAs of a k tile.
         loop: main loop.
-        results: object that stores or exchanges finished accumulators.
+        results: object that stores finished accumulators, or shares them with the cluster.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
@@ -371,7 +372,7 @@ class GemmEpilogue:
 
 
 class Results:
-    """End of a tile: stores finished accumulators, or first exchanges partial sums with the cluster.
+    """End of a tile: stores finished accumulators; under split-K, first adds up the partial sums of the cluster.
 
     Args:
         config: configuration of the kernel.
@@ -406,8 +407,8 @@ class Results:
             cute.arch.cluster_wait()
 
     def finish(self, column, expert, consumer: Consumer, work):
-        """Return the functions that finish a thread's accumulators of a swapped tile: one for each of its two columns,
-        or under split-K one for the columns of ``thread_columns``."""
+        """Return the functions that finish a thread's accumulators of a swapped tile: one function per column of the
+        thread (two columns), or, under split-K, one function for the columns of ``thread_columns``."""
         c, epilogue = self.config, self.epilogue.of_tile(expert, work)
         if c.split_k > 1:
             return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
@@ -461,10 +462,9 @@ class Results:
 
     @cute.jit
     def exchange(self, acc, exists, group, turn, is_last, consumer, work, smem):
-        """Exchange the partial sums of a tile with ``a`` on the M side, which two CTAs share.
-
-        CTA i adds up both CTAs' accumulators of consumer warpgroup i, if any of its rows ``exists``, and sends its
-        accumulators of the other warpgroup. All warps arrive at the empty barrier, including warps that have read
+        """Add up the partial sums of a tile with ``a`` on the M side that two CTAs share. CTA i adds up both CTAs'
+        accumulators of consumer warpgroup i, if any row of the warpgroup ``exists``, and sends its own accumulators of
+        the other warpgroup to the other CTA. All warps arrive at the empty barrier, including warps that have read
         nothing: otherwise a late warp might find the barrier two phases ahead, and wait for the next phase. ``turn``
         and ``is_last`` are as in ``add_up``.
         """

@@ -1,8 +1,8 @@
 """FP8 on the device: fp32 scales, and fp32 values divided by a scale, with IEEE rounding, and converted to e4m3.
 
-A division costs three instructions per element (Markstein 1990): with the correctly rounded inverse of the scale,
-the product of value and inverse is off by at most an ulp, and one residual step rounds it correctly. Scales beyond
-2^±80, and the values with them, are first brought closer to 1 by a power of two, so that no step over- or underflows.
+A division costs three instructions per element (Markstein 1990): the product of a value and the correctly rounded
+inverse of the scale is off by at most one ulp, and one residual step rounds the quotient correctly. If a scale is
+beyond 2^±80, the scale and its values are first multiplied by a power of two, so that no step over- or underflows.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def _divide_four(values: list, divisor: Divisor) -> Uint32:
         excess = ptx.fma_rn(divisor.scale, guess, -value)
         quotient = ptx.fma_rn(-excess, divisor.inverse, guess)
         if divisor.live is None:
-            # A given scale may be zero or far too small: then the guess (infinite, NaN or large) is the result.
+            # A given scale may be zero or far too small: then ``guess`` (infinite, NaN or large) is the result.
             quotient = ptx.select(ptx.max_abs_nan(Float32(0.0), guess) <= Float32(_BEYOND_E4M3), quotient, guess)
         quotients.append(quotient)
     word = ptx.e4m3x4_of(tuple(quotients))

@@ -1,12 +1,12 @@
 """Decode an FP4 weight to e4m3 by tables, four codes at a time.
 
 A weight row is decoded over a *unit*, a power of two: the row's numbers are divided by the unit and stored in e4m3.
-Each block scale gives a table of eight bytes, ``magnitude · scale / unit`` in e4m3 for each of the eight e2m1
-magnitudes. One PRMT then looks up four codes, which are its selectors; the signs are added afterwards.
+Each block scale gives a table of eight e4m3 bytes: ``magnitude · scale / unit`` for the eight e2m1 magnitudes. One PRMT
+then looks up four codes, with the codes as selectors. The signs are added afterwards.
 
 By definition (``reference.mm_fp8_fp4``), each k tile of a row (128 elements) has its own unit ``2^t``, the smallest
-unit with which no number exceeds 448. With a larger unit, the same values result, as long as no number is subnormal. So
-in most cases all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times
+unit with which no number exceeds 448. A larger unit gives the same values as long as no number is subnormal. So usually
+all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times
 the scale in e4m3: the other bytes are these two times powers of two.
 
 For a k tile with its own unit, and for NVFP4 scales, the numbers are computed in float16. This is exact, because a
@@ -40,8 +40,8 @@ class SharedUnit(NamedTuple):
     """Scales of a row's k tile over the unit of the row.
 
     Attributes:
-        ones, one_and_halves: e4m3 bytes of the scales, and e4m3 bytes of 1.5 times the scales, for each half of the k
-            tile.
+        ones, one_and_halves: e4m3 bytes of the scales, and e4m3 bytes of 1.5 times the scales; one word per half of the
+            k tile.
         fits: True if the decoding tables follow from these bytes: no scale is negative or NaN, and no decoded number is
             subnormal or too large.
     """
@@ -61,7 +61,7 @@ def own_exponent(words: list, fmt: FP4Format) -> Int32:
     # The maximum ignores NaN.
     largest = functools.reduce(ptx.max_abs_f16x2, pairs)
     largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
-    # 6 · scale ≤ 448 · 2^t: the scale's exponent less 6, plus one if its significand exceeds 7/6 (is at least 1.25)
+    # 6 · scale ≤ 448 · 2^t: t is the scale's exponent - 6, plus 1 if its significand exceeds 7/6 (is at least 1.25)
     return Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
 
 
@@ -78,7 +78,7 @@ def shared_exponent(words: list, fmt: FP4Format) -> Int32:
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
     """Return the scales of a row's k tile, divided by ``2^exponent``."""
     if fmt == MXFP4:
-        # e4m3 exponents, one in each byte: differences modulo 256, without borrows between bytes
+        # One e4m3 exponent per byte: subtract modulo 256, without borrows between bytes
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
         exponents = ((word | Uint32(_SIGNS)) - bias) ^ ((word ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS))
         low = exponents & Uint32(0x7F7F7F7F)
@@ -110,7 +110,7 @@ def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the tables of half a k tile for its own unit ``2^exponent``, from the bytes of its scales."""
+    """Return the tables of half a k tile for the k tile's own unit ``2^exponent``, from the bytes of the scales."""
     if fmt == MXFP4:
         numbers = []
         for i in range(2):
@@ -125,8 +125,8 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
-    """Return the two words of each block's table for the unit ``2^exponent``, from the bytes of the scales, and whether
-    blocks fit that unit (``SharedUnit.fits``): one value per block of MXFP4, or for each two blocks of NVFP4."""
+    """Return the two words of each block's table for the unit ``2^exponent``, from the bytes of the scales; and flags
+    that say if blocks fit the unit (``SharedUnit.fits``): one flag per MXFP4 block, or per two NVFP4 blocks."""
     if fmt == MXFP4:
         # All magnitudes except zero are powers of two, or 1.5 times a power of two.
         fields = [Int32(byte) - (exponent + 120) for byte in bytes_]

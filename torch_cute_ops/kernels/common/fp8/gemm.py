@@ -1,7 +1,7 @@
 """FP8 GEMM by wgmma: the device code that all its kernels share, as parts.
 
 A CTA consists of two or four consumer warpgroups, a warpgroup of one producer warp and three scale-loader warps, and
-possibly decoder warps. ``FP8Gemm.kernel`` says which warp runs which part:
+possibly decoder warps. ``FP8Gemm.kernel`` assigns warps to these parts:
 
 - ``Producer`` copies ``a`` and the weight into the stages of the pipeline, and records each stage's tile;
 - ``ScaleLoader`` loads scales and stores them in the stages, in the form that its *scale source* defines;
@@ -90,13 +90,14 @@ class Smem:
     Attributes:
         a, b: stages of ``a``, and of the weight as it is copied.
         scales, records: scales and tile records of the stages.
-        workspace: memory that only some kernels use: a decoded weight, or accumulators that warpgroups exchange.
+        workspace: memory that only some kernels use: for a decoded weight, or for accumulators that warpgroups pass to
+            each other.
         stores: memory in which warps assemble lines of the result, or leave partial sums.
         received: partial sums that other CTAs of the cluster have sent.
         table: table of experts.
         copies: pipeline from the producer and the scale loaders to the decoders, or, without decoders, to the
             consumers.
-        stages: pipeline of the stages that the consumers multiply. It shares its empty barriers with ``copies``.
+        stages: pipeline of the stages that the consumers multiply. ``stages`` and ``copies`` share the empty barriers.
         partial_sums: barriers of ``received``: full when the other CTAs' partial sums have arrived, empty when all CTAs
             have read the partial sums that they received.
         k_groups: barriers of the accumulators that the second K group leaves to the first K group.
@@ -207,7 +208,7 @@ class Stages:
 
 
 class WorkSchedule:
-    """Assigns tiles, and ranges of K, to CTAs: persistent clusters take tiles in turn."""
+    """Assigns tiles, and ranges of K, to CTAs. Clusters are persistent and take tiles round-robin."""
 
     def __init__(self, config: FP8GemmConfig, weight: Any, raster: int = RASTER_WIDTH):
         self.config = config
@@ -276,7 +277,7 @@ class FP8Gemm:
         if const_expr(c.waits_first):
             cute.arch.griddepcontrol_wait()
         if const_expr(c.cluster_m > 1):
-            # The barriers of all CTAs are initialised before any is used.
+            # All CTAs must have initialised their barriers before a barrier is used.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         elif const_expr(c.split_k > 1):
@@ -321,7 +322,7 @@ class FP8Gemm:
             self._wait_if_static()
             self.consumers.run(tid, work, smem)
         if const_expr(c.cluster_m > 1):
-            # No CTA may end while another still uses its shared memory.
+            # No CTA may end while another CTA still uses its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -335,9 +336,9 @@ class FP8Gemm:
 class Producer:
     """The producer warp: copies every stage of the CTA's tiles, in order.
 
-    A static weight's stages of the first tile, up to the depth of the pipeline, are copied before the previous kernel
-    ends (``core.pipeline``). Their barriers also expect the activations, which are copied afterwards. After the last
-    copy, the producer may prefetch its share of a later launch's operands into L2.
+    A static weight is copied to the first stages, up to the depth of the pipeline, before the previous kernel ends
+    (``core.pipeline``). The full barriers of these stages also expect the activations, which are copied later. After
+    the last copy, the producer may prefetch its share of a later launch's operands into L2.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule):
@@ -352,7 +353,7 @@ class Producer:
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
         # With parity 1, a stage that was never used counts as empty.
         stage, parity = Int32(0), Int32(1)
-        ahead = Int32(0)  # stages whose weight is already being copied
+        ahead = Int32(0)  # number of stages for which the weight copy has started
         for number in range(work.first, work.num_tiles, work.num_clusters):
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(expert, column, work)
@@ -410,8 +411,8 @@ class ScaleLoader:
     """The scale-loader warps: each loads the scales of every ``SCALE_WARPS``-th stage.
 
     A load takes as long as the MMAs of several stages, so a warp keeps the loads of several of its stages in flight.
-    The pipeline is at least as deep as the number of scale loaders. So a warp's previous stage was at most one
-    round ago, and a stage that it waits for cannot seem empty because the warp is two rounds late.
+    The pipeline is at least as deep as the number of scale loaders. So a warp's previous stage was at most one round
+    ago. The warp is never two rounds late, so the parity of an empty barrier is unambiguous.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, scales: Any):
@@ -476,8 +477,8 @@ class Decoders:
         """Skip a stage of another team.
 
         If a stage belongs to different teams in successive rounds, wait until the stage has arrived: a warp that does
-        not wait could mistake the phase of two rounds before for the awaited phase. The stage becomes full only when
-        all teams have seen it arrive, so that no team is late by a round.
+        not wait could mistake the phase of two rounds ago for the awaited phase. The stage becomes full only when all
+        teams have seen it arrive, so that no team is late by a round.
         """
         c = self.config
         if const_expr(c.teams_meet):
@@ -489,8 +490,8 @@ class Decoders:
 
 @cute.jit
 def wait_if(condition, barrier, parity):
-    """Wait for a phase if ``condition`` holds. The machine code overlaps MMAs with this branch. It did not overlap MMAs
-    with a branch around an arrival (see ``core.ptx.arrive_if``)."""
+    """Wait for a phase if ``condition`` holds. In the machine code, MMAs overlap this branch; they did not overlap a
+    branch around an arrival (see ``core.ptx.arrive_if``)."""
     if condition:
         ptx.wait(barrier, parity)
 

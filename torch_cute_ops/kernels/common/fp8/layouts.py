@@ -37,12 +37,12 @@ class ExpertLayout:
     """Assignment of rows to experts.
 
     Attributes:
-        has_offsets: True if offsets are given. An expert's rows begin at its offset. With counts, their number is the
-            expert's count; without counts, they end at the next offset.
-        has_counts: True if counts are given. Without offsets, each expert owns an equal part of the buffer.
+        has_offsets: True if calls pass offsets. An expert's rows begin at the expert's offset. With counts, the number
+            of rows is the expert's count; without counts, the rows end at the next offset.
+        has_counts: True if calls pass counts. Without offsets, each expert owns an equal part of the buffer.
         max_experts: number of experts for which the table of experts has room, from ``table_experts``.
 
-    With neither, one expert owns all rows.
+    Without offsets and counts, one expert owns all rows.
     """
 
     has_offsets: bool = False
@@ -63,8 +63,8 @@ class ExpertLayout:
     def table_bytes(self) -> int:
         """Bytes of the table of experts in shared memory.
 
-        It holds three words per expert (its first row, its number of rows, the number of tiles of the experts
-        before it) and one running sum per warp.
+        The table holds three words per expert (first row, number of rows, number of tiles of all earlier experts) and
+        one running sum per warp.
         """
         return 0 if self.is_plain else 3 * (self.max_experts + 4) * 4 + 128
 
@@ -81,8 +81,8 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
         a: (R, K) e4m3, contiguous; masked (E, R / E, K).
         b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, K, N). Kernels with an
             FP4 weight take its codes: (K / 2, N) or (E, K / 2, N) uint8.
-        a_scale: (R, blocks) float32, column-major with any pitch between blocks; masked (E, R / E, blocks), where the
-            rows of all experts are one column.
+        a_scale: (R, blocks) float32, column-major with any pitch between blocks; masked (E, R / E, blocks), where a
+            column contains the rows of all experts.
         b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
             one of its scale layouts.
         offsets: (E + 1,) int32 first rows of experts, given if ``ExpertLayout.has_offsets``; else None.
@@ -91,8 +91,8 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
         bias: (N,) or (E, N) in ``Epilogue.bias_dtype``, or None.
         out: (R, N) in ``Epilogue.out_dtype``, written in rows that an expert owns; masked (E, R / E, N).
         prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``FP8GemmConfig.prefetches``; else None.
-        max_ctas: int32, number of CTAs that may run at once, a multiple of the cluster size. It depends on the GPU
-            alone.
+        max_ctas: int32, number of CTAs that may run at once, a multiple of the cluster size. The number depends only on
+            the GPU.
     """
 
 
@@ -167,9 +167,9 @@ class FP8GemmConfig:
         workspace_bytes: bytes of shared memory that only this kernel uses.
         decoder_warps: number of warps of a team, which decodes or rearranges a stage after its copies have arrived; 0
             without decoders.
-        decoder_teams: number of teams of decoders, which take the stages in turn.
+        decoder_teams: number of teams of decoders. Teams take the stages round-robin.
         cluster_m: number of CTAs of a cluster that share a weight tile, each for ``tile_m`` rows of ``a``.
-        unrolls: True if one pass of the main loop is a whole round of the pipeline, so that all addresses are
+        unrolls: True if one iteration of the main loop is a whole round of the pipeline, so that all addresses are
             constants.
         waits_last: True if consumers wait for the previous kernel only after their last tile, because that kernel runs
             while this kernel runs.
@@ -231,7 +231,7 @@ class FP8GemmConfig:
     @property
     def m_parts(self) -> int:
         """Number of parts into which the consumer warpgroups divide a swapped tile's rows of ``a``: 2 if the tile has
-        64 weight rows, all of which each warpgroup multiplies; else 1."""
+        64 weight rows, so that each warpgroup multiplies all of them; else 1."""
         return WIDE // self.tile_n if self.is_swapped else 1
 
     @property

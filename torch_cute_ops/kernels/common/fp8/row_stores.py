@@ -1,6 +1,6 @@
 """Store accumulators through the epilogue, a whole line of a row at a time.
 
-Of each eight columns an MMA leaves two neighbours in a lane, in one row and in the eighth row after it. Each warp
+An MMA leaves, per eight columns, two adjacent columns in a lane: in row r, and in row r + 8. Each warp
 assembles lines of 128 bytes in its own part of shared memory.
 """
 
@@ -47,7 +47,7 @@ def store_rows(
     for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
             # 16-bit results are rounded before they change lanes. fp32 results are finished afterwards, when a lane
-            # holds four columns of a line instead of two of each eight: with alpha and bias, two spilled registers.
+            # holds four contiguous columns of a line. Otherwise, with alpha and bias, two registers spilled.
             finish = _unfinished
             if const_expr(dtype is not Float32):
                 finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
@@ -90,7 +90,7 @@ def store_columns(
     """Finish and store accumulators of a swapped tile: 16 columns of ``out``, and rows in groups of eight.
 
     Accumulators are transposed in registers, so that the lanes of a warp store 16 bytes of a row at a time. ``finish``
-    are for the lane's two columns, ``lane // 4`` and the eighth after it.
+    contains the functions for the lane's two columns, ``lane // 4`` and ``lane // 4 + 8``.
     """
     dtype = out.element_type
     n = out.shape[1]
@@ -98,7 +98,7 @@ def store_columns(
         for r in range_constexpr(2):
             pair = [finish[r](acc[4 * group + 2 * r + e], 0) for e in range(2)]
             if const_expr(words_per(2, dtype) == 2):
-                # fp32: one element in each of two rows
+                # fp32: a lane stores one element in each of two rows
                 column = first_column + lane // 4 + 8 * r
                 for e in range_constexpr(2):
                     row = 8 * group + lane % 4 * 2 + e

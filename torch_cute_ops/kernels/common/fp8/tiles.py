@@ -1,9 +1,9 @@
 """Output tiles of the FP8 GEMMs of many experts, found on the device from offsets and counts.
 
-A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of its weight. Tiles are numbered expert by expert; an expert
-without rows owns no tiles. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an
-expert, tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in shared
-memory.
+A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of the expert's weight. Tiles are numbered expert by expert;
+an expert without rows owns no tiles. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within
+an expert, tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in
+shared memory.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class Views(NamedTuple):
         a_scale: block scales (blocks, R).
         b_scale: block scales (⌈N / 128⌉, blocks, E).
         out: result (R, N).
-        space: number of rows of the buffer; in the masked layout, of one expert's part.
+        space: number of rows of the buffer; in the masked layout, number of rows per expert.
     """
 
     a: cute.Tensor
@@ -57,8 +57,8 @@ class Views(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Table of experts. It contains for each expert the number of tiles of the experts before it, its first row and its
-    number of rows. A running sum per warp is scratch memory."""
+    """Table of experts. Per expert, the table contains the number of tiles of all earlier experts, the first row, and
+    the number of rows. One running sum per warp is scratch memory."""
 
     firsts: cute.Tensor
     begins: cute.Tensor
@@ -73,7 +73,7 @@ class ExpertTiles:
         rows: assignment of rows to experts.
         tile_m, tile_n: rows and columns of a tile.
         weight: weight source, which defines the arguments and views of the weight and its scales.
-        raster: number of row tiles that run side by side.
+        raster: number of row tiles that run at the same time.
     """
 
     def __init__(self, rows: ExpertLayout, tile_m: int, tile_n: int, weight, raster: int = RASTER_WIDTH):
@@ -117,8 +117,8 @@ class ExpertTiles:
         )
 
     def views(self, given: Arguments) -> Views:
-        """Return the tensors of a call as matrices over all experts. In the masked layout, the matrices consist of the
-        experts' parts, one after the other."""
+        """Return the tensors of a call as matrices over all experts. In the masked layout, the matrices concatenate the
+        experts' parts."""
         a, a_scale, out = given.a, given.a_scale, given.out
         if self.rows.is_masked:
             space = a.shape[1]
@@ -141,7 +141,7 @@ class ExpertTiles:
         )
 
     def ctas(self, given: Arguments, cluster: int = 1):
-        """Return the number of CTAs of a launch: ``cluster`` for each possible tile, but at most ``max_ctas``; 0 if the
+        """Return the number of CTAs of a launch: ``cluster`` CTAs per possible tile, but at most ``max_ctas``; 0 if the
         result overlaps an operand.
 
         The host does not know how many rows each expert owns, but at most one tile of each expert is not full.

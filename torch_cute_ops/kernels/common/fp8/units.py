@@ -1,13 +1,13 @@
 """Units of FP4 weight rows: the accumulators of a row are divided by a power of two, the row's *unit*.
 
-Most k tiles of a row fit its unit: divided by the unit, their numbers neither exceed e4m3 nor become subnormal
-(``common.fp8.fp4_tables``). Consumers then promote their MMA results without changing units. If a row does not fit in
-some k tile, its group of 32 rows is decoded with the k tile's own exponents. ``Units`` then multiplies the MMA results
-of the k tile by powers of two that the scale loaders leave in the stage. After the last k tile of an output tile,
-``Units`` multiplies all accumulators by their units, so that the epilogue sees the unit 1.
+Most k tiles of a row fit the row's unit: divided by the unit, the numbers of the k tile neither exceed e4m3's range nor
+become subnormal (``common.fp8.fp4_tables``). Consumers then promote their MMA results without changing units. If a row
+does not fit in some k tile, its group of 32 rows is decoded with the k tile's own exponents. ``Units`` then multiplies
+the MMA results of the k tile by powers of two that the scale loaders leave in the stage. After the last k tile of an
+output tile, ``Units`` multiplies all accumulators by their units, so that the epilogue sees the unit 1.
 
-From word ``units_at`` on, a slot stores a factor of the accumulators for each weight row, a factor of the k tile's MMA
-results for each weight row, and a word of flags.
+From word ``units_at`` on, a slot stores, per weight row, a factor for the accumulators and a factor for the k tile's
+MMA results; and a word of flags.
 """
 
 from typing import Any, Final
@@ -40,8 +40,8 @@ HAS_OWN: Final = 0x20
 class Units:
     """Promotion of MMA results to accumulators that are divided by units.
 
-    It reads a slot's words from the configuration's ``units_at`` on. Scale sources write these words (``store_powers``
-    and ``flag_word``).
+    ``Units`` reads the words of a slot that begin at the configuration's ``units_at``. Scale sources write these words
+    (``store_powers`` and ``flag_word``).
     """
 
     def __init__(self, config: Any, stages: Stages):
@@ -99,9 +99,9 @@ class Units:
 
 
 class UnitScales:
-    """Scale source of an FP4 weight with units. It leaves records for the decoder, and factors for ``Units``.
+    """Scale source of an FP4 weight with units. It stores records for the decoder, and factors for ``Units``.
 
-    A record is four words for a weight row, two per half of the k tile. If the row's group fits its units, the two
+    A record is four words per weight row: two words per half of the k tile. If the row's group fits its units, the two
     words are ``SharedUnit.ones`` and ``SharedUnit.one_and_halves``; otherwise the scales and the k tile's own exponent.
     """
 
@@ -132,9 +132,9 @@ class UnitScales:
     def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
         """Store the scales of a k tile.
 
-        If all rows of a group fit their units, the records are for these units; otherwise they are for the k tile's own
-        exponents, and consumers need factors. They also need factors in the last k tile of an output tile, after which
-        accumulators have the unit 1.
+        If all rows of a group fit their units, the records are for these units; otherwise the records are for the k
+        tile's own exponents, and consumers need factors. Consumers also need factors in the last k tile of an output
+        tile, which change the accumulators to the unit 1.
         """
         c = self.config
         of_tokens, of_weight = loaded

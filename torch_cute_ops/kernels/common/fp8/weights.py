@@ -70,7 +70,7 @@ class FP8Weight:
 
 
 class FP4Weight:
-    """An FP4 weight, whose codes are copied to the stages as they are.
+    """An FP4 weight. Its codes are copied to the stages unchanged.
 
     The codes are (K/2, N) or (E, K/2, N). Linear scales are (N, K/B) or (E, N, K/B); tiled scales are the scales of one
     matrix with the rows of all experts.
@@ -168,8 +168,8 @@ class FP4Weight:
         return offset + self.scale_layout.block_offset(place)
 
     def without_padding(self, words: list, left) -> list:
-        """Replace the scales after the end of a row, which are undefined, by the scales of the k tile's first half,
-        which fit the same unit. ``left`` is the number of scales that exist: half of a k tile's scales, or all."""
+        """Replace the undefined scales after the end of a row by the scales of the k tile's first half, which fit the
+        same unit. ``left`` is the number of scales that exist: half of a k tile's scales, or all."""
         if self.fmt == MXFP4:
             return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
         return [words[0], ptx.select(left > 4, words[1], words[0])]
