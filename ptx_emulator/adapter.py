@@ -106,14 +106,16 @@ def run_kernel(
         arch: Architecture to compile for.
         arguments: Tensor, number or None for each entry of ``kernel.arguments()``. The host function computes grid and
             block from them.
-        seed: Seed of the order in which warps and copies proceed. None: warps in step, copies as late as possible.
+        seed: Seed of the order in which warps and copies proceed. None means that warps run in step and copies run as
+            late as possible.
         max_steps: Number of instructions after which a launch is given up.
         strict: True if only ``bar.warp.sync`` orders memory within a warp (see ``Machine``).
         lenient: True for kernels of other projects (see ``Machine``).
-        edit: Function that changes the PTX first, for tests that inject faults.
+        edit: Function that changes the PTX before it runs, for tests that inject faults.
         written_before: Tensors by argument number. The previous kernel writes a tensor's contents to that argument as
-            late as possible (see ``Machine``). Each launch of this kernel then also writes as late as possible for the
-            kernel's later launches. None: each launch starts when the previous launch has ended.
+            late as possible (see ``Machine``). Each launch of this kernel then also delays its writes as long as
+            possible for the kernel's later launches. None means that each launch starts when the previous launch has
+            ended.
         held: Bulk copies of each launch that are executed as late as possible (see ``Machine``).
         starved: Warps of each launch that run as late as possible (see ``Machine``).
 
@@ -163,7 +165,8 @@ def run_kernel(
 def _flatten(
     specs: tuple, arguments: tuple, memory: GlobalMemory
 ) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
-    """Return the values that the host function takes for each argument, and address and tensor by argument number."""
+    """Return the values that the host function takes for each argument, and (address, tensor) keyed by argument
+    number."""
     if len(specs) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
     leaves: list[list[Any]] = []

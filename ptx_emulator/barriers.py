@@ -21,7 +21,7 @@ execute together."""
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object: arrivals and bytes that its current phase still expects."""
+    """An mbarrier object: the arrivals and bytes that the current phase still expects."""
 
     expected: int
     pending: int
@@ -41,7 +41,8 @@ class Barriers:
         self.cluster_phase = np.zeros(machine.threads, np.int32)
         self.cluster_phases = np.zeros(machine.clusters, np.int32)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        # mbarrier.try_wait times out at most once for each (thread, CTA, offset, phase); these have timed out.
+        # mbarrier.try_wait times out at most once per (thread, CTA, offset, phase). This set contains the waits that
+        # have timed out.
         self.random = None if machine.random is None else machine.random.spawn(1)[0]
         self.timed_out: set[tuple[int, int, int, int]] = set()
         self.times_out = np.zeros(machine.threads, bool)
@@ -49,7 +50,8 @@ class Barriers:
     # CTA barriers
 
     def arrive_at_cta(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
-        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes at once: the last arrival resumes all of them."""
+        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes at once: the last arrival resumes all waiting
+        threads."""
         number = of_each(number, threads).astype(np.int64)
         expected = of_each(self.machine.cta_threads if count is None else count, threads).astype(np.int64)
         if waits:
@@ -181,8 +183,8 @@ class Barriers:
     def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> tuple[Array, Array]:
         """Test for the completion of a phase, named by its parity or its number.
 
-        If ``waits``, a thread whose phase is not complete waits, unless its wait times out: at most once for each
-        thread and phase.
+        If ``waits``, a thread whose phase is not complete waits, unless its wait times out, which happens at most once
+        per thread and phase.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.
@@ -221,7 +223,7 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Let every wait that may still time out do so, because nothing else can run. Return True if any did."""
+        """Let every wait time out that has not yet, because nothing else can run. Return True if a wait timed out."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:

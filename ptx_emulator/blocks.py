@@ -16,7 +16,7 @@ from ptx_emulator.values import TYPES
 class Block:
     """A basic block: its steps, and the registers that are live at its start and end.
 
-    ``polls`` is True if it reads a value that another thread stores (``ld.acquire``).
+    ``polls`` is True if the block reads a value that another thread stores (``ld.acquire``).
     """
 
     steps: list[Step]
@@ -46,7 +46,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
             block.target = number.get(block.steps[-1].target, len(leaders))
         block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
         blocks.append(block)
-    # Falling off the end ends a thread.
+    # A thread that reaches the end of the program ends.
     blocks.append(Block([decoder.end()], len(blocks)))
     return blocks
 
@@ -136,12 +136,13 @@ ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen
 def find_loads(blocks: list[Block]) -> int:
     """Number the loads that may read shared memory, and find the instructions that need their results.
 
-    The compiler may move any instruction except those that synchronise, branch or access memory, so only these need a
-    result at their place in the program. A load is needed by every such instruction that uses its result, directly or
-    through other instructions. ``mma`` may move: ptxas 13 was seen to move an ``mma`` after a later arrival.
+    The compiler may move any instruction except instructions that synchronise, branch or access memory. Only these
+    fixed instructions need a result at their place in the program. A fixed instruction needs a load if it uses the
+    load's result, directly or through other instructions. ``mma`` may move: ptxas 13 was seen to move an ``mma`` after
+    a later arrival.
     """
     loads = 0
-    origins: Counter[int] = Counter()  # loads that a register depends on, as bits
+    origins: Counter[int] = Counter()  # the loads on which each register depends, as bits
     passing, staying = [], []
     for step in (step for block in blocks for step in block.steps):
         name, *parts = step.instruction.opcode.split(".")

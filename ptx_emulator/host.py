@@ -175,7 +175,7 @@ _UNSIGNED: dict[str, Callable[[int, int], int]] = {
 
 
 class _Host:
-    """Evaluator of one function. Integers are signed; a struct is its bytes."""
+    """Evaluator of one function. Integers are signed; structs are represented by their bytes."""
 
     def __init__(self, sizes: dict[str, list[int]]) -> None:
         self.sizes = sizes
@@ -296,7 +296,7 @@ class _Host:
             symbol = str(attributes["global_name"])
             if symbol not in self.globals:
                 address = self.globals[symbol] = self._allocate(256)
-                # The host function loads the kernel's handle from here; the address itself serves as the handle.
+                # The host function loads the kernel's handle from this address. The handle's value is the address.
                 kernel = symbol.strip('@"').removeprefix("kernels_")
                 if kernel in self.sizes:
                     self.kernels[address] = kernel

@@ -22,7 +22,7 @@ class Launch:
         grid, block, cluster: Sizes in three dimensions.
         params: Bytes of each kernel parameter.
         dynamic_shared: Bytes of dynamic shared memory.
-        overlaps: True if the launch may start before the previous one has ended (programmatic dependent launch).
+        overlaps: True if the launch may start before the previous launch has ended (programmatic dependent launch).
     """
 
     grid: tuple[int, int, int]
@@ -42,8 +42,8 @@ class GlobalMemory:
     def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
         """Copy ``contents`` into a new allocation and return its address.
 
-        The address is a multiple of ``align``, and of no larger power of two. ``accessible`` masks the bytes that
-        belong to the allocation; None: all.
+        The address is a multiple of ``align``, and of no larger power of two. ``accessible`` is a mask of the bytes
+        that belong to the allocation; None means all bytes.
         """
         lead = align % 256
         memory = Memory(name, lead + len(contents))
@@ -64,9 +64,10 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Restore earlier contents, and return a function that brings back the present ones where they differ.
+        """Restore the earlier contents ``copies``, and return a function that restores the present contents wherever
+        the two differ.
 
-        Allocations made since ``copies``, for parameters of launches, keep their contents.
+        Allocations made after ``copies`` (for parameters of launches) keep their contents.
         """
         changed = [
             (region.data, then, region.data.copy())
@@ -121,7 +122,7 @@ class Layout:
         self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
         self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
         self.clusters = self.ctas // self.cluster_ctas
-        # CTA by cluster and rank.
+        # Number of the CTA with each rank of each cluster.
         self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
         self.cta_of_rank[self.cluster, self.rank] = self.cta
         self.cta_rank = self.rank[:: self.cta_threads]
@@ -157,7 +158,7 @@ class Layout:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # A tensor map is used in place.
+        # An instruction takes the address of a tensor map in parameter memory, so the map gets a global address.
         for variable in self.program.params:
             if variable.align == 64:
                 contents = np.frombuffer(self.params[variable.name], np.uint8)

@@ -69,24 +69,27 @@ def _slice_of(threads: Array) -> Any:
 class Machine(Layout):
     """One launch of ``program``.
 
-    After ``run``, ``steps`` counts the executed instructions, each for many threads, and ``accessed`` contains the
-    numbers of the allocations that they read or wrote.
+    After ``run``, ``steps`` is the number of executed instructions (one instruction runs for many threads), and
+    ``accessed`` contains the numbers of the allocations that the launch read or wrote.
 
     Args:
         program: Program to run.
         launch: Grid, block and parameters.
         memory: Global memory.
-        seed: Seed of the order in which warps and copies proceed. None: all warps in step, copies as late as possible;
-            threads that poll (``ld.acquire``) continue when no others can and a pending copy has been executed.
+        seed: Seed of the order in which warps and copies proceed. None means that all warps run in step and copies run
+            as late as possible; threads that poll (``ld.acquire``) then continue when no other thread can and a pending
+            copy has been executed.
         max_steps: Number of instructions after which the launch is given up.
         strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
-            and elections do too, because lanes that execute an instruction together have issued all earlier ones.
+            and elections do too, because lanes that execute an instruction together have issued all earlier
+            instructions.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
             ``tensor_memory``), for calibration. Kernels of torch_cute_ops run without it.
-        before: Function that performs the remaining writes of the previous kernel. That kernel ends as late as
-            possible: when all threads wait at ``griddepcontrol.wait`` or poll. None: it has ended.
+        before: Function that performs the remaining writes of the previous kernel. The previous kernel ends as late as
+            possible: when all threads wait at ``griddepcontrol.wait`` or poll. None means that it has ended.
         accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). This launch
-            may store to others before the previous kernel has ended. None: it may access any.
+            may store to other allocations before the previous kernel has ended. None means that the previous kernel may
+            access all allocations.
         held: Numbers of bulk copies, in the order of their start, that are executed only when nothing else can run.
         starved: Numbers of warps in the launch that run only when nothing else can, one block at a time.
     """
@@ -107,7 +110,7 @@ class Machine(Layout):
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
-        # Contents that must not change before the previous kernel has ended
+        # Contents, by allocation, that must not change before the previous kernel has ended
         self.contents: dict[int, Array] = {}
         if before is not None:
             for number, region in enumerate(memory.regions, 1):
@@ -130,10 +133,12 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.polled = np.zeros(self.threads, bool)  # since other threads continued; without a seed
-        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, if that is not known elsewhere
+        self.polled = np.zeros(
+            self.threads, bool
+        )  # threads that have polled since other threads continued; only without a seed
+        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, if no other array says so
         self.step: Step | None = None
-        # Registers whose value depends on uninitialised memory, with a mask of threads.
+        # Masks of the threads whose value depends on uninitialised memory, keyed by register.
         self.undefined: dict[int, Array] = {}
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
@@ -185,7 +190,7 @@ class Machine(Layout):
                 self._run_some(running & self.fed)
 
     def _all_poll(self, running: Array) -> bool:
-        """Check that all threads that can run are polling."""
+        """Return True if all threads that can run are polling."""
         return all(self.blocks[block].polls for block in distinct(self.block[running]))
 
     def _run_some(self, running: Array) -> None:
@@ -215,7 +220,7 @@ class Machine(Layout):
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
-                among[threads] = False  # otherwise they would poll, at a lower address, until the turn ends
+                among[threads] = False  # otherwise these threads would poll, at a lower address, until the turn ends
                 self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
@@ -271,7 +276,8 @@ class Machine(Layout):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
-        """Run one step and put its results into ``values``. Return the deciding value of a branch."""
+        """Run one step and put its results into ``values``. Return the value that decides a branch, if the step is a
+        branch."""
         if step.guard is not None:
             guard = values[step.guard.slot]
             taken = of_each(~guard if step.guard.negated else guard, threads)
@@ -363,7 +369,7 @@ class Machine(Layout):
             a, b, c = (no if which is None else which for which in strange)
             return results, [np.where(arguments[2], a, b) | c]
         if step.undefined in ("and", "or"):
-            # One operand alone may decide.
+            # One operand alone may determine the result.
             no = np.zeros(len(threads), bool)
             a, b = (no if which is None else which for which in strange)
             decides = arguments[0].dtype.type(0)
@@ -430,7 +436,7 @@ class Machine(Layout):
         return positions(among & (self.state != ENDED))
 
     def wait(self, threads: Array, reason: int = 0) -> None:
-        """Let threads wait until ``retry`` or ``resume``. ``reason`` identifies them for ``retry_those``."""
+        """Let threads wait until ``retry`` or ``resume``. ``reason`` identifies the threads for ``retry_those``."""
         self.state[threads] = WAITING
         self.reason[threads] = reason
 
@@ -452,7 +458,8 @@ class Machine(Layout):
             self.block[at] = self.blocks[block].next
 
     def _meet(self, block: Block, threads: Array) -> Array:
-        """Let lanes arrive at an instruction of whole warps. Return the lanes whose partners have all arrived."""
+        """Let lanes arrive at an instruction that whole warps execute together. Return the lanes whose partners have
+        all arrived."""
         step = block.steps[0]
         self.step = step
         if step.guard is not None:
@@ -462,7 +469,7 @@ class Machine(Layout):
         absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
-        # bar.warp.sync matches any bar.warp.sync; other instructions only match themselves.
+        # A bar.warp.sync matches any bar.warp.sync; any other instruction matches only itself.
         reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
@@ -517,7 +524,7 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """Yield positions among ``threads``, memory, banks and offsets for each memory that is addressed."""
+        """For each addressed memory, yield the positions among ``threads``, the memory, the banks and the offsets."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
@@ -544,7 +551,7 @@ class Machine(Layout):
         return found
 
     def shared_place(self, space: str, threads: Array, address: Array) -> tuple[Array, Array]:
-        """Return CTA and offset of shared addresses."""
+        """Return the CTAs and the offsets of shared addresses."""
         address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]

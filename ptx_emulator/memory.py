@@ -25,7 +25,7 @@ class EmulationError(RuntimeError):
 
 
 class OutOfBounds(EmulationError):
-    """An access outside of every allocation."""
+    """An access outside all allocations."""
 
 
 class Misaligned(EmulationError):
@@ -41,12 +41,12 @@ class Race(EmulationError):
 
 
 class Deadlock(EmulationError):
-    """Threads wait and nothing can wake them."""
+    """Threads wait, and no thread or copy can wake these threads."""
 
 
 @dataclass
 class Fault(Exception):
-    """A fault of the thread at ``position`` among an instruction's threads."""
+    """A fault of one thread; ``position`` is the thread's index among the threads that execute the instruction."""
 
     kind: type[EmulationError]
     position: int
@@ -76,7 +76,8 @@ class Memory:
         return (bank * self.stride + offset) // width
 
     def load(self, bank: Array, offset: Array, width: int, count: int) -> tuple[list[Array], list[Array] | None]:
-        """Return elements and masks of uninitialised elements, or None if all are initialised."""
+        """Return the elements, and masks of uninitialised elements; None instead of masks if all elements are
+        initialised."""
         index = self.locate(bank, offset, width, count)
         data, flags = self._views[width]
         whole = _repeat(ALLOCATED | WRITTEN, width)

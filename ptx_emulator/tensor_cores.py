@@ -3,11 +3,12 @@
 Only block-scaled MMAs of FP4 are implemented. NVIDIA does not document the order of additions or intermediate
 rounding. Here the exact products and the accumulator are added in float64, and the sum is rounded once.
 
-The PTX ISA shows the placement of accumulators and scales in figures only. Calibration with NVIDIA's kernels settled:
+The PTX ISA shows the placement of accumulators and scales only in figures. Calibration with NVIDIA's kernels showed:
 
-- The accumulator of 128 rows of one CTA, and of 256 rows of two: row r of a CTA is lane r; column n is column n.
-- Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are blocks along k. For
-  K = 96 they continue in the word four columns further for each 128 rows.
+- Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
+  column n.
+- Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
+  consecutive blocks along k. For K = 96, the scales continue in another word, four columns further per 128 rows.
 - For K = 96, a leading dimension that is an absolute address locates the second 128 bytes of a row.
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
     """Return shared-memory offsets of the first ``width`` bytes of each row as 16-byte chunks: (rows, width // 16).
 
-    K-major. See "Shared memory descriptor" and "Canonical layouts" in the PTX ISA.
+    The operand is K-major. See "Shared memory descriptor" and "Canonical layouts" in the PTX ISA.
     """
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     absolute, swizzle = descriptor >> 52 & 1, descriptor >> 61
@@ -94,7 +95,7 @@ class Shape:
         return shape
 
     def check(self, descriptor: int) -> None:
-        """Check that the MMA exists. Raises EmulationError otherwise."""
+        """Check that an MMA with these fields exists, or raise EmulationError."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -107,7 +108,7 @@ class Shape:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the rows of A and of B in each CTA."""
+        """Return the number of rows of A and of B per CTA."""
         return self.m // self.group, self.n // self.group
 
     def scale_columns(self, rows: int, number: int) -> int:
@@ -136,7 +137,7 @@ class TensorCores:
         self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
-        """Return (rows, width) bytes of shared memory, and a mask of the initialised ones."""
+        """Return (rows, width) bytes of shared memory, and a mask of the initialised bytes."""
         shared = self.machine.shared
         index = (cta * shared.stride + chunks[..., None] + np.arange(16)).reshape(len(chunks), -1)
         return shared.data[index], shared.flags[index] & WRITTEN != 0
@@ -179,7 +180,8 @@ class TensorCores:
     ) -> None:
         """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair holds the rows of A for its half of D, half of the rows of B, and the scales of these rows.
+        Each CTA of a pair holds the rows of A for its half of D, half of the rows of B, and the scales of these rows of
+        A and B.
         """
         memory, threads = self.memory, np.array([thread])
         shape = Shape.of(instruction, group, block)
@@ -245,7 +247,8 @@ class TensorCores:
     def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
         """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
 
-        All quarters of the lanes must hold equal scales because each quarter serves different rows of the accumulator.
+        All quarters of the lanes must hold equal scales, because each quarter is read for different rows of the
+        accumulator.
         """
         row = np.arange(rows)
         first = part.columns.start + row // 32

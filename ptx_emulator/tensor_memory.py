@@ -1,24 +1,24 @@
 """Tensor memory (PTX ISA, "tcgen05"): allocation of columns, contents, and order of accesses.
 
 The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column of a quarter of the
-lanes, the part that one warp can access. It stores the last operation that wrote there, the last MMA that read scales
-there, and the last warp that loaded it, each as a column of the vector clocks of ``races`` with that column's clock.
-MMAs and copies to tensor memory (``cp``) use the column of their pipe, the issuing thread, whose clock counts the
-thread's operations. Loads and stores use the column of their warp's first thread; no thread knows their clock before
-``tcgen05.wait``.
+lanes, the part that one warp can access. A record stores the last operation that wrote these words, the last MMA that
+read scales from the words, and the last warp that loaded the words. Each is stored as a column of the vector clocks of
+``races``, with the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of their pipe, the
+issuing thread, whose clock counts the thread's operations. Loads and stores use the column of their warp's first
+thread; no thread knows their clock before ``tcgen05.wait``.
 
-An operation must know of all conflicting ones, following "Memory Consistency Model for 5th generation of TensorCore
-operations":
+An operation must know of all conflicting operations, following "Memory Consistency Model for 5th generation of
+TensorCore operations":
 
 - Among the operations of one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same
-  accumulator and shape. Nothing else is ordered, including a copy after an MMA: that needs a commit and a wait for its
-  mbarrier.
+  accumulator and shape. No other operations are ordered. For example, a copy after an MMA needs a commit, and a wait
+  for the mbarrier of the commit.
 - Knowledge that a thread gained through barriers takes effect at its next ``tcgen05.fence::after_thread_sync``.
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
-  barrier. A commit implies that fence.
+  barrier. A commit implies the second fence.
 
-``lenient`` requires less; calibration with NVIDIA's kernels showed that this is necessary. All operations of a thread
-are ordered, and no fence and no wait is needed.
+``lenient`` relaxes these rules, because NVIDIA's own kernels break them: all operations of a thread are ordered, and no
+fence and no wait is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Part(NamedTuple):
 
 @dataclass
 class Pipe:
-    """A thread that issues MMAs and copies: its column in clocks, its number of operations, and those in flight.
+    """Operations of a thread that issues MMAs and copies: the thread's column in the clocks, the number of operations,
+    and the operations in flight.
 
     ``saw`` contains the clocks of earlier writes to shared memory.
     """
@@ -67,7 +68,7 @@ class Pipe:
 
 
 class Records:
-    """Last accesses of one kind: column, clock, and for loads and stores whether a fence followed."""
+    """Last accesses of one kind: column and clock, and for loads and stores a flag that a fence followed."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
@@ -78,7 +79,7 @@ class Records:
         self.column[part], self.clock[part], self.fenced[part] = column, clock, True
 
     def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
-        """Record that a thread has waited for its accesses, and whether it has fenced after that."""
+        """Record that a thread has waited for its accesses; ``fenced`` is True if it has also fenced."""
         own = self.column[part] == column
         self.clock[part] = np.where(own, clock, self.clock[part])
         self.fenced[part] = np.where(own, fenced, self.fenced[part])
@@ -99,17 +100,18 @@ class TensorMemory:
         self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
-        # By the first thread of a warp: loads and stores that were not waited for, and that were not fenced.
+        # Keyed by the first thread of a warp: loads and stores without a wait so far, or without a fence so far.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
-        # Knowledge of each thread at its last tcgen05.fence::after_thread_sync.
+        # Each thread's clocks at its last tcgen05.fence::after_thread_sync.
         self.knew = np.zeros_like(machine.races.clocks[: machine.threads if exists else 0])
         self.cta_group = 0
 
     # Allocation
 
     def group(self, size: int) -> None:
-        """Record an instruction's ``cta_group``, and check that all instructions of a kernel use the same."""
+        """Record an instruction's ``cta_group``, and check that all instructions of a kernel use the same
+        ``cta_group``."""
         if self.cta_group not in (0, size):
             raise Fault(EmulationError, 0, "cta_group::1 and cta_group::2 in one kernel")
         self.cta_group = size
@@ -163,7 +165,7 @@ class TensorMemory:
             raise Fault(EmulationError, 0, f"CTA {cta} ended with tensor memory allocated")
 
     def part(self, cta: int, address: int, columns: int, quarter: int | None = None) -> Part:
-        """Return ``columns`` columns from an address on, in one quarter of the lanes or in all."""
+        """Return ``columns`` columns that start at an address, in one quarter of the lanes or in all quarters."""
         first = address & 0xFFFF
         there = self.allocation[cta, first : first + columns] != 0
         if len(there) < columns or not there.all():
@@ -185,7 +187,8 @@ class TensorMemory:
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """Return the common knowledge of threads that execute one instruction together."""
+        """Return the clocks of the accesses that all of ``threads``, which execute one instruction together, know
+        of."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]
@@ -217,7 +220,8 @@ class TensorMemory:
         raise Fault(Race, 0, f"{what} of tensor memory {where}, which was {did} by {name}, {why}")
 
     def check_read(self, threads: Array, part: Part, what: str, pipe: Pipe | None = None) -> None:
-        """Check that ``threads`` may read. ``pipe``: pipe of an MMA, which is ordered after copies of that pipe."""
+        """Check that ``threads`` may read. ``pipe`` is the pipe of an MMA, which is ordered after earlier copies in the
+        pipe."""
         ordered = self._ordered(self.written, part, threads)
         if pipe is not None:
             ordered |= (self.written.column[part] == pipe.column) & (self.machine.lenient | (self.how[part] == COPIED))
@@ -226,7 +230,8 @@ class TensorMemory:
     def check_write(
         self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
     ) -> None:
-        """Check that ``threads`` may write. ``follows``: kinds of writes in ``how`` after which the pipe orders it."""
+        """Check that ``threads`` may write. The pipe orders the write after earlier writes of the kinds in
+        ``follows``."""
         for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
             ordered = self._ordered(records, part, threads)
             if pipe is not None and records is not self.loaded:
@@ -289,7 +294,7 @@ class TensorMemory:
         return pipe, pipe.issued
 
     def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
-        """Execute an operation later, after earlier operations of the same thread."""
+        """Schedule an operation, to run after earlier operations of the same thread."""
         self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
 
     def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:

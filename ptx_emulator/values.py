@@ -54,7 +54,7 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 def of_each(value: Array | int, threads: Array) -> Array:
-    """Return one value for each thread; all may share one."""
+    """Return an array with one value per thread, from an array or from a single value."""
     if isinstance(value, np.ndarray) and value.shape == threads.shape:
         return value
     return np.broadcast_to(value, threads.shape)
@@ -66,7 +66,7 @@ def positions(mask: Array) -> Array:
 
 
 def any_true(mask: Array) -> bool:
-    """Check that a mask contains a true value. (``mask.any()`` takes three times as long for a hundred threads.)"""
+    """Return True if a mask contains a true value. (``mask.any()`` takes three times as long for a hundred threads.)"""
     return np.count_nonzero(mask) > 0
 
 
@@ -79,7 +79,7 @@ def distinct(values: Array) -> list[Any]:
 
 
 def canonical(value: Array) -> Array:
-    """Replace every NaN of fp32 results with the hardware's canonical NaN."""
+    """Replace every NaN among fp32 results with the hardware's canonical NaN."""
     nan = np.isnan(value)
     if any_true(nan):
         bits = np.where(nan, F32_NAN, value.astype(np.float32).view(np.uint32))
@@ -122,7 +122,7 @@ _ROUNDING = {"rn": np.rint, "rz": np.trunc, "rp": np.ceil, "rm": np.floor}
 def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Array:
     """Round float64 values to ``significand`` bits; below ``2^min_exponent`` the step stays constant.
 
-    ``mode``: rn, rz, rp (up), rm (down). Infinities and NaN are kept. The results are exact in float64.
+    ``mode`` is rn, rz, rp (up) or rm (down). Infinities and NaN are kept. The results are exact in float64.
     """
     _, exponent = np.frexp(value)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - (significand - 1))
@@ -148,7 +148,8 @@ def to_bf16(value: Array, mode: str = "rn") -> Array:
     """Convert float64 or float32 to the bits of bf16."""
     wide = value.astype(np.float64)
     if mode == "rn" and not any_true((np.abs(wide) < 2.0**-126) & (wide != 0)):
-        # A step is 45 bits of a float64. Adding half a step, or less for ties to even, carries into the result.
+        # bf16 drops the low 45 bits of a float64. Adding half of the last kept bit, or slightly less for ties to even,
+        # rounds by carrying.
         bits = wide.view(np.uint64)
         carried = bits + (_BELOW_HALF_OF_BF16 + (bits >> np.uint64(45) & np.uint64(1)))
         cut = (carried & ~_BELOW_BF16).view(np.float64)
@@ -219,7 +220,8 @@ TINY = {
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right``, computed a few rows at a time.
 
-    Threads of the BLAS library do not pay off for such small products; on busy cores they took ten times as long.
+    For products this small, threads of the BLAS library do not help: on busy cores, multiplication with them took ten
+    times as long.
     """
     rows = max((1 << 18) // right.size, 1)
     return np.concatenate([left[i : i + rows] @ right for i in range(0, len(left), rows)])
@@ -228,7 +230,7 @@ def product(left: Array, right: Array) -> Array:
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
 """Value of each FP4 code."""
 SCALES = {
-    # The sign bit is ignored: PTX defines it as no part of the number.
+    # PTX ignores the sign bit of this format.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),
     "ue8m0": np.append(np.exp2(np.arange(255.0) - 127), np.nan),
 }

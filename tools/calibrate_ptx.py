@@ -1,12 +1,12 @@
 """Run NVIDIA's kernels, which are known to be right, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
-Results are compared bit for bit with float64, on inputs whose partial sums are exact. If a kernel that works on a GPU
-differs here, or the emulator reports a fault in it, the emulator is wrong. ``--on-gpu`` compares the emulator with this
-machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own Hopper kernels run
-(``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
+Results are compared bit for bit with float64, on inputs whose partial sums are exact. If the emulator's result of a
+kernel that works on a GPU differs, or the emulator reports a fault in the kernel, the emulator is wrong. ``--on-gpu``
+compares the emulator with this machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own
+Hopper kernels run (``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
-``--write`` saves the table. CUTLASS's kernels without a GPU, CUTLASS's kernels on a GPU, and our kernels on a GPU each
-get a page.
+``--write`` saves the table. Each of three tables has its own page: CUTLASS's kernels without a GPU, CUTLASS's kernels
+on a GPU, and our kernels on a GPU.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Opera
 
 
 def in_blocks(scales: Any, nan: int) -> Any:
-    """Return scales in the 128x4 layout: 512 bytes for each 128 rows × 4 scales. Padding rows are ``nan``, padding
-    columns 0."""
+    """Return scales in the 128x4 layout: 512 bytes per 128 rows × 4 scales. Padding rows are ``nan``, padding columns
+    0."""
     rows, columns = scales.shape
     padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
     padded[rows:] = nan
@@ -190,8 +190,8 @@ def compare(
 ) -> Row:
     """Run the emulator with each of ``SEEDS`` and compare bits.
 
-    Without results of a GPU, the emulator is compared with ``expected``. With them, the emulator is compared with the
-    GPU, and the GPU with ``expected``.
+    Without results of a GPU, the emulator is compared with ``expected``. With a GPU's results, the emulator is compared
+    with the GPU, and the GPU with ``expected``.
     """
     wrong, seconds = [], 0.0
     for seed in SEEDS:

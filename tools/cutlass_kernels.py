@@ -1,7 +1,7 @@
 """Compile kernels of CUTLASS's CuTe DSL examples without a GPU, for ``calibrate_ptx.py``.
 
 All kernels compute ``C = A @ B.T`` with row-major A ``(m, k)``, B ``(n, k)`` and C ``(m, n)``. The examples are not
-changed: only their ``run`` functions query a GPU, and these are never called.
+changed: only the examples' ``run`` functions query a GPU, and the ``run`` functions are never called.
 """
 
 import importlib.util
@@ -57,7 +57,7 @@ def example(root: Path, file: str) -> Any:
     """Import an example and return its module."""
     for folder in (root / EXAMPLES, root / EXAMPLES / Path(file).parent, (root / EXAMPLES).parent):
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # some examples import modules next to them
+            sys.path.append(str(folder))  # some examples import modules from their own folder
     name = "cutlass_example_" + Path(file).stem
     spec = importlib.util.spec_from_file_location(name, root / EXAMPLES / file)
     if spec is None or spec.loader is None or not (root / EXAMPLES / file).exists():

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(name: str, command: list[str], folder: Path) -> dict[str, object]:
-    """Run a step with its output in a log.
+    """Run a step and write its output to a log.
 
     Returns:
         Command, exit status (or the reason that it did not start), and seconds.

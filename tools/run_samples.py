@@ -55,15 +55,17 @@ def main() -> None:
 
 
 def relative(spec: OpSpec) -> float:
-    """Return the relative tolerance, apart from the output dtype's. It is larger for GEMMs: their terms may cancel."""
+    """Return the relative tolerance, in addition to the output dtype's. GEMMs have a larger tolerance, because terms of
+    a sum may cancel."""
     return 2.0**-18 if not spec.has_backends else 2.0**-14
 
 
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     """Return a bound on the absolute error of FP8 tensor cores per output element, or None for other ops.
 
-    An MMA step aligns its 32 products and the accumulator to the largest of them, and keeps 14 bits. A scale's block
-    takes four steps. The bound replaces the largest term by the sum of all magnitudes, which is at least as large.
+    An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. A block of
+    one scale takes four steps. The bound replaces the largest term by the sum of all magnitudes, which is at least as
+    large.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
@@ -93,7 +95,7 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
-    """Return keyword arguments to run the sample with: one dict for each backend that can compute it.
+    """Return keyword arguments for runs of the sample: one dict per backend that can compute the sample.
 
     The dict is empty if the sample names a backend, or the op takes no ``backend``. No dict is returned if the named
     backend cannot compute the sample or is left out.
@@ -117,7 +119,7 @@ def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None)
 def called(
     spec: OpSpec, sample: Sample, choice: dict[str, Any], like: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the op's outputs, written over 0xFF bytes.
+    """Return the op's outputs, after filling their memory with 0xFF bytes.
 
     The bytes initialise the outputs for initcheck, which does not see the writes of bulk copies.
     """
@@ -141,7 +143,7 @@ def updated(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
 
 
 def arguments(spec: OpSpec, sample: Sample) -> dict[str, Any]:
-    """The sample's arguments by name."""
+    """Return the sample's arguments by name."""
     names = [argument.name for argument in getattr(torch.ops.cute, spec.name).default._schema.arguments]
     return dict(zip(names, sample.args, strict=False)) | sample.kwargs
 

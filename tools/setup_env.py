@@ -113,7 +113,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         extras.add("torch29")
     target = f"{ROOT}[{','.join(sorted(extras))}]"
     print(f"installing {target}", flush=True)
-    # Packages from outside this environment keep their versions, and so does torch.
+    # torch and packages from outside this environment keep their versions.
     kept = {"torch", *map(_name, found["foreign"])}
     pins = [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in kept]
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def requirement(package: str) -> str:
 
 
 def torch_is_right(version: str | None) -> bool:
-    """Check that pyproject.toml admits this torch. As for pip, 2.9.0a0 is older than 2.9."""
+    """Return True if pyproject.toml allows this torch version. As for pip, 2.9.0a0 is older than 2.9."""
     pattern = r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?"
     have = re.match(pattern, version or "0.0")
     want = re.match(pattern, requirement("torch").removeprefix("torch>="))
