@@ -34,7 +34,7 @@ def test_a_gemm_is_two_operations_a_product(op, name, device):
         k //= 2
     w = arguments(op, sample).get("w")
     # A gate combines two rows of the weight into one column of the result.
-    columns = w.shape[:-1].numel() if w is not None else outputs[0].shape[-1]
+    columns = w.shape[:-2].numel() * w.shape[-1] if w is not None else outputs[0].shape[-1]
     want = 2 * outputs[0].shape[:-1].numel() * columns * k
     assert counted(call, op, sample) == counted(call_function, op, sample) == want
     assert counted(call_out, op, sample, out_for(op, outputs)) == want
