@@ -294,6 +294,7 @@ MX = quantize(W, "mxfp4")
             TypeError,
             "got x with dtype torch.float32; expected torch.bfloat16 or",
         ),
+        (lambda: Q.to(torch.float16), TypeError, "QuantizedWeight.to: got torch.float16; expected a device"),
         (lambda: linear(X, Q.to("meta")), ValueError, "linear: x is on cpu, q on meta; pass q.to(x.device)"),
         (lambda: linear(X, Q, activations="fp4"), ValueError, "need a calibrated global scale: use nn.NVFP4Linear"),
         (

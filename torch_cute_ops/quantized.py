@@ -116,7 +116,13 @@ class QuantizedWeight:
         raise AttributeError(f"QuantizedWeight is immutable: {name} cannot be deleted")
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "QuantizedWeight":
-        """Return the object with all tensors on ``device``."""
+        """Return the object with all tensors on ``device``.
+
+        Raises:
+            TypeError: for a dtype: codes and scales are never cast.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"QuantizedWeight.to: got {device}; expected a device, since codes and scales are not cast")
         moved: QuantizedWeight = pytree.tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
         return moved
 

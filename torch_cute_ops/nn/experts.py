@@ -524,9 +524,13 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
 
     Raises:
         TypeError: for indices that are not int32 or int64, or weights that are not floating-point numbers.
-        ValueError: for an index out of range.
+        ValueError: for indices in another shape than (M, topk), or an index out of range.
     """
     index, weights = top_k_index.dtype, top_k_weights.dtype
+    if top_k_index.dim() != 2:
+        raise ValueError(
+            f"QuantExperts: got top_k_index with shape {tuple(top_k_index.shape)}; expected (M, topk): flatten the tokens"
+        )
     if index not in (torch.int32, torch.int64):
         swapped = index.is_floating_point and not weights.is_floating_point
         fix = "pass the indices before the weights" if swapped else "pass top_k_index.long()"
