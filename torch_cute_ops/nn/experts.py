@@ -529,7 +529,8 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
     index, weights = top_k_index.dtype, top_k_weights.dtype
     if top_k_index.dim() != 2:
         raise ValueError(
-            f"QuantExperts: got top_k_index with shape {tuple(top_k_index.shape)}; expected (M, topk): flatten the tokens"
+            f"QuantExperts: got top_k_index with shape {tuple(top_k_index.shape)}; expected (M, topk): flatten the "
+            "tokens"
         )
     if index not in (torch.int32, torch.int64):
         swapped = index.is_floating_point and not weights.is_floating_point
