@@ -23,8 +23,9 @@ def add_rmsnorm(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
-            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
+            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
+            ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         eps: number added to the mean square.
         out: contiguous tensor to write the result into.

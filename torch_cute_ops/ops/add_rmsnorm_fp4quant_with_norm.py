@@ -22,7 +22,7 @@ def add_rmsnorm_fp4quant_with_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute :func:`add_rmsnorm_fp4quant`, and return the norm too, for example for an MoE router.
 
-    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as by
+    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as in
     :func:`fp4_quantize`, all in one pass over memory::
 
         residual = residual + input
@@ -34,11 +34,12 @@ def add_rmsnorm_fp4quant_with_norm(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
-            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
+            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
+            ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``

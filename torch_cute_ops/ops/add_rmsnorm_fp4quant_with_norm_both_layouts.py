@@ -19,11 +19,11 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do as :func:`add_rmsnorm_fp4quant_both_layouts` does, and return the norm too.
+    """Compute :func:`add_rmsnorm_fp4quant_both_layouts`, and return the norm too.
 
     One pass over memory serves an expert layer: the GEMMs of shared experts read the 128x4 scales, the expert dispatch
     reads the linear scales, and the router reads the norm. The sum is rounded to the dtype of ``residual``; the norm of
-    the rounded sum is computed in fp32 and quantised as by :func:`fp4_quantize`::
+    the rounded sum is computed in fp32 and quantised as in :func:`fp4_quantize`::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
@@ -31,11 +31,12 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
-            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
+            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
+            ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``

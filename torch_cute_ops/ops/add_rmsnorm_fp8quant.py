@@ -21,7 +21,8 @@ def add_rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Add ``input`` to ``residual`` in place, RMS-normalise each row of the sum and quantise it to FP8, in one pass.
 
-    The sum is rounded to the dtype of ``residual``; everything after is computed in fp32 from the rounded sum::
+    The sum is rounded to the dtype of ``residual``; the norm, scales and codes are computed in fp32 from the rounded
+    sum::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
@@ -33,17 +34,19 @@ def add_rmsnorm_fp8quant(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``: added in fp32, rounded
-            once. It may be strided. It may be ``input`` itself, but no other view that overlaps ``input``.
+        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
+            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
+            ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
-        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
-            ``"block128"`` (128 neighbours in a row; H is a multiple of 64, so the last block may contain 64 elements).
+        granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
+            row), or ``"block128"`` (128 neighbouring elements of a row; H is a multiple of 64, so the last block may
+            contain 64 elements).
         scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
-            ``"tensor"``.
+            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
+            ``"token"`` or ``"tensor"``.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 

@@ -122,7 +122,7 @@ def fp4_dequantize(
 ) -> Tensor:
     """Convert FP4 blocks to floating-point numbers.
 
-    Computed in fp32 and rounded once to ``out_dtype``::
+    The result is computed in fp32 and rounded once to ``out_dtype``::
 
         out = e2m1(code) · scale / global_scale
 
@@ -136,10 +136,10 @@ def fp4_dequantize(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the scales are checked to have: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If ``y`` has more than three dimensions, the shape
-            may fit two layouts; the op then raises and asks for the name.
+        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). If ``y`` has more than three dimensions, the shape may fit two
+            layouts; the op then raises an error that asks for the layout's name.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         out: contiguous tensor to write the result into.
 

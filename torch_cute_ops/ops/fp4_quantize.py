@@ -19,7 +19,7 @@ def fp4_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP4 blocks along its last dimension.
 
-    For each block of values ``v``, with ``amax = max |v|`` and global scale ``g``, every operation in fp32::
+    Each block of values ``v``, with ``amax = max |v|`` and the global scale ``g``, is quantised in fp32::
 
         NVFP4, blocks of 16:
             scale = e4m3(amax · g · (1 / 6))
@@ -35,8 +35,8 @@ def fp4_quantize(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.

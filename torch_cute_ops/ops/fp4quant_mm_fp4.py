@@ -28,7 +28,7 @@ def fp4quant_mm_fp4(
 ) -> Tensor:
     """Quantise 16-bit activations to FP4 and multiply them by an FP4 weight.
 
-    Accumulated in fp32 and rounded once to ``out_dtype``::
+    Products are accumulated in fp32, and the result is rounded once to ``out_dtype``::
 
         q = fp4_quantize(a, global_scale)  # codes times block scales
         out[m, n] = alpha · Σ_k q[m, k] · b[k, n] + bias[n]
@@ -45,23 +45,23 @@ def fp4quant_mm_fp4(
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
             or float8_e8m0fnu (MXFP4).
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
-        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
-            ``1 / (global_scale · g_b)`` to divide out the global scales. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
+            column. Pass ``1 / (global_scale · g_b)`` to divide out the global scales. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
+            shape fits.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
@@ -69,12 +69,13 @@ def fp4quant_mm_fp4(
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``. A row with NaN or infinity is NaN; a NaN scale of ``b`` makes its column NaN.
+        (M, N) in ``out_dtype``. A row of ``a`` with NaN or infinity gives a row of NaN; a NaN scale of ``b`` gives a
+        column of NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is no transposed view;
-            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
-            grad while gradients are enabled.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not a transposed view; if the backend is
+            unknown or cannot compute the call (the message gives the reason); or if an input requires grad while
+            gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

@@ -18,7 +18,7 @@ def fp8_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP8 along its last dimension.
 
-    For each row or block of values ``v``, with ``amax = max |v|``, in fp32::
+    Each row or block of values ``v``, with ``amax = max |v|``, is quantised in fp32::
 
         scale = amax / 448  # of the row or block, unless scale is given
         y = e4m3(v / scale)
@@ -31,11 +31,12 @@ def fp8_quantize(
             are not multiples of 16 bytes, and all rows if K is not a multiple of 16.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
-        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
-            ``"block128"`` (128 neighbours in a row; K is a multiple of 64, so the last block may contain 64 elements).
+        granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
+            row), or ``"block128"`` (128 neighbouring elements of a row; K is a multiple of 64, so the last block may
+            contain 64 elements).
         scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
-            ``"tensor"``.
+            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
+            ``"token"`` or ``"tensor"``.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 

@@ -32,9 +32,9 @@ def grouped_mm_fp8(
 
     Experts' rows are found on the device: nothing is copied to the host, and a captured call uses the offsets and
     counts of its replay. In the contiguous layout, expert ``e`` owns the rows from ``offsets[e]`` to
-    ``offsets[e + 1]``, or the first ``counts[e]`` of them. In the masked layout, it owns the first ``counts[e]`` rows
-    of ``a[e]``. All other rows are padding: their contents do not affect results, and they are not written. Experts
-    without rows cost nothing.
+    ``offsets[e + 1]``, or the first ``counts[e]`` of these rows. In the masked layout, expert ``e`` owns the first
+    ``counts[e]`` rows of ``a[e]``. All other rows are padding: their contents do not affect results, and they are not
+    written. Experts without rows cost nothing.
 
     Sums are accumulated as in :func:`mm_fp8_block`.
 
@@ -45,9 +45,9 @@ def grouped_mm_fp8(
             checkpoints hold them. N is a multiple of 8, E at most 1,024. A row-major tensor is refused. Square weights
             that are stored transposed cannot be detected.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
-            the quantising ops write them, are read in place, also with padding between the columns; other strides are
-            copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
-            transposed.
+            the quantising ops write them, are read in place, even with padding between the columns; scales with other
+            strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
+            that the scales are transposed.
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
@@ -55,14 +55,14 @@ def grouped_mm_fp8(
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
             means all rows between the expert's offsets. Offsets and counts out of range are refused on a CPU. On a GPU
             they give wrong results, but no access out of bounds.
-        alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
-            expert. ``None`` means 1.
+        alpha: float32 tensor on the same device: one element, (E,) with one factor per expert, or (E, N) with one
+            factor per expert and column. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

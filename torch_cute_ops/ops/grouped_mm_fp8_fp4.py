@@ -48,9 +48,9 @@ def grouped_mm_fp8_fp4(
             8, E at most 1,024. A row-major tensor is refused. Square weights that are stored transposed cannot be
             detected.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
-            the quantising ops write them, are read in place, also with padding between the columns; other strides are
-            copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect that they are
-            transposed.
+            the quantising ops write them, are read in place, even with padding between the columns; scales with other
+            strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
+            that the scales are transposed.
         b_scale: block scales of the weights: tiles over the rows of all experts, 128x4 (⌈(E·N)/128⌉, ⌈K/B/4⌉, 32, 4,
             4), as :func:`fp4_quantize` of the weights (E, N, K) writes them, so that a tile may span two experts; or
             linear (E, N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
@@ -59,22 +59,22 @@ def grouped_mm_fp8_fp4(
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
             means all rows between the expert's offsets. Offsets and counts out of range are refused on a CPU. On a GPU
             they give wrong results, but no access out of bounds.
-        alpha: float32 tensor on the same device: one element, (E,) for each expert, or (E, N) for each column of each
-            expert. ``None`` means 1.
+        alpha: float32 tensor on the same device: one element, (E,) with one factor per expert, or (E, N) with one
+            factor per expert and column. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and
-            the rows of an expert are a multiple of 128.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
+            shape fits. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and the rows of
+            an expert are a multiple of 128.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

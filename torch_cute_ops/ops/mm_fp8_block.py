@@ -39,18 +39,18 @@ def mm_fp8_block(
         b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. A
             row-major tensor is refused. A square weight that is stored transposed cannot be detected.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
-            read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
-            M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
+            read in place, even with padding between the columns; scales with other strides are copied first. Pass
+            scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
-        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column.
-            ``None`` means 1.
+        alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
+            column. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 64 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
@@ -61,9 +61,9 @@ def mm_fp8_block(
         (M, N) in ``out_dtype``.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is no transposed view;
-            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
-            grad while gradients are enabled.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not a transposed view; if the backend is
+            unknown or cannot compute the call (the message gives the reason); or if an input requires grad while
+            gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

@@ -35,10 +35,11 @@ def mm_fp8_fp4(
         out[m, n] = alpha · sum[m, n] + bias[n]
 
     In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
-    rounded to nearest even. For MXFP4 this is exact unless scales within 128 elements are more than 2^14 apart. For
-    NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by at most 4.8 %, because e4m3
-    holds 4 significant bits and their product with a block scale needs up to 6. A Gaussian weight is then 9.69 % (rms)
-    off, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+    rounded to nearest even. For MXFP4, the conversion is exact unless scales within 128 elements differ by more than a
+    factor of 2^14. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to 4.8 %,
+    because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6. For a
+    Gaussian weight, the relative rms error is 9.69 %, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and
+    :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With many rows, ``"auto"`` may take the backend ``recode``, which holds an FP8
     copy of the weight for the duration of the call. Activations are stored as the quantising ops write them
@@ -50,26 +51,26 @@ def mm_fp8_fp4(
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. A square weight
             that is stored transposed cannot be detected.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
-            read in place, also with padding between the columns; other strides are copied first. Pass scales (⌈K/128⌉,
-            M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that they are transposed.
+            read in place, even with padding between the columns; scales with other strides are copied first. Pass
+            scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
             or float8_e8m0fnu (MXFP4).
-        alpha: float32 tensor on the same device, one element or (N,): factor of all columns, or of each column. Pass
-            ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
+        alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
+            column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
+            shape fits.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
@@ -77,12 +78,12 @@ def mm_fp8_fp4(
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``. A NaN scale of ``a`` makes its row NaN, a NaN scale of ``b`` its column.
+        (M, N) in ``out_dtype``. A NaN scale of ``a`` gives a row of NaN; a NaN scale of ``b`` gives a column of NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is no transposed view;
-            if the backend is unknown or cannot compute the call (the message gives the reason); or if an input requires
-            grad while gradients are enabled.
+        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not a transposed view; if the backend is
+            unknown or cannot compute the call (the message gives the reason); or if an input requires grad while
+            gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

@@ -50,31 +50,31 @@ def moe_fc1_fp4_weight_only(
         w_scale: block scales of ``w``: tiles over the rows of all experts, 128x4 (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as
             :func:`fp4_quantize` of the weight (E, 2·I, H) writes them, or linear (E, 2·I, H/B), with B the block size;
             float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
-        routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if its element is not 0
-            (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4_weight_only`. For an element of 0 or -0 nothing is
-            computed or written, and the weight of an expert without tokens is not read.
+        routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if the pair's element is
+            not 0 (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4_weight_only`. If an element is 0 or -0,
+            nothing is computed or written for the pair. The weight of an expert without tokens is not read.
         alpha: float32 (E,), each expert's ``1 / g_w``; or (E, 2), with separate factors for gate and up. ``None`` means
             1.
         bias: (E, 2·I) float32 or the dtype of ``a``, added after ``alpha``, before the gate.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the weight's scales are checked to have: ``"128x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and
-            the rows of an expert are a multiple of 128.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
+            shape fits. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and the rows of
+            an expert are a multiple of 128.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous (M, E·I) tensor to write the result into.
 
     Returns:
         (M, E·I) in the dtype of ``a``: a token's columns for every expert, one expert after another. For pairs that are
-        not routed it keeps the previous content of the memory.
+        not routed, the result keeps the previous content of the memory.
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong; if the backend is unknown or cannot

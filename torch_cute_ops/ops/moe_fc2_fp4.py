@@ -31,9 +31,9 @@ def moe_fc2_fp4(
 
         out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[k, n] + bias[e, n])
 
-    A row of ``a`` contains a token's activations for every expert, one expert after another, and a column of ``w`` the
-    experts' weights in the same order: E·I elements for E experts of width I. The shapes determine E and I. Each
-    expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
+    A row of ``a`` contains a token's activations for every expert, one expert after another. A column of ``w`` contains
+    the experts' weights in the same order. Both have E·I elements, for E experts of width I. The shapes determine E and
+    I. Each expert's sum is accumulated in fp32, its bias is added, and the result, times ``alpha``, is added to an fp32
     accumulator, which is rounded once. Operands are decoded without their global scales.
 
     Args:
@@ -50,26 +50,26 @@ def moe_fc2_fp4(
             float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / (g_a · g_w)``, as
             :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
-            skipped, even if ``a``, ``w`` or the scales contain NaN or uninitialised memory there.
+            skipped, even if the pair's elements or scales are NaN or uninitialised.
         bias: (E, N) float32 or the dtype of the result, added to each expert's sum before the multiplication by
             ``alpha``. If ``alpha`` contains a factor that divides out global scales, divide the bias by this factor.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
-        scale_layout: layout that the scales are checked to have: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads
-            the layout from the shape. If it is given, tiled scales may also have another library's shape: flat
-            (torchao), or a padded matrix (FlashInfer, vLLM, cuBLAS). If it is ``None``, a padded matrix whose shape
-            fits is read as linear.
+        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads the layout
+            from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
+            shape fits.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
-            are not written since. The kernel may then read them before that launch ends.
+            have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes its token's row NaN; a NaN scale
-        makes NaN the elements that it is multiplied into, except for skipped pairs.
+        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes the token's row NaN. A NaN scale
+        makes all elements NaN that are computed with this scale; skipped pairs have no effect.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong; if the backend is unknown or cannot compute the call

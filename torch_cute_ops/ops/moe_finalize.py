@@ -113,7 +113,8 @@ def moe_finalize(
 ) -> Tensor:
     """Gather each token's expert results, weight them and add them up, in one pass over memory.
 
-    Computed in fp32, in the order of j, with each product and each sum rounded; the result is rounded once::
+    The sum is computed in fp32, in the order of j; each product and each addition is rounded. The result is rounded
+    once to the dtype of ``input``::
 
         out[m] = residual[m] + Σ_j weights[m, j] · input[expanded_to_permuted[m, j]]
 

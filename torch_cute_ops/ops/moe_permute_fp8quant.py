@@ -67,7 +67,7 @@ class _Launcher(KernelLauncher[_Call]):
 class _Permute(KernelPath[_Call]):
     call_type = _Call
     launcher_type = _Launcher
-    # Scales by columns are stored one by one.
+    # The kernel stores column-major scales one element at a time.
     any_address = frozenset(("scale",))
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
@@ -145,8 +145,8 @@ def moe_permute_fp8quant(
         y[r], scale[r] = fp8_quantize(input[permuted_to_expanded[r] // topk])
 
     Rows with a negative index are padding and are not written. The kernel reads and quantises each token once and
-    stores it ``topk`` times. It needs ``expanded_to_permuted`` for this; without it, a few small kernels first compute
-    it from ``permuted_to_expanded``.
+    stores it ``topk`` times. For this, the kernel needs ``expanded_to_permuted``. If this argument is ``None``, a few
+    small kernels first compute it from ``permuted_to_expanded``.
 
     Args:
         input: (M, H) bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.

@@ -106,32 +106,33 @@ def moe_route(
         ids = topk(scores + bias, in the best topk_groups of num_groups groups)
         weights = scaling_factor · scores[ids] / (Σ scores[ids] if renormalize else 1)
 
-    Scores are the softmax of a token's logits over all experts, or their sigmoids. Experts are chosen by score plus
-    ``bias``; weights are the scores without bias. With groups, a token's experts come from the ``topk_groups`` best
-    groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3. With ``"softmax"``
-    and no bias they are ranked by their largest score, as in DeepSeek-V2. Everything is computed in fp32. Among experts
-    or groups of equal rank, the first is chosen; NaN ranks last.
+    A token's scores are the softmax of the token's logits over all experts, or the sigmoid of each logit. Experts are
+    chosen by score plus ``bias``; weights are the scores without bias. With groups, a token's experts come from the
+    ``topk_groups`` best groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3.
+    With ``"softmax"`` and no bias, groups are ranked by their largest score, as in DeepSeek-V2. Everything is computed
+    in fp32. Among experts or groups of equal rank, the first is chosen; NaN ranks last.
 
     With ``"softmax"``, a NaN or inf among a token's logits makes the token's weights NaN, as in :func:`torch.softmax`.
-    With ``"sigmoid"``, a NaN does so if its expert is chosen. Padded rows of captured graphs may contain arbitrary
-    logits; ``finite`` keeps their weights finite.
+    With ``"sigmoid"``, a NaN logit makes the token's weights NaN if the expert of this logit is chosen. Padded rows of
+    captured graphs may contain arbitrary logits; ``finite`` keeps the weights of these rows finite.
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
     multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs beyond an
-    expert's first ``max_rows`` are dropped. Few tokens take one launch, more tokens two. Results are deterministic.
+    expert's first ``max_rows`` are dropped. Few tokens need one launch; more tokens need two. Results are
+    deterministic.
 
     Args:
         logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.
         topk: experts per token, at most 32.
         bias: (E,) float32, added to the scores for the choice only; ``None`` means 0.
         scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
-        num_groups: groups of equally many experts, at most 32.
-        topk_groups: groups from which a token's experts may be chosen.
+        num_groups: number of groups into which the experts are divided equally, at most 32.
+        topk_groups: number of groups from which a token's experts are chosen.
         renormalize: flag to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
-        alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
-            need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
-            the GEMM chooses its tactic by R, padding included.
+        alignment: divisor of the row at which each expert's rows begin, if ``max_rows`` is ``None``. GEMMs of other
+            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
+            and many experts: the GEMM chooses its tactic by R, which includes padding.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
         finite: flag to read NaN and -inf among the logits as the smallest finite float32, and inf as the largest.

@@ -78,7 +78,7 @@ def moe_route_dense(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Choose the experts of each token, and write their weights as a matrix over all experts.
+    """Choose the experts of each token, and write the routing weights as a matrix over all experts.
 
     The result is the ``alpha`` of :func:`moe_fc2_fp4`: the weights of :func:`moe_route`, bit for bit, times
     ``expert_factor`` in the columns of a token's experts, and 0 in all other columns::
@@ -88,23 +88,23 @@ def moe_route_dense(
         weights = scaling_factor · scores[ids] / (Σ scores[ids] if renormalize else 1)
         out[m, ids[m]] = weights[m] · expert_factor[ids[m]]
 
-    Scores are the softmax of a token's logits over all experts, or their sigmoids. Experts are chosen by score plus
-    ``bias``; weights are the scores without bias. With groups, a token's experts come from the ``topk_groups`` best
-    groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3. With ``"softmax"``
-    and no bias they are ranked by their largest score, as in DeepSeek-V2. Everything is computed in fp32. Among experts
-    or groups of equal rank, the first is chosen; NaN ranks last.
+    A token's scores are the softmax of the token's logits over all experts, or the sigmoid of each logit. Experts are
+    chosen by score plus ``bias``; weights are the scores without bias. With groups, a token's experts come from the
+    ``topk_groups`` best groups. Groups are ranked by the sum of their two largest scores plus bias, as in DeepSeek-V3.
+    With ``"softmax"`` and no bias, groups are ranked by their largest score, as in DeepSeek-V2. Everything is computed
+    in fp32. Among experts or groups of equal rank, the first is chosen; NaN ranks last.
 
     With ``"softmax"``, a NaN or inf among a token's logits makes the token's weights NaN, as in :func:`torch.softmax`.
-    With ``"sigmoid"``, a NaN does so if its expert is chosen. Padded rows of captured graphs may contain arbitrary
-    logits; ``finite`` keeps their weights finite.
+    With ``"sigmoid"``, a NaN logit makes the token's weights NaN if the expert of this logit is chosen. Padded rows of
+    captured graphs may contain arbitrary logits; ``finite`` keeps the weights of these rows finite.
 
     Args:
         logits: (M, E) bfloat16, float16 or float32; E is at most 1,024.
         topk: experts per token, at most 32.
         bias: (E,) float32, added to the scores for the choice only; ``None`` means 0.
         scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
-        num_groups: groups of equally many experts, at most 32.
-        topk_groups: groups from which a token's experts may be chosen.
+        num_groups: number of groups into which the experts are divided equally, at most 32.
+        topk_groups: number of groups from which a token's experts are chosen.
         renormalize: flag to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
         expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global

@@ -111,9 +111,9 @@ def moe_route_ids(
         ids: (M, topk) int32, experts of each token, or a negative number; topk is at most 32. An id of E or more is
             refused on a CPU; on a GPU the pair gets no row.
         experts: number of experts E, at most 1,024.
-        alignment: multiple at which each expert's rows begin, without ``max_rows``. GEMMs of other libraries usually
-            need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens and many experts:
-            the GEMM chooses its tactic by R, padding included.
+        alignment: divisor of the row at which each expert's rows begin, if ``max_rows`` is ``None``. GEMMs of other
+            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
+            and many experts: the GEMM chooses its tactic by R, which includes padding.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
         out: contiguous tensors to write ``(expanded_to_permuted, permuted_to_expanded, offsets, counts)`` into.

@@ -85,7 +85,7 @@ class _Launcher(KernelLauncher[_Call]):
 class _Gate(KernelPath[_Call]):
     call_type = _Call
     launcher_type = _Launcher
-    # Scales by columns are stored one by one.
+    # The kernel stores column-major scales one element at a time.
     any_address = frozenset(("scale",))
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def moe_swiglu_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate experts' rows as SwiGLU does and quantise them to FP8, in one pass over memory.
 
-    Computed in fp32, for rows that are not padding::
+    For rows that are not padding, every step is computed in fp32::
 
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)

@@ -10,7 +10,7 @@ from torch_cute_ops.ops._row_quant import RowQuant
 def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """RMS-normalise each row of ``input``.
 
-    Computed in fp32 for each row ``v`` of ``input``, and rounded once to its dtype::
+    The norm of each row ``v`` of ``input`` is computed in fp32 and rounded once to the dtype of ``input``::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 

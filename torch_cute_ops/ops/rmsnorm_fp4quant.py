@@ -25,14 +25,14 @@ def rmsnorm_fp4quant(
 
         norm = v / sqrt(mean(v²) + eps) · weight
 
-    It is quantised as by :func:`fp4_quantize`, without rounding to the dtype of ``input`` first.
+    The norm is quantised as in :func:`fp4_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``

@@ -20,7 +20,7 @@ def rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP8, in one pass over memory.
 
-    Computed in fp32 for each row ``v`` of ``input``, without rounding to its dtype in between::
+    Each row ``v`` of ``input`` is processed in fp32, without intermediate rounding to the dtype of ``input``::
 
         norm = v / sqrt(mean(v²) + eps) · weight
         scale = amax / 448  # of the row or block, unless scale is given
@@ -36,11 +36,12 @@ def rmsnorm_fp8quant(
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
-        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
-            ``"block128"`` (128 neighbours in a row; H is a multiple of 64, so the last block may contain 64 elements).
+        granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
+            row), or ``"block128"`` (128 neighbouring elements of a row; H is a multiple of 64, so the last block may
+            contain 64 elements).
         scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
-            ``"tensor"``.
+            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
+            ``"token"`` or ``"tensor"``.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 

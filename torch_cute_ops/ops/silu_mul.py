@@ -17,7 +17,7 @@ def silu_mul(
 ) -> Tensor:
     """Gate each row of ``input`` as SwiGLU does.
 
-    Computed in fp32; the result is ``h``, rounded once to the dtype of ``input``::
+    The gate is computed in fp32, and ``h`` is rounded once to the dtype of ``input``::
 
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)

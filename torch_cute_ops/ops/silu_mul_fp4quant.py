@@ -22,7 +22,7 @@ def silu_mul_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate each row of ``input`` as SwiGLU does and quantise it to FP4 blocks, in one pass over memory.
 
-    Computed in fp32::
+    The gate is computed in fp32::
 
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
@@ -30,13 +30,13 @@ def silu_mul_fp4quant(
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
     (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. ``h`` is
-    quantised as by :func:`fp4_quantize`, without rounding to the dtype of ``input`` first.
+    quantised as in :func:`fp4_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., 2I) bfloat16, float16 or float32; I is a multiple of ``block_size``. Rows may be strided; the
             kernel first copies rows whose addresses are not multiples of 16 bytes.
-        global_scale: float32 tensor of one element; values are multiplied by it before they are encoded. NVFP4 only;
-            usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
+        global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
+            NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.

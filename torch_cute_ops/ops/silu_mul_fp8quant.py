@@ -21,7 +21,7 @@ def silu_mul_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Gate each row of ``input`` as SwiGLU does and quantise it to FP8, in one pass over memory.
 
-    Computed in fp32::
+    The gate is computed in fp32::
 
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
@@ -29,18 +29,19 @@ def silu_mul_fp8quant(
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
     (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. ``h`` is
-    quantised as by :func:`fp8_quantize`, without rounding to the dtype of ``input`` first.
+    quantised as in :func:`fp8_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
-        granularity: elements that share a scale: ``"tensor"`` (all; ``scale`` is given), ``"token"`` (a row), or
-            ``"block128"`` (128 neighbours in a row; I is a multiple of 64, so the last block may contain 64 elements).
+        granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
+            row), or ``"block128"`` (128 neighbouring elements of a row; I is a multiple of 64, so the last block may
+            contain 64 elements).
         scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. It has no effect on the scales of ``"token"`` and
-            ``"tensor"``.
+            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
+            ``"token"`` or ``"tensor"``.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
