@@ -32,7 +32,7 @@ OURS = ("--kernel-name", "kns=torch_cute_ops")
 WITHOUT_CUBLAS = ("--without", "cublas")
 TOOLS = {
     # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and the tool would
-    # count each # failed query as an error. If an API call of ours fails, it raises an exception anyway.
+    # count each failed query as an error. If an API call of ours fails, it raises an exception anyway.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
     # With any filter, a plain torch.mm ends in the tool's "failed to handle a hardware exception".
     "racecheck": (OURS, WITHOUT_CUBLAS),

@@ -1,7 +1,7 @@
 """Kernels of a deployment: listed in a file, compiled in parallel, then loaded.
 
 The file (TOML) contains a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
-``torch_cute_ops.warmup``, with dtypes by name. A list stands for each of its entries:
+``torch_cute_ops.warmup``, with dtypes by name. A list of values stands for one call per value:
 
     [[kernel]]
     op = "add_rmsnorm_fp4quant"
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def expected(known: Property, value: Any = None) -> str:
-    """Describe the values that a property accepts, instead of ``value``, in the syntax of a file."""
+    """Describe, in the syntax of a file, the values that a property accepts, for an error message about ``value``."""
     if known.choices:
         return f"one of {', '.join(map(_shown, known.choices))}"
     if known.kind is torch.dtype:
@@ -114,7 +114,7 @@ def _check(spec: OpSpec, job: Job) -> None:
     """Check that the op accepts the combination of properties on at least one architecture.
 
     Raises:
-        ValueError, TypeError: as the op does.
+        ValueError, TypeError: if the op refuses the combination.
     """
     try:
         given = spec.path.example(**dict(job.properties), device="meta")
@@ -210,7 +210,8 @@ def _toml(path: Path) -> dict[str, Any]:
 def compile_jobs(
     jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
 ) -> Generator[Outcome, None, None]:
-    """Compile jobs for architectures into the cache on disk, in parallel processes; yield outcomes as they come.
+    """Compile jobs for architectures into the cache on disk, in parallel processes; yield each outcome when it is
+    known.
 
     No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
     processes are ended. As always with ``multiprocessing``, a script must call this function under
@@ -241,8 +242,8 @@ def _fate(died: Died) -> str:
 def prepare(path: str | Path, workers: int | None = None) -> None:
     """Compile and load, on the current CUDA device, every kernel in a deployment's file.
 
-    Kernels that the cache on disk lacks are first compiled in parallel processes. Afterwards, the calls in the file
-    neither compile nor load nor synchronise.
+    Kernels that are missing in the cache on disk are first compiled in parallel processes. Afterwards, the calls in the
+    file neither compile nor load nor synchronise.
 
     Args:
         path: deployment's file.
@@ -274,6 +275,6 @@ def _compile(task: tuple[Job, str]) -> str:
     job, arch = task
     try:
         registry.precompile(job.op, arch, **dict(job.properties))
-    except Exception as error:  # the DSL's errors have no common base, and cannot all travel between processes
+    except Exception as error:  # the DSL's errors have no common base, and some cannot be sent between processes
         return f"{type(error).__name__}: {error}"
     return ""

@@ -64,8 +64,8 @@ class QuantizedWeight:
     """A quantised matrix (N, K), as :func:`quantize` returns it, for :func:`linear` and :func:`dequantize`.
 
     The class is a pytree node: its tensors are the leaves, ``format`` and ``shape`` are static. ``tree_map`` therefore
-    changes the tensors only, and compiled and exported programs take the object as an input. It is immutable, and its
-    tensors are never cast.
+    changes the tensors only, and compiled and exported programs take the object as an input. The object is immutable,
+    and its tensors are never cast.
 
     Args:
         codes: (N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K)
@@ -173,7 +173,7 @@ def _flatten_with_keys(q: QuantizedWeight) -> tuple[list[tuple[Any, Tensor]], Co
 
 
 def _unflatten(children: Iterable[Any], context: Context) -> QuantizedWeight:
-    # The children may be anything: tree_map also makes trees of shapes or names.
+    # The children may be any objects: tree_map also builds trees of shapes or names.
     children = list(children)
     return _fill(object.__new__(QuantizedWeight), (*children, *[None] * (4 - len(children)), *context))
 
@@ -190,7 +190,7 @@ pytree.register_pytree_node(
 torch.serialization.add_safe_globals([QuantizedWeight])
 
 
-# For people
+# Public functions
 
 
 def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None = None) -> QuantizedWeight:
@@ -243,8 +243,8 @@ def linear(
 ) -> Tensor:
     """Compute ``x · Wᵀ + bias`` with a quantised weight, accumulated in fp32 and rounded once.
 
-    Layers of :mod:`torch_cute_ops.nn` compute the same, and also merge projections, prefetch weights, pass gradients to
-    their input, and quantise activations to NVFP4, which needs calibration.
+    Layers of :mod:`torch_cute_ops.nn` compute the same function, and also merge projections, prefetch weights, pass
+    gradients to their input, and quantise activations to NVFP4, which needs calibration.
 
     Args:
         x: (..., K) bfloat16 or float16; also float32 if the activations are quantised. Under ``torch.autocast`` it is
@@ -356,7 +356,8 @@ def encode(
     Args:
         weight: (N, K) bfloat16, float16 or float32, contiguous.
         format: name of a format in ``WeightFormat``.
-        amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's.
+        amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's largest
+            magnitude.
         scale_layout: layout of the scales of FP4.
     """
     if format == "fp8_block":
@@ -370,7 +371,8 @@ def encode(
 
 
 def encode_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return FP8 elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉): a block's largest magnitude / 448."""
+    """Return FP8 elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉). A scale is a block's largest magnitude /
+    448."""
     n, k = weight.shape
     padded = nn.functional.pad(weight.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
     blocks = padded.view(fp8_blocks(n), FP8_BLOCK, fp8_blocks(k), FP8_BLOCK)

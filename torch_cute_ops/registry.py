@@ -98,7 +98,7 @@ def _register(spec: OpSpec) -> None:
         checked_outputs(args, kwargs)
 
     def elsewhere(*args: Any, **kwargs: Any) -> None:
-        # PyTorch also selects this implementation if every tensor is None.
+        # PyTorch also selects this implementation if all given tensors are None.
         outputs = {name: kwargs.pop(name) for name in spec.out_names if name in kwargs}
         given = path.arguments(bind(*args, **kwargs))
         spec.signature.check_kinds(given.values())
@@ -167,8 +167,8 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
     """Compile and load the kernels that ``op`` needs for calls with these static properties.
 
     Afterwards, such calls neither compile nor load nor synchronise, and can be captured in a CUDA graph. The number of
-    rows is no static property: one kernel serves all numbers. For a GEMM, the kernel is chosen for numbers of rows near
-    ``m``.
+    rows is not a static property: one kernel serves any number of rows. For a GEMM, ``warmup`` prepares the kernel that
+    calls with about ``m`` rows use.
 
     Example:
         ``warmup("rmsnorm_fp4quant", hidden=7168, dtype=torch.bfloat16)``

@@ -1,8 +1,8 @@
 """Checks of every call in debug mode, ``TORCH_CUTE_OPS_CHECK=1``.
 
-Before a call, its index tensors and global scales are checked; after it, four rows of each result are compared with the
-reference. GEMMs are compared within the bounds of ``gemm.error_bounds``, quantised rows within one step of a code. The
-registry installs a :class:`Verifier` for each op, only if the setting is on.
+Before a call, index tensors and global scales are checked. After the call, four rows of each result are compared with
+the reference. GEMMs are compared within the bounds of ``gemm.error_bounds``, quantised rows within one step of a code.
+The registry installs a :class:`Verifier` for each op, only if the setting is on.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class Verifier:
         """Compare rows of the outputs, and of updated arguments, with the reference.
 
         Raises:
-            RuntimeError: naming the output, if a row is wrong.
+            RuntimeError: if a row is wrong; the message names the output.
         """
         given = self.spec.path.arguments(call)
         if not all(output.numel() for output in outputs):
@@ -94,7 +94,7 @@ def _scales_of(spec: OpSpec) -> tuple[str, ...]:
     found = ["global_scale"] if "global_scale" in names else []
     if "alpha" in names and getattr(spec.path, "over", "none") != "k":
         found.append("alpha")
-    if "scale" in names and "granularity" in spec.signature.names:  # of a tensor, given
+    if "scale" in names and "granularity" in spec.signature.names:  # the given scale of a whole tensor
         found.append("scale")
     return tuple(found)
 
@@ -131,7 +131,7 @@ def _comparison_of(spec: OpSpec) -> Comparison:
 def _rows(
     spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
 ) -> str | None:
-    """Compare an op whose result has a row for each row of ``input``."""
+    """Compare the results of an op that returns one row per row of ``input``."""
     lead, width = before["input"].shape[:-1], before["input"].shape[-1]
     count = lead.numel()
     rows = _chosen(count, before["input"].device)
@@ -158,7 +158,7 @@ def _rows(
 
 
 def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
-    """Return these rows of an output, or the whole output if it has no rows, such as the scale of a tensor."""
+    """Return the given rows of an output, or the whole output if it has no rows, such as the scale of a tensor."""
     if want.numel() == 1 and got.numel() == 1:
         return got.reshape(1, 1).expand(len(rows), 1)
     return got.reshape(count, -1)[rows]
@@ -313,7 +313,7 @@ def _routed(
 
 
 def _at(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return the scores of these experts; infinity for experts that do not exist."""
+    """Return the scores of the experts ``ids``, or infinity for experts that do not exist."""
     exist = (ids >= 0) & (ids < scores.shape[1])
     return torch.where(exist, scores.gather(1, torch.where(exist, ids, 0).long()), torch.inf)
 

@@ -55,7 +55,7 @@ def _driver() -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return each CUDA device's name, architecture, reason that it is unsupported, and ``Arch.has_run``."""
+    """Return the name and architecture of each CUDA device, the reason if it is unsupported, and ``Arch.has_run``."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         arch = arch_name(index)

@@ -150,7 +150,8 @@ def _archs(options: argparse.Namespace) -> list[str]:
 
 
 def _tell_flavour() -> None:
-    """Print the build that compiled: the DSL selects it by the driver, or without a driver takes the newest build."""
+    """Print which build of the DSL compiled. The DSL selects a build by the driver, or without a driver the newest
+    build."""
     print(f"compiled by the {compiler_flavour()} build of the DSL; another build cannot load the kernels")
 
 

@@ -257,7 +257,7 @@ class _Column(Divided):
         shard = WeightShard(0, 0, self.world, self.style.unit)
         own = [end - begin for begin, end in (shard.bounds(rows) for rows in self.whole_parts)]
         parts = [
-            # Use only the first copy of heads that several ranks share.
+            # If several ranks share heads, use only the first copy.
             part[:, :: rows * self.world // whole].flatten(1)
             for part, rows, whole in zip(of_ranks.split(own, 2), own, self.whole_parts, strict=True)
         ]
@@ -304,7 +304,7 @@ def _lead(x: Any) -> tuple[int, ...]:
 
 
 def refuse_gradient(module: nn.Module, x: Tensor) -> None:
-    """Refuse inputs that require grad, because the collectives would lose the gradient.
+    """Check that no input requires grad, because the collectives would lose the gradient.
 
     Raises:
         ValueError: for an input or a parameter that requires grad while gradients are enabled.
@@ -317,7 +317,7 @@ def refuse_gradient(module: nn.Module, x: Tensor) -> None:
 
 
 def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
-    """Refuse inputs for which the collectives would give wrong results.
+    """Check that the collectives give correct results for the input.
 
     Raises:
         ValueError: for an input that requires grad; with ``sequence``, for an input without a dimension for rows.
@@ -336,7 +336,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
-    amax = torch.where(amax.isfinite(), amax, torch.inf)  # a maximum of NaN depends on the backend
+    amax = torch.where(amax.isfinite(), amax, torch.inf)  # the maximum of a NaN and a number depends on the backend
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     scale = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     is_zero = (scale == 0) | scale.isnan()
@@ -407,7 +407,7 @@ def check_mesh(name: str, mesh: DeviceMesh) -> None:
     """Check that a mesh is one-dimensional.
 
     Raises:
-        ValueError: naming a way to select one dimension.
+        ValueError: if it is not; the message shows how to select one dimension.
     """
     if mesh.ndim != 1:
         raise ValueError(f"{name}: the mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
@@ -458,8 +458,8 @@ class ColumnParallel(LinearStyle):
     Args:
         unit: rows that stay together: ``head_dim`` for q, k and v. A part with fewer units than ranks, such as the key
             and value heads of grouped attention, is repeated.
-        sequence: True if each rank passes different tokens. The rank quantises its tokens as the layer's GEMM takes
-            them; codes and scales are gathered along the first dimension. 16-bit activations are gathered unchanged.
+        sequence: True if each rank passes different tokens. The rank quantises its tokens to the format of the layer's
+            GEMM; codes and scales are gathered along the first dimension. 16-bit activations are gathered unchanged.
         gather_output: True to return the columns of all ranks, in the order of the undivided layer. ``whole_parts`` of
             the layer gives the rows of its parts.
     """
@@ -486,9 +486,9 @@ class RowParallel(LinearStyle):
     Args:
         sequence: True to return to each rank an equal part of the tokens, the first dimension, instead of all tokens.
         sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as other
-            tensor-parallel layers do; each partial sum and each sum are rounded to it. ``torch.float32`` rounds once
-            but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return float32 on
-            a GPU, so each call decodes the weight.
+            tensor-parallel layers do; each partial sum and each sum are rounded to this dtype. ``torch.float32`` rounds
+            once but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return
+            float32 on a GPU, so each call decodes the weight.
     """
 
     dim = 1

@@ -144,7 +144,7 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Decode e2m1 codes (uint8, 0..15) to fp32."""
     # Shifted into float32's exponent and fraction fields, the code's bits are the value times 2^-126. A table would
-    # break # CUDA-graph capture.
+    # break CUDA-graph capture.
     codes = codes.to(torch.int32)
     return (((codes & 7) << 22) | ((codes & 8) << 28)).view(torch.float32) * 2.0**126
 

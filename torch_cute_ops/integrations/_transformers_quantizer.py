@@ -135,7 +135,7 @@ def _reason_first(reason: str | None) -> Iterator[None]:
 
 
 def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
-    """Add our reason to the error of the quantizer's check of its environment."""
+    """Run the quantizer's check of its environment, and add our reason to an error."""
     validate: Callable[..., None] = quantizer.validate_environment
 
     def checked(*args: Any, **kwargs: Any) -> None:

@@ -183,7 +183,7 @@ def from_config(
         if isinstance(module, QuantLinear):
             continue
         for name, buffer in module._buffers.items():
-            # For example the bias with which DeepSeek-V3 selects experts.
+            # An example is the bias with which DeepSeek-V3 selects experts.
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
@@ -219,7 +219,7 @@ def _check_quantize(quantize: str | None, activations: Any, filter_fn: FilterFn 
 
 
 def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
-    """Return the patterns for ``quantize_``: without patterns that fit tensors of the checkpoint only."""
+    """Return the patterns for ``quantize_``, without patterns that fit only tensors of the checkpoint."""
     modules = [name for name, _ in model.named_modules()]
     with Files(folder) as files:
         return [

@@ -21,7 +21,7 @@ INPUT_AMAX: Final = 8.0
 """Largest activation that the input scales cover."""
 
 # The bits of codes are random. The root mean square of all e2m1 numbers is 2.93. In e4m3 codes, the sign and the three
-# # mantissa bits are random: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
+# mantissa bits are random: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
 _E2M1, _FRACTION, _SCALE = 2.93, 0.74, 1.46
 
 _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {

@@ -23,7 +23,7 @@ def quantize_rows(
     blocks = value.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     scale, inverse = _block_scale(amax, fmt, global_scale)
-    # A block without a finite, nonzero scale stores zeros, without signs.
+    # A block without a finite, nonzero scale stores zeros with positive sign.
     live = amax.isfinite() & (inverse != 0)
     scaled = torch.where(live.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
     packed = pack_e2m1(encode_e2m1(scaled).flatten(-2))

@@ -24,7 +24,7 @@ def quantize_fp8_rows(
     amax = blocks.abs().amax(-1)
     # Divide by a tensor: for a Python number, torch on a GPU multiplies with the reciprocal.
     block_scale = amax / torch.full_like(amax, E4M3_MAX)
-    # A block without a finite, nonzero scale stores zeros, without signs.
+    # A block without a finite, nonzero scale stores zeros with positive sign.
     live = amax.isfinite() & (block_scale != 0)
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)

@@ -79,7 +79,8 @@ def activations(
 def apply_epilogue(
     total: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Multiply the fp32 product (M, N) by ``alpha``, add ``bias``, each with one rounding; round to the dtype."""
+    """Multiply the fp32 product (M, N) by ``alpha`` and add ``bias``, with one rounding each, then round to the
+    dtype."""
     if alpha is not None:
         total = total * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
     if bias is not None:

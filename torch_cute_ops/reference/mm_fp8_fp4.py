@@ -1,4 +1,4 @@
-"""Reference of ``mm_fp8_fp4``, and the conversion of its FP4 weight to FP8."""
+"""Reference of ``mm_fp8_fp4``, and the conversion of the op's FP4 weight to FP8."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def fp8_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert an FP4 weight to FP8 with powers of two as scales.
 
-    In each row and block of 128 elements of k, ``w8 = e4m3(e2m1 · block scale · 2^-t)``. The exponent t is the least
-    integer with ``6 · (largest |block scale|) · 2^-t <= 448``, or 0 if all scales are zero or NaN. Elements with a NaN
-    block scale become NaN and do not affect t.
+    In each row and block of 128 elements of k, a weight is ``w8 = e4m3(e2m1 · block scale · 2^-t)``. The exponent t is
+    the least integer with ``6 · (largest |block scale|) · 2^-t <= 448``, or 0 if all scales are zero or NaN. Elements
+    with a NaN block scale become NaN and do not affect t.
 
     Args:
         codes: (..., K/2) packed FP4 codes; K is a multiple of 64.
@@ -49,6 +49,6 @@ def fp8_weight(
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
-    # The product has few significant bits: it is exact in float32, or far below the least e4m3 number.
+    # The product has few significant bits: it is exact in float32, or far below the smallest e4m3 number.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
     return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

@@ -77,7 +77,7 @@ def gated_experts(
 def quantize_experts(
     value: Tensor, experts: int, global_scale: Tensor | None, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``value`` (M, E·I) to codes and scales, with one global scale, or one global scale for each expert."""
+    """Quantise ``value`` (M, E·I) to codes and scales, with one global scale for all experts or per expert."""
     encode = [None] * experts if global_scale is None else list(global_scale.reshape(-1).expand(experts))
     parts = value.chunk(experts, 1)
     codes, scales = zip(
@@ -90,7 +90,7 @@ def quantize_experts(
 def written_parts(
     outputs: tuple[Tensor, ...], routing: Tensor, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return masks of the codes and scales that the op writes: routed pairs, and all padding."""
+    """Return masks of the codes and scales that the op writes: those for routed pairs, and all padding."""
     skipped, width = routing == 0, outputs[0].shape[1] // routing.shape[1]
     scales = from_linear(skipped.repeat_interleave(2 * width // fmt.block_size, 1).to(torch.uint8), layout)
     return ~skipped.repeat_interleave(width, 1), scales == 0

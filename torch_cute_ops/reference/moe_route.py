@@ -1,4 +1,4 @@
-"""Reference of ``moe_route``, and its two halves: choice of experts, and order of rows."""
+"""Reference of ``moe_route``, and of the two steps of this op: choice of experts, and order of rows."""
 
 from typing import Any
 
@@ -28,7 +28,8 @@ def choose_experts(
     finite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights (M, topk) fp32 and experts (M, topk) int64 for tokens with these ``logits`` (M, E)."""
-    # In float64, then rounded: the last bit of torch's fp32 functions depends on an element's position in its vector.
+    # Compute in float64, then round: the last bit of torch's fp32 functions depends on an element's position in the
+    # tensor.
     value = (logits.float().nan_to_num(nan=torch.finfo(torch.float32).min) if finite else logits).double()
     two_best = scoring == "sigmoid" or bias is not None
     if scoring == "softmax":
@@ -44,10 +45,10 @@ def choose_experts(
     chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
     weights = score.gather(1, chosen)
     if renormalize and scoring == "softmax":
-        # The softmax of the chosen logits: with a bias, the scores of all chosen experts may round to zero.
+        # Use the softmax of the chosen logits, because with a bias the scores of all chosen experts may round to zero.
         weights = torch.where(score[:, :1].isnan(), torch.nan, value.gather(1, chosen).softmax(1))
     elif renormalize:
-        # 1e-20 as in DeepSeek-V3's reference: a sum of sigmoids may be zero.
+        # A sum of sigmoids may be zero. DeepSeek-V3's reference also adds 1e-20.
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     return (weights * scaling_factor).float(), chosen
 

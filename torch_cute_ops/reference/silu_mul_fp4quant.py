@@ -29,7 +29,7 @@ def silu_mul_rows(
     if (swiglu_alpha, swiglu_beta, swiglu_limit) != (1.0, 0.0, None):
         # The default gate skips this addition, because -0 + 0 is +0.
         up = up + beta
-    # The exponential in float64, then rounded: the last bit of torch's fp32 exp depends on an element's position.
+    # Compute the exponential in float64, then round: the last bit of torch's fp32 exp depends on an element's position.
     return gate / (1 + torch.exp(-(gate * alpha).double()).float()) * up
 
 

@@ -56,8 +56,8 @@ def agree(
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
     the result, since rank 0 may arrive that late and then wait itself. After that, a rank decides instead of rank 0.
     The first decision that is written wins (compare and set), and all ranks take it: ranks that arrive late, or give up
-    on rank 0 at the same time, still agree. A rank that died, or never asks for this decision, costs the others one
-    wait and no error.
+    on rank 0 at the same time, still agree. If a rank died, or never asks for this decision, the other ranks wait once,
+    without an error.
 
     Args:
         ranks: ranks that decide.
@@ -65,8 +65,8 @@ def agree(
         text: post of this rank.
         decide: function from the posts, by rank, to the decision. This rank's post is always present.
         timeout_s: longest wait of rank 0, seconds. With 0, rank 0 uses the posts that have already arrived.
-        absent: ranks that posted nothing for earlier decisions; nobody waits for them. The function adds ranks that
-            post nothing now, and removes ranks that do.
+        absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. It adds ranks
+            that post nothing now, and removes ranks that post.
 
     Raises:
         RuntimeError: if the store cannot be reached, for example because the process that hosts it died. The state of

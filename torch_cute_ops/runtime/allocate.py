@@ -8,9 +8,9 @@ import torch
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 try:
-    # The allocator of Inductor's generated code: no argument parser, no dispatcher, current device only. It takes 0.41
-    # µs, torch.empty_strided 0.87 µs, and new_empty 1.05 µs (measured with the allocator's CPU counterpart, torch
-    # 2.13).
+    # Use the allocator of Inductor's generated code, which has no argument parser and no dispatcher, and allocates on
+    # the current device only. It takes 0.41 µs; torch.empty_strided takes 0.87 µs, and new_empty 1.05 µs (measured
+    # with the allocator's CPU counterpart, torch 2.13).
     from torch._C import _cuda_getDevice as _current_device  # type: ignore[attr-defined, unused-ignore]
     from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined, unused-ignore]
 except ImportError:

@@ -24,7 +24,7 @@ def configure_log() -> None:
 
 
 def described(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Describe a call in one line; for each tensor show dtype, shape, strides and device."""
+    """Describe a call in one line, with the dtype, shape, strides and device of each tensor."""
     shown = [_shown(value) for value in args]
     shown += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return f"cute::{op}({', '.join(shown)})"

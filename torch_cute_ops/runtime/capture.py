@@ -7,7 +7,8 @@ def forbid_in_capture(op: str, key: str, warmup_call: str) -> None:
     """Check, after a cache miss, that the current stream is not capturing.
 
     Raises:
-        RuntimeError: if it is; names the op, the missing kernel, and the call that prepares it.
+        RuntimeError: if the stream is capturing. The message names the op, the missing kernel, and the call that
+            prepares the kernel.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

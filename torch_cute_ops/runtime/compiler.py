@@ -1,7 +1,8 @@
 """Compilation of kernels through TVM-FFI, with caches in memory and on disk. Only this module calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
-``__call__`` that the DSL traces. The cache key is derived from these, so that it covers everything a kernel depends on.
+``__call__`` that the DSL traces. The cache key is derived from these three, so that the key covers everything on which
+a kernel depends.
 """
 
 import functools
@@ -181,7 +182,7 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
     function: Callable[..., None] | None = kernels.load(digest, load_object)
     if function is None:
         with kernels.writing(digest):
-            # Another process may have compiled it meanwhile.
+            # Another process may have compiled the kernel meanwhile.
             function = kernels.load(digest, load_object)
             if function is None:
                 compiled = _timed(kernel, arch, key)
@@ -217,7 +218,7 @@ def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
         return True
     try:
         return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
-    except ModuleNotFoundError:  # the DSL, which the cache key needs
+    except ModuleNotFoundError:  # no DSL, which the cache key needs
         return False
 
 
@@ -269,7 +270,7 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
     """Load the function ``symbol`` from an object file.
 
     Raises:
-        OSError: if loading fails. The DSL does not say if the file or this process is the cause.
+        OSError: if loading fails. The DSL does not report if the file or this process is the cause.
     """
     from cutlass.cute.runtime import load_module
 
@@ -316,7 +317,7 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
 
 
 def _after_fork() -> None:
-    """Replace the lock. If another thread held it during the fork, nobody would release it in the child."""
+    """Replace the lock. If another thread held the lock during the fork, no thread would release it in the child."""
     global _lock
     _lock = threading.Lock()
 

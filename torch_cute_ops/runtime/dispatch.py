@@ -48,7 +48,7 @@ try:
 
     forward_ad._current_level  # noqa: B018
 except (ImportError, AttributeError):
-    # Without torch's private names the answer is unknown.
+    # Without torch's private names, it is unknown if the dispatcher is needed.
     NEEDS_REDISPATCH = NEEDS_DISPATCHER = NEEDS_DISPATCHER_WITHOUT_DYNAMO = "True"
     CHECKS = {}
 else:

@@ -31,7 +31,7 @@ def read(path: Path, limit: int) -> bytes:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # the path is a socket, or a device without a driver
             raise Unusable(f"{path} is not a regular file") from None
         raise
     try:
@@ -100,7 +100,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Create or replace a file atomically: readers find the old content or the new.
+    """Create or replace a file atomically: readers find either the old or the new content.
 
     If ``path`` is a symbolic link, its target is replaced and the link stays.
 
@@ -121,7 +121,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def is_stale(path: Path) -> bool:
-    """Return True if a file or folder is old, or dated further in the future than a clock's error explains.
+    """Return True if a file or folder is old, or if its date lies so far in the future that no clock error explains it.
 
     Raises:
         OSError: if the path does not exist.

@@ -1,6 +1,7 @@
 """Locks between processes. They only avoid duplicate work: code must also be correct without them.
 
-A lock is an advisory lock (``flock``) on an empty file, so it ends with its process. The file stays.
+A lock is an advisory lock (``flock``) on an empty file. The system releases the lock when its process ends; the file
+stays.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ An entry is a folder ``<root>/<digest>`` that contains an object file and its de
 the cache key, which the description contains; the object file's function is named after the digest. Entries appear by
 renaming, which is atomic on local and on network file systems, and never change. An entry whose content contradicts its
 description or its name is deleted; an unreadable entry is kept. In both cases the kernel is compiled again. If nothing
-can be written, kernels stay in memory, with one warning for each kind of error.
+can be written, kernels stay in memory, with one warning per kind of error.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class Store:
                 function = load(folder / OBJECT, self.read(digest).symbol)
             except FileNotFoundError:
                 raise
-            except OSError:  # of a disk or a network, or too many open files: may pass
+            except OSError:  # of a disk or a network, or too many open files; such errors may be temporary
                 time.sleep(files.RETRY_SECONDS)
                 function = load(folder / OBJECT, self.read(digest).symbol)
         except FileNotFoundError:
@@ -197,7 +197,8 @@ class Store:
         return True
 
     def writing(self, digest: str, patience: float = PATIENCE_SECONDS) -> AbstractContextManager[None]:
-        """Let one process at a time compile ``digest``. After ``patience`` seconds, or without locks, all may."""
+        """Let one process at a time compile ``digest``. After ``patience`` seconds, or without locks, all processes
+        may."""
         return locks.one_process(self.root / "locks" / f"{digest}.lock", patience)
 
     def entries(self) -> Iterator[tuple[str, Path]]:
@@ -256,7 +257,7 @@ class Store:
         return len(folders) - len(errors), errors
 
     def _delete(self, folder: Path) -> None:
-        """Delete an entry. It is renamed first, so that no process finds half of it.
+        """Delete an entry. The entry is renamed first, so that no process finds a half-deleted entry.
 
         Raises:
             OSError: if the entry cannot be renamed or deleted.
@@ -286,7 +287,7 @@ def _entry(content: bytes) -> Entry:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder and its content, or anything else."""
+    """Delete a folder with its content, or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

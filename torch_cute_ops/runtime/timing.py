@@ -4,7 +4,7 @@
   occupy at least 3 × L2; at least 2 sets are used. A tiny problem needs thousands of sets and gets at most
   ``max_sets``; if that is too few, the plan's ``rotation_over_l2`` is below 3. The alternative, flushing L2 between
   calls, requires subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of
-  a decode step are warm and the weights cold; here everything is cold.
+  a decode step are in L2 and the weights are not; here, no operand is in L2.
 - Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. It lasts about ``graph_ms``
   or longer, so that launching the graph costs little. The time of a call is the time between two events around a
   replay, divided by the number of calls.
@@ -49,7 +49,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sets, calls per graph (a multiple of the sets), rounds, and total size of the sets over the L2 size."""
+    """Numbers of sets, of calls per graph (a multiple of the sets) and of rounds; and total size of the sets divided by
+    the L2 size."""
 
     n_sets: int
     calls: int
@@ -73,7 +74,7 @@ class Timing:
 
 
 class Backend(Protocol):
-    """Device interface that ``measure`` needs: ``CudaGraphs``, or in tests a stand-in with a simulated clock."""
+    """Device interface that ``measure`` needs: ``CudaGraphs``, or in tests a substitute with a simulated clock."""
 
     def capture(self, call: Call, n_sets: int, calls: int) -> Replay:
         """Return a function that replays ``calls`` calls, cycling through the sets."""

@@ -41,7 +41,7 @@ def compiler_flavour() -> str | None:
     """
     import cutlass  # chooses a build by the driver
 
-    # The loaded library's own version, else the only installed build.
+    # Use the loaded library's own version, or else the only installed build.
     major = getattr(getattr(cutlass, "CUDA_VERSION", None), "major", None)
     if isinstance(major, int):
         return f"cu{major}"

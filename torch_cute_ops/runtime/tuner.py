@@ -61,18 +61,20 @@ class _Choices:
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Choices of the ranks after failed tuning. They are valid for this process and not written to the file.
+        # Choices that the ranks made after tuning failed. These choices are used in this process, but not written to
+        # the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
 
 
-# Held while timing, since threads that time kernels at once disturb each other; not held while waiting for ranks.
+# The lock is held during timing, because threads that time kernels at once disturb each other. It is not held while
+# waiting for ranks.
 _timing = threading.Lock()
 
 
 def lookup(key: Key) -> Candidate | None:
-    """Return the choice for ``key`` that this process or an earlier one made, or None.
+    """Return the choice for ``key`` that this or an earlier process made, or None.
 
     The caller checks that the backend still offers the candidate.
     """
@@ -101,7 +103,7 @@ def tune(problem: TuningTask) -> None:
         return
     if problem.key in choices.agreed:
         return
-    # All ranks enter the same blocks, so they agree on the number of the attempt.
+    # All ranks enter the same blocks, so all ranks count the same number of attempts.
     attempt = choices.attempts[problem.key] = choices.attempts.get(problem.key, 0) + 1
     name = _name(problem.key, attempt)
     try:
@@ -182,7 +184,8 @@ def _times(problem: TuningTask) -> dict[Candidate, float | None]:
 
 
 def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]]:
-    """Yield the candidates worth timing, then each other candidate alone, in case no earlier candidate is correct."""
+    """Yield the list of candidates worth timing, then every other candidate alone, in case no earlier candidate is
+    correct."""
     ordered = sorted(estimates, key=estimates.__getitem__)
     least = estimates[ordered[0]]
     first = [candidate for candidate in ordered if estimates[candidate] <= HOPELESS * least]
@@ -201,7 +204,8 @@ def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
 
 
 def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
-    """Return the decision on the ranks' votes as JSON: candidate, True if it was tuned, and mean duration, seconds."""
+    """Return the decision on the ranks' votes as JSON: the candidate, a flag that it was tuned, and its mean duration
+    in seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:

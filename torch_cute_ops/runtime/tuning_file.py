@@ -1,7 +1,7 @@
 """File of tuned choices: one JSON file that processes share.
 
-The file is replaced as a whole, so a reader finds the old content or the new. A writer holds a lock next to the file
-and merges its choice with the existing content. A file with any other content is ignored and not changed.
+The file is replaced as a whole, so a reader finds either the old or the new content. A writer holds a lock next to the
+file and merges its choice with the existing content. A file with any other content is ignored and not changed.
 """
 
 import json
@@ -54,14 +54,15 @@ class Key:
 
 
 class Tuned(NamedTuple):
-    """Choice and the duration of a call with it, seconds; None if it was the only correct candidate and not timed."""
+    """Choice, and the duration of a call with the choice, seconds, or None if the only correct candidate was not
+    timed."""
 
     candidate: Candidate
     seconds: float | None
 
 
 def canonical(value: Any) -> str:
-    """Return ``value`` as JSON that is the same for equal values."""
+    """Return the JSON text of ``value``; equal values give equal texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

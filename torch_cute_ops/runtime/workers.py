@@ -90,7 +90,8 @@ class Workers(Generic[Task, Result]):
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        # Otherwise the first process.start() would start the tracker, which unblocks interrupts in this thread.
+        # Start the tracker now: the first process.start() would start it otherwise, and the tracker unblocks interrupts
+        # in this thread.
         resource_tracker.ensure_running()
         with _interrupts_held(), theirs:
             process.start()

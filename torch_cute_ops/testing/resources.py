@@ -16,10 +16,10 @@ class Resources:
     """Resources of one device kernel, as ptxas reports them.
 
     Attributes:
-        registers: registers of a thread.
-        stack_bytes: bytes of a thread's local memory, including spilled registers.
+        registers: registers per thread.
+        stack_bytes: bytes of local memory per thread, including spilled registers.
         spill_bytes: bytes written to and read from local memory for lack of registers.
-        smem_bytes: bytes of shared memory of a CTA.
+        smem_bytes: bytes of shared memory per CTA.
     """
 
     registers: int
@@ -50,7 +50,7 @@ def parse(remarks: str) -> list[Resources]:
     """Parse the output of ``ptxas -v`` for the resources of each device kernel.
 
     Raises:
-        RuntimeError: without figures, or if ptxas reports that warpgroup MMAs do not overlap.
+        RuntimeError: if the text lists no resources, or if ptxas reports that warpgroup MMAs do not overlap.
     """
     # If registers spill, the DSL prints the remarks within a longer message and wraps its lines.
     remarks = " ".join(remarks.split())
