@@ -136,7 +136,7 @@ def experts_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients for the tokens (M, H) and for the routing weights (M, topk), one expert at a time.
 
-    The gradients are the gradients of experts with the decoded weights, at the unrounded tokens.
+    The results are the gradients of experts with the decoded weights, at the unrounded tokens.
     """
     dtype, count = hidden_states.dtype, module.experts
     of_tokens = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)

@@ -37,8 +37,8 @@ def mm_fp8_fp4(
     In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
     rounded to nearest even. For MXFP4, the conversion is exact unless scales within 128 elements differ by more than a
     factor of 2^14. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to
-    4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6. For
-    a Gaussian weight, the relative rms error is 9.69 %, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and
+    4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6.
+    For a Gaussian weight, the relative rms error is 9.69 %, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and
     :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With many rows, ``"auto"`` may take the backend ``recode``, which holds an FP8

@@ -90,7 +90,7 @@ def quantize_experts(
 def written_parts(
     outputs: tuple[Tensor, ...], routing: Tensor, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return masks of the codes and scales that the op writes: those for routed pairs, and all padding."""
+    """Return masks of the codes and scales that the op writes: the elements of routed pairs, and all padding."""
     skipped, width = routing == 0, outputs[0].shape[1] // routing.shape[1]
     scales = from_linear(skipped.repeat_interleave(2 * width // fmt.block_size, 1).to(torch.uint8), layout)
     return ~skipped.repeat_interleave(width, 1), scales == 0
