@@ -1,7 +1,7 @@
-"""Accumulators of a token block and an n tile in shared memory, and their way to the result.
+"""Accumulators of a token block and an n tile in shared memory, and the code that turns them into the result.
 
-A CTA without the last class of an n tile writes its partial sums to the workspace. The CTA with the last class adds
-them up and stores the result.
+A CTA without the last class of an n tile writes its partial sums to the workspace. The CTA with the last class adds up
+the partial sums and stores the result.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Work(NamedTuple):
         block_index, first_token: index of the token block, and index of its first token.
         experts: number of experts.
         lists: lists of routed tokens, from the first kernel.
-        partial_sums: partial sums of CTAs, and their flags; or None.
+        partial_sums: partial sums of CTAs, and the flags of the partial sums; or None.
         bias: biases of the experts (E, n), or None.
         out: result.
         n_tiles: indices of the CTA's two n tiles. The higher index is first, because another CTA waits for its partial
             sums.
-        begins, ends: range of classes of each n tile.
-        m_tiles, first_m_tiles: number of m tiles of the CTA, and number of m tiles of its first n tile.
+        begins, ends: range of classes for each of the two n tiles.
+        m_tiles, first_m_tiles: number of m tiles of the CTA, and number of m tiles of the CTA's first n tile.
     """
 
     m: Int32
@@ -86,8 +86,8 @@ class Accumulators:
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def token_offset(self, token):
-        """Return the offset of a token's accumulators in bytes. Its low bits permute groups of eight rows in
-        ``acc_offset``, so that tokens are in different banks."""
+        """Return the offset of a token's accumulators in bytes. The low bits of the offset permute groups of eight rows
+        in ``acc_offset``, so that different tokens are in different banks."""
         return token * (TILE_N * 4) + token % ATOM_M * 32
 
     def acc_offset(self, token_offset, row):
@@ -121,7 +121,7 @@ class Accumulators:
                     self._add_partial_sums(work.n_tiles[which], tid, work, smem)
                 self._store_result(work.n_tiles[which], tid, work, smem)
             if const_expr(which == 0):
-                # The second n tile's accumulators replace these.
+                # The second n tile's accumulators replace these accumulators.
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
@@ -148,7 +148,8 @@ class Accumulators:
 
     @cute.jit
     def _add_partial_sums(self, n_tile, tid, work, smem):
-        """Add other CTAs' partial sums of this n tile, in the order of their classes, before this CTA's own."""
+        """Add other CTAs' partial sums of this n tile, in the order of the classes. This CTA's own partial sums come
+        last."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
         # Find the CTA with the n tile's first class. The first work tiles of CTAs are rounded down.

@@ -66,8 +66,8 @@ class Config:
         pipelines: number of m tiles that a CTA computes at a time.
         k_warps: number of warps that share the k of 16 rows of an m tile.
         stages: number of stages of all pipelines.
-        classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles;
-            with one class, it computes all experts of one n tile.
+        classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles.
+            With one class, a CTA computes all experts of one n tile.
         pdl: True for programmatic dependent launches.
         bias_dtype: dtype of the experts' biases, or None without biases.
         max_experts: number of experts for which the lists of m tiles have room.
@@ -166,8 +166,9 @@ class Config:
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the bytes of workspace.
 
-        It holds a list of tokens for each token block and expert. If CTAs share n tiles, it also holds partial sums and
-        a flag per token block and CTA. Each kind is contiguous over all token blocks.
+        The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, it also holds partial
+        sums and a flag per token block and CTA. Lists, partial sums and flags are each contiguous over all token
+        blocks.
         """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)

@@ -169,12 +169,12 @@ class FP4ExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # A stage is full after two arrivals: one for the weight, one for activations and pairs from the lists.
+            # Two arrivals make a stage full: one for the weight, one for the activations and pairs from the lists.
             smem.pipeline.init(full=2, empty=N_WARPS * c.k_warps)
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        # Clear the accumulators and the activations: an m tile with fewer tokens overwrites only some of its rows.
+        # Clear the accumulators and the activations: an m tile with fewer tokens overwrites only some rows of a stage.
         clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
             alpha,
@@ -235,7 +235,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """Fill the stages of a pipeline, as its producer warp.
+        """Run a producer warp: fill the stages of a pipeline.
 
         If the CTA scans the factors itself, the first k tiles of the weight are copied before the first kernel ends.
         """
@@ -286,7 +286,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _load_tokens(self, index, m_tile, k_tile, stage, work, smem):
-        """Start the copies of a k tile of an m tile's activations, and of its pairs."""
+        """Start the copies of a k tile of an m tile's activations, and of the m tile's pairs."""
         c = self.config
         m_tiles = smem.m_tiles
         position = (m_tile - m_tiles.begins[index]) * c.tile_m
@@ -307,7 +307,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """Compute 16 rows of every m tile of a pipeline, as a consumer warp."""
+        """Run a consumer warp: compute 16 rows of every m tile of a pipeline."""
         c = self.config
         # The warps of a chain run on the same scheduler of the SM, at different points of their m tiles.
         chain_index, n_warp = warp // N_WARPS, warp % N_WARPS
@@ -396,7 +396,7 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # Wait for the previous warp of the chain: it computes the previous part of k, or the previous m tile.
+            # Wait for the previous warp of the chain, which computes the previous part of k, or the previous m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1
@@ -408,8 +408,8 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Add a k tile to the accumulators, and release the stage ``before``. If warps share k, each multiplies a part
-        of each lane's codes."""
+        """Add a k tile to the accumulators, and release the stage ``before``. If warps share k, a warp multiplies only
+        a part of each lane's codes."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
@@ -424,7 +424,8 @@ class FP4ExpertsKernel:
     # Accumulators
 
     def _bias(self, expert, n_tile, consumer, work) -> list:
-        """Return an expert's bias of the two rows of a lane. Only the first of the warps that share the k adds it."""
+        """Return an expert's bias of the two rows of a lane. If several warps share k, only the first warp adds the
+        bias."""
         n = n_tile * TILE_N + consumer.row
         return [
             load_terms(work.bias, expert, n, 8 * r, 1, (n + 8 * r < work.n) & (consumer.k_warp == 0))[0]
@@ -432,7 +433,7 @@ class FP4ExpertsKernel:
         ]
 
     def _pairs(self, stage, consumer, smem) -> tuple[list, list]:
-        """Return the accumulator offsets of a lane's tokens, negative for missing tokens, and their factors."""
+        """Return the accumulator offsets and the factors of a lane's tokens. Offsets of missing tokens are negative."""
         c = self.config
         offsets, factors = [], []
         for group in range(c.tile_m // ATOM_M):

@@ -52,14 +52,14 @@ class Arguments(
         b: (E, H / 2, 2 · I) uint8 FP4 codes, the transposed view of a contiguous weight. In each expert, the columns of
             the gate precede the columns of up.
         b_scale: block scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
-        routing: (M, E) float32 with any strides; pairs with zero are not computed.
+        routing: (M, E) float32 with any strides; pairs with a factor of zero are not computed.
         alpha: (E,) float32 factors, or (E, 2) for gate and up; or None.
         bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``; or None.
         global_scale: (1,) or (E,) float32 encode scale of the result; or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, the limit +inf for no limit; or
-            None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
+            no limit.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
-        scale: block scales of ``y``, written for routed tokens, with zeros as padding; None for 16 bits.
+        scale: block scales of ``y``, written for routed tokens; padding is zeroed. None for 16 bits.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs per token block.
     """
@@ -69,8 +69,8 @@ class Arguments(
 class GatedEpilogue:
     """Epilogue of a work tile.
 
-    It computes ``g = gate · alpha + bias``, and ``u`` in the same way, with each operation rounded to fp32. Then it
-    applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
+    The epilogue computes ``g = gate · alpha + bias`` and ``u = up · alpha + bias``, and rounds after each operation to
+    fp32. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
 
     Attributes:
         out: dtype of the result, or format of its codes.
@@ -115,8 +115,8 @@ class Config:
         k: number of elements of k.
         tile_n: number of weight rows of an n tile.
         tile_m: number of tokens of an m tile.
-        split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
-            by part, whichever CTA computes them.
+        split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are always added
+            up part by part, even if one CTA computes several parts.
         token_block: tokens of a token block.
         stages: number of stages of all pipelines.
         pdl: True for programmatic dependent launches.
@@ -141,12 +141,13 @@ class Config:
 
     @property
     def n_warps(self) -> int:
-        """Number of warps that share the rows of an n tile. Each computes 8 rows of the gate, and 8 of up."""
+        """Number of warps that share the rows of an n tile. Each warp computes 8 rows of gate and 8 rows of up."""
         return self.tile_n // 16
 
     @property
     def pipelines(self) -> int:
-        """Number of warps that share the k of the same rows. Each is served by a separate producer warp."""
+        """Number of warps that share the k of the same rows. Each of these warps has its own pipeline and producer
+        warp."""
         return CONSUMER_WARPS // self.n_warps
 
     @property
@@ -202,13 +203,13 @@ class Config:
 
     @property
     def lag(self) -> int:
-        """Number of k tiles that a producer warp starts before it waits for the activations of an earlier one, for
-        wgmma. Before it waits for an empty stage, it waits for the activations of all k tiles."""
+        """For wgmma, number of k tiles whose copies a producer warp starts before it waits for the activations of an
+        earlier k tile. If no stage is empty, the producer waits for the activations of all started k tiles."""
         return max(1, self.stages // self.pipelines - 2)
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the gate's rows, or of up's: two per stage."""
+        """Layout of a k tile of the rows of gate, or of the rows of up. A stage holds two of these k tiles."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
@@ -228,7 +229,8 @@ class Config:
 
     @property
     def value_pitch(self) -> int:
-        """Elements from a token's results to the next token's: four more than a token needs, against bank conflicts."""
+        """Elements between the results of consecutive tokens: the elements of a token, plus four to avoid bank
+        conflicts."""
         return self.out_columns + 4
 
     @property
@@ -244,15 +246,14 @@ class Config:
 
     @property
     def partial_sum_bytes(self) -> int:
-        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and a flag per warp with the
-        same k."""
+        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and one flag per warp along N."""
         return self.acc_bytes + 4 * self.n_warps if self.split_k > 1 else 0
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the bytes of workspace.
 
-        It holds the rearranged activations; a list of tokens for each token block and expert, if needed; and partial
-        sums for each token block and CTA. Each kind is contiguous over all token blocks.
+        The workspace holds the rearranged activations; one list of tokens per token block and expert, if needed; and
+        partial sums per token block and CTA. Each of these parts is contiguous over all token blocks.
         """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes
@@ -285,8 +286,8 @@ def plan(
     pdl: bool,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the most stages that fits into an SM of ``arch``, at most six for each pipeline.
-    Return None if two do not fit."""
+    """Return the configuration with the most stages that fits into an SM of ``arch``, at most six per pipeline. Return
+    None if two stages per pipeline do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
     sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
     return first_fit((Config(operands, epilogue, *sizes, stages, pdl, max_experts) for stages in every), arch)

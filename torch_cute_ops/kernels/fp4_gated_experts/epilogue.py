@@ -1,7 +1,8 @@
-"""Epilogue of a work tile, for the last of the warps that share its k.
+"""Epilogue of a work tile. Among the warps that share the k of the work tile, the last warp runs the epilogue.
 
-A lane holds the accumulators of one column, gate and up, for two of each eight tokens. Results go through shared
-memory, as float32 (tokens, columns), to threads that each store one block: codes and scale, or 16 bytes.
+A lane holds the accumulators of one column, gate and up, for two tokens per eight tokens. The results are written to
+shared memory as float32 (tokens, columns). Then each thread stores one block: codes and scale, or 16 bytes of 16-bit
+values.
 """
 
 from typing import Any, NamedTuple
@@ -117,8 +118,9 @@ class GatedEpilogueOps:
         """Store the results of a work tile.
 
         Args:
-            acc: accumulators of a lane, four per eight tokens: two of the gate, two of up.
-            token_id: row of the token whose index in the m tile is the lane's number; negative if it does not exist.
+            acc: accumulators of a lane, four per eight tokens: two of gate, two of up.
+            token_id: row of the token whose index in the m tile equals the lane's index; negative if the token does not
+                exist.
             terms: terms from ``terms``.
             first_column: first column of the n tile in the result, over all experts.
             consumer: thread of the epilogue; all ``Config.epilogue_threads`` threads call the method.
@@ -156,7 +158,7 @@ class GatedEpilogueOps:
         return cute.make_tensor(at, cute.make_layout(count))
 
     def _store(self, words: list, token, column, y) -> None:
-        """Store words of 16-bit values, or of codes; ``column`` is the first, in elements of ``y``."""
+        """Store words of 16-bit values, or of codes; ``column`` is the first column, in elements of ``y``."""
         size = 4 * len(words) // (y.element_type.width // 8)
         to = y.iterator + cute.assume(Int64(token) * y.shape[1] + column, divby=size)
         store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))
@@ -176,7 +178,7 @@ class GatedEpilogueOps:
         """Zero the padding of the scales, with ``threads`` threads; this thread is number ``thread``."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
-        # Of the last tiles' words, in the order of memory, clear the words of rows that do not exist.
+        # Walk over the words of the last tiles in memory order, and clear the words of rows that do not exist.
         rows = layout.tile_rows
         existing = m % rows
         words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)

@@ -73,7 +73,7 @@ class Smem:
     """Shared memory.
 
     Attributes:
-        codes, scales: codes and scales of the weight in the stages, gate and up in turn.
+        codes, scales: codes and scales of the weight in the stages; gate and up alternate.
         activations: activations in the stages.
         acc: accumulators of a work tile.
         values: results of a work tile.
@@ -109,7 +109,7 @@ class Consumer(NamedTuple):
         leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
         pipeline, n_warp: pipeline of the warp, and index among the warps that share the rows of an n tile.
         column: column of the lane in the n tile.
-        is_last: True if the warp is the last of its chain, which runs the epilogue.
+        is_last: True if the warp is the last of its chain and therefore runs the epilogue.
     """
 
     lane: Int32
@@ -216,7 +216,7 @@ class FP4GatedExpertsKernel:
         )
 
     def _weight_maps(self, b, b_scale) -> tuple:
-        """Return the tensor maps of the weight. The experts' rows follow each other."""
+        """Return the tensor maps of the weight. The rows of all experts are contiguous."""
         experts, half, rows = b.shape
         b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
         if self.config.operands.layout.is_linear:
@@ -382,7 +382,7 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """Fill the stages of a pipeline, as its producer warp.
+        """Run a producer warp: fill the stages of a pipeline.
 
         If the CTA scans the routing itself, the first k tiles of the weight are copied before the first kernel ends.
         """
@@ -417,7 +417,8 @@ class FP4GatedExpertsKernel:
             token = self._token_from_word(token_word, work, position, lane)
             own = None
             if const_expr(not c.by_warp):
-                # Four lanes share a token of each eight. Clamp the index to a token that exists.
+                # Four lanes share a token, so eight tokens are copied at a time. Clamp the index to a token that
+                # exists.
                 own = [
                     cute.arch.shuffle_sync(token, cutlass.min(i * ATOM_M + lane // QUAD, tokens - 1))
                     for i in range(c.tile_m // ATOM_M)
@@ -427,7 +428,8 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # No stage is empty: wait meanwhile for the started copies, and signal that they have arrived.
+                        # No stage is empty: use the time to wait for the started copies, and signal that these copies
+                        # have arrived.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued
@@ -517,8 +519,8 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """Compute 8 rows of the gate and 8 of up of every work tile, over the k tiles of a pipeline, as a consumer
-        warp."""
+        """Run a consumer warp: compute 8 rows of gate and 8 rows of up of every work tile, over the k tiles of a
+        pipeline."""
         c = self.config
         if const_expr(c.pdl and c.scans):
             cute.arch.griddepcontrol_wait()
@@ -583,7 +585,8 @@ class FP4GatedExpertsKernel:
     def _multiply_k_tile(
         self, start, k_tile, stage, previous_stage, adds, expert, first_column, acc, consumer, work, smem
     ) -> None:
-        """Add a k tile to the accumulator, or replace it if not ``adds``, and release ``previous_stage``."""
+        """Add a k tile to the accumulator, or overwrite the accumulator if not ``adds``, and release
+        ``previous_stage``."""
         c = self.config
         is_linear, column = c.operands.layout.is_linear, consumer.column
         rows = []
@@ -603,8 +606,8 @@ class FP4GatedExpertsKernel:
         """Add the accumulators of earlier pipelines and of earlier parts of k, and leave the sum for the next warp or
         CTA.
 
-        If no warp or CTA follows, the sum stays in registers. With one pipeline, the sum over parts of k is kept in
-        ``previous_acc``.
+        If no warp or CTA follows, the sum stays in registers. With one pipeline, ``previous_acc`` holds the sum over
+        earlier parts of k.
         """
         c = self.config
         begins = consumer.pipeline == 0

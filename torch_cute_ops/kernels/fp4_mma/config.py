@@ -29,7 +29,8 @@ STAGES: Final = range(6, 2, -1)
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
     """The run-time arguments, in order.
 
-    M rows of activations, N rows of the weight, a multiple of 8, K elements of k, a multiple of 32.
+    M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
+    elements of k (a multiple of 32).
 
     Attributes:
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8.

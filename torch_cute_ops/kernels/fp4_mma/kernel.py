@@ -151,13 +151,14 @@ class FP4MmaKernel:
             if count > 0:
                 self._rearrange(0, base, work)
         for i in range(count):
-            # This thread's copies of this k tile and of the next one, which it rearranges, must be complete.
+            # This thread's copies of this k tile must be complete, and also its copies of the next k tile, which it
+            # rearranges.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:
                     self._rearrange((i + 1) % c.stages, base, work)
-            # All copies of this k tile are complete, and all warps are done with the previous k tile, whose stage is
-            # next.
+            # All copies of this k tile are complete. All warps are done with the previous k tile, whose stage is
+            # refilled next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
@@ -188,7 +189,7 @@ class FP4MmaKernel:
             partial_sums, c.split_k, THREADS, finish, out, base, rank, tid, work.first_row, work.first_column
         )
         if const_expr(c.split_k > 1):
-            # No CTA may end while another one still reads its partial sums.
+            # No CTA may end while another CTA still reads its partial sums.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 

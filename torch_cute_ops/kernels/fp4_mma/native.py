@@ -1,7 +1,7 @@
-"""Block-scaled ``mma.sync`` of FP4 codes: both operands as they lie in memory, scales applied by the MMA.
+"""Block-scaled ``mma.sync`` of FP4 codes: operands are used in their memory order, and the MMA applies the scales.
 
-Four lanes share a row. Of each 64 elements of k, lane ``t`` of them holds eight elements from 8 t on and eight elements
-from 32 + 8 t on, one word of codes each. Vectors of 16 bytes are permuted within a row's line, so that the words that a
+Four lanes share a row. Per 64 elements of k, lane ``t`` of the four lanes holds two words of codes: eight elements from
+8 t on, and eight elements from 32 + 8 t on. Vectors of 16 bytes are permuted within a row's line, so that the words that a
 warp reads at once are in different banks. The scales of the activations may have any layout in memory. In shared
 memory, each row contains the scales of a k tile's blocks.
 """
@@ -82,16 +82,16 @@ def _word(codes, row, column, word) -> Uint32:
 
 
 def _scales(c: Config, scales, place, left) -> Uint32:
-    """Load the scales of one step and row, into the low bytes.
+    """Load the scales of one step and row into the low bytes of a word.
 
-    ``left`` is the number of existing blocks from the step's first on. Scales of other blocks may be anything, and 0
-    times NaN is not 0, so they are replaced by zero.
+    ``left`` is the number of existing blocks from the step's first on. The scales of missing blocks are replaced by
+    zero: they may be NaN, and 0 times NaN is not 0.
     """
     count = STEP // c.fmt.block_size
     dtype = Uint32 if count == 4 else Uint16
     at = scales + cute.assume(place, divby=count)
     word = Uint32(cute.make_tensor(cute.recast_ptr(at, dtype=dtype), cute.make_layout(1))[0])
-    # k is a multiple of 32: two blocks of NVFP4, one of MXFP4.
+    # k is a multiple of 32, which is two NVFP4 blocks or one MXFP4 block.
     half = Uint32(0xFFFF if count == 4 else 0xFF)
     word = ptx.select(left >= count, word, word & half)
     return ptx.select(left > 0, word, Uint32(0))

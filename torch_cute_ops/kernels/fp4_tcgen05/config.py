@@ -24,7 +24,7 @@ SPLIT_K: Final = (1, 2, 4, 8)
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements of k in blocks of
-    B. N is a multiple of 8, K of 64, and with linear scales of 4 B.
+    B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 B.
 
     Attributes:
         a: (M, K/2) uint8 codes.
@@ -46,7 +46,7 @@ class Config(BlockScaledConfig):
         fmt, layout: format and scale layout of both operands.
         epilogue: operations on the accumulator.
         tile_m: rows of activations of a tile.
-        cta_group: number of CTAs of an MMA, 1 or 2. Each computes 128 rows of the weight.
+        cta_group: number of CTAs that share an MMA, 1 or 2. Each CTA computes 128 rows of the weight.
         split_k: number of CTAs of a cluster that share the k of a tile.
         stages: number of stages.
         pdl: True for programmatic dependent launches.
@@ -78,7 +78,7 @@ class Config(BlockScaledConfig):
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Partial sums of a CTA of a cluster that splits k. They replace the stages."""
+        """Partial sums of a CTA in a cluster that splits k. In shared memory, the partial sums replace the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -92,13 +92,14 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_pitch(self) -> int:
-        """Columns from one accumulator to the next. Two accumulators that do not fit overlap."""
+        """Number of columns between the starts of two accumulators. If two accumulators do not fit, they overlap."""
         room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
         return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
     def shared_columns(self) -> int:
-        """Columns that two accumulators share. They are loaded first; then the next tile may begin."""
+        """Number of columns that two accumulators share. The epilogue loads these columns first; then the next tile may
+        begin."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property

@@ -37,7 +37,7 @@ class Work(NamedTuple):
         num_mmas, blocks: number of MMAs of a tile, and number of blocks of a row.
         n_tiles, m_tiles: number of tiles along N and M.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
-        begin, end: range of the CTA's k tiles of each tile.
+        begin, end: range of k tiles that the CTA multiplies in each tile.
         rank: rank of the CTA in its cluster.
         a_scale, b_scale: block scales as bytes.
         alpha, bias: operands of the epilogue, or None.
@@ -129,8 +129,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         if const_expr(c.split_k > 1):
             self._reduce_split_k(tid, work, smem)
         else:
-            # All loads of tensor memory have ended; in a pair, so have the MMAs that read the other CTA's shared
-            # memory.
+            # All loads from tensor memory have ended. In a pair, MMAs that read the other CTA's shared memory have
+            # ended too.
             self._sync()
         self._free_tmem(tid, tmem)
 
@@ -142,7 +142,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Fill stages, as the producer warp."""
+        """Run the producer warp: fill the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, self.stage.cta_mma_n), self.mma.boxes(b_map, MMA_M)
         # Producers start with parity 1, so that unused stages count as empty.
@@ -201,7 +201,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _relay_full(self, work, smem):
-        """Tell the pair's first CTA when a stage is full, in one thread of the second CTA."""
+        """Signal the pair's first CTA when a stage of the second CTA is full. One thread of the second CTA runs
+        this."""
         stage, parity = Int32(0), Int32(0)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
@@ -232,8 +233,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. All columns of
-                # the tile before it are loaded then.
+                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. The columns of
+                # earlier tiles are all loaded then.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
@@ -261,7 +262,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Finish and store the results of all tiles, as an epilogue warp; with ``split_k``, store partial sums."""
+        """Run an epilogue warp: finish and store the results of all tiles; with ``split_k``, store partial sums."""
         c = self.config
         factor = self.epilogue.factor(work.alpha)
         accumulator, parity = Int32(0), Int32(0)
@@ -277,7 +278,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             start = tmem + Uint32(accumulator * c.acc_pitch) + Uint32(tid // 32 * 32 << 16)
             token = m_tile * c.tile_m
             if const_expr(c.shared_columns > 0):
-                # The shared columns are the last of the first accumulator, and the first of the second.
+                # The shared columns are the last columns of the first accumulator and the first columns of the second
+                # accumulator.
                 skipped = ptx.select(accumulator == 0, Int32(c.acc_pitch), Int32(0))
                 self._store_acc_columns(start, skipped, c.shared_columns, finish, token, row, tid, work, smem)
                 self._signal_acc_loaded(smem.acc_pipeline.empty, tid)
@@ -313,7 +315,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                 if (token + i < work.m) & (row < work.n):
                     self._store_word(token + i, row, ptx.bits_of(value), work)
         else:
-            # Lanes exchange halves of words, so that each holds a token's results of two columns.
+            # Lanes swap halves of words, so that each lane holds a token's results of two columns.
             for i in range_constexpr(0, len(values), 2):
                 word = pack(values[i : i + 2], self.out_dtype)[0]
                 other = cute.arch.shuffle_sync_bfly(word, offset=1)

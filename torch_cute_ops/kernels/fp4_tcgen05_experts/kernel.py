@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: rows and columns of the result.
-        num_mmas: number of MMAs of an expert. It is a run-time value because ptxas crashed when it was a constant.
+        num_mmas: number of MMAs of an expert. It is a run-time value because ptxas crashed on a constant.
         experts, words: number of experts, and number of words with the bits of a class.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
@@ -157,9 +157,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.kernel
     def touch_kernel(self, alpha, touched, m):
-        """Set the bits of the experts with a routed token of an m tile.
-
-        A CTA writes one word of an m tile: a lane handles one expert, a warp 32 tokens.
+        """Set the bits of the experts to which a token of an m tile is routed. A CTA writes one word of an m tile. A
+        lane handles one expert, and a warp handles 32 tokens.
         """
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -168,7 +167,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
-        # Words of a class are neighbours.
+        # The words of a class are contiguous.
         words = words_of_tile // c.classes
         expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
         first = m_tile * MMA_M + tid // WARP * WARP
@@ -230,14 +229,14 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _work_tile(self, number, work) -> WorkTile:
         """Return a work tile. M tiles run together and share the weight in L2.
 
-        Classes come last, so that a CTA computes work tiles of several classes: the number of routed tokens differs
-        between classes.
+        The class is the slowest index, so that a CTA computes work tiles of several classes: the number of routed
+        tokens differs between classes.
         """
         tile = number % work.tiles
         return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
 
     def _bits(self, work_tile: WorkTile, word, work) -> Uint32:
-        """Return the bits of the experts of a word that are computed, lowest expert first."""
+        """Return a word of bits, lowest expert first; a bit is set if the expert is computed."""
         if self.config.routed:
             return work.touched[(work_tile.m_tile * self.config.classes + work_tile.class_) * work.words + word]
         count = (
@@ -259,7 +258,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Fill stages, as the producer warp."""
+        """Run the producer warp: fill the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
         # Producers start with parity 1, so that unused stages count as empty.
@@ -356,7 +355,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Add up the products of each work tile's experts, and store the sums, as an epilogue warp."""
+        """Run an epilogue warp: for each work tile, add up the products of all experts, and store the sums."""
         c = self.config
         acc = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         accumulator, parity = Int32(0), Int32(0)
@@ -413,7 +412,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         cute.arch.sync_warp()
 
     def _add_bias(self, sums: list, column: int, tid, smem) -> list:
-        """Return four columns of an accumulator with their bias."""
+        """Return four columns of an accumulator plus the bias."""
         words = load_words(cute.make_tensor(self._bias_at(column, tid, smem, 16), cute.make_layout(4)))
         return [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(sums, words, strict=True)]
 
@@ -443,7 +442,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _partial_sum_at(self, partial_sums, number, row, column_group, m) -> cute.Pointer:
         """Return the address of a work tile's partial sums of ``STORE_COLUMNS`` columns of a token.
 
-        Neighbouring tokens are neighbours in memory, so that the stores of a warp coalesce.
+        Adjacent tokens are adjacent in memory, so that the stores of a warp coalesce.
         """
         tokens = cutlass.min(m, Int32(MMA_M))
         place = (Int64(number) * (self.config.tile_n // STORE_COLUMNS) + column_group) * tokens + row

@@ -81,8 +81,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the possible values of ``tile_n``: 64 columns per consumer warpgroup, or, for clusters, also fewer
-    columns, with which the clusters use more SMs."""
+    """Return the possible values of ``tile_n``: 64 columns per consumer warpgroup. For clusters, also smaller values,
+    with which the clusters use more SMs."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -105,8 +105,9 @@ def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
 def sends(tile_m: int, split_k: int) -> bool:
     """Return True if the CTAs of a cluster send their partial sums instead of reading the other CTAs'.
 
-    Received partial sums need shared memory. With few tokens it suffices, although one stage less may fit. On an H100,
-    sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with 32 rows.
+    Received partial sums need shared memory. With few tokens, shared memory suffices, although one stage less may fit.
+    On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with 32
+    rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
 
@@ -115,7 +116,7 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
     """Return the number of slices of a k tile in a stage of activations."""
     if tile_m <= 32:
         return K_SLICES
-    # With 64 tokens, two slices are 1.5 % faster than one on an H200. Over experts, registers suffice only for one.
+    # On an H200, 64 tokens are 1.5 % faster with two slices than with one. Over experts, registers suffice for one.
     return 2 if tile_m == 64 and expert_k is None else 1
 
 
@@ -136,7 +137,7 @@ class Arguments(
         workspace: ``Config.workspace_bytes`` uint8 per m tile, written; None if the CTAs rearrange the activations.
         prefetch: (rows, bytes) uint8, contiguous matrix to prefetch into L2 if ``Config.prefetches``; else None.
         num_ctas: int32, number of persistent CTAs that share an m tile's iterations; unused with clusters.
-        has_partial_sums: 1 if these CTAs exchange partial sums through the workspace, else 0.
+        has_partial_sums: 1 if these CTAs pass partial sums through the workspace, else 0.
     """
 
 
@@ -146,8 +147,8 @@ class Config:
 
     Attributes:
         operands: formats of the activations and of the weight.
-        epilogue: operations on the finished accumulators. Over experts, only its dtype is used: ``Arguments.alpha`` is
-            then always given.
+        epilogue: operations on the finished accumulators. Over experts, only the dtype of the epilogue is used, and
+            ``Arguments.alpha`` is always given.
         expert_k: elements of k of an expert, with one factor per token; None without experts.
         tile_m: rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
         tile_n: rows of the weight of a tile.
@@ -180,13 +181,13 @@ class Config:
 
     @cached_property
     def split_n_warps(self) -> int:
-        """Number of the last warps along N whose k tiles are divided among warps of several schedulers, so that all
+        """Number of warps at the end of N whose k tiles are divided among warps of several schedulers, so that all
         schedulers do the same work."""
         return self.n_warps % SCHEDULERS
 
     @cached_property
     def warp_split_k(self) -> int:
-        """Number of warps that divide the k tiles of the same 16 columns by taking turns, in the last warps along N."""
+        """Number of warps that take turns at the k tiles of the same 16 columns, at the end of N."""
         return SCHEDULERS // self.split_n_warps if self.split_n_warps else 1
 
     @cached_property
@@ -221,7 +222,7 @@ class Config:
 
     @cached_property
     def rearranges(self) -> bool:
-        """Return True if the CTAs rearrange the activations, instead of a kernel before this one."""
+        """Return True if the CTAs rearrange the activations, False if an earlier kernel does."""
         return rearranges(self.tile_m, self.split_k)
 
     @cached_property
@@ -255,7 +256,7 @@ class Config:
 
     @cached_property
     def partial_sums(self) -> PartialSums:
-        """Layout of a CTA's partial sums, which replace the codes in shared memory."""
+        """Layout of a CTA's partial sums, which overwrite the codes in shared memory."""
         return PartialSums(self.tile_m, self.tile_n, self.split_n_warps * WARP_N, self.warp_split_k)
 
     @cached_property
@@ -278,8 +279,8 @@ class Config:
         """With ``pdl``, k tiles of the weight that are copied before the previous kernel ends, or None if the
         producer does not wait for that kernel at all.
 
-        If memory is the limit, all that the pipeline holds. If decoding is the limit, one: more would not be used
-        any sooner, and would delay the previous kernel's loads and stores.
+        If memory bandwidth is the limit, the pipeline is filled. If decoding is the limit, only one k tile is copied:
+        more k tiles would not be used sooner, and would delay the previous kernel's loads and stores.
         """
         if self.rearranges and not self.static_weight:
             return 0
@@ -291,8 +292,8 @@ class Config:
     def first_k_tiles(self) -> int:
         """K tiles of activations that all consumers rearrange together before their first k tile of the weight.
 
-        One per group of decoders, of 16-bit activations: on an H200 a layer of an 8B model is 1 µs faster. With FP4
-        activations it is no faster.
+        This is one k tile per group of decoders for 16-bit activations, which makes a layer of an 8B model 1 µs faster
+        on an H200. FP4 activations gain nothing.
         """
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
@@ -305,8 +306,8 @@ class Config:
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
         """Return the bytes of workspace per m tile.
 
-        The workspace holds the rearranged activations; over experts the factors; and, if ``num_ctas`` CTAs exchange
-        partial sums, these and their flags. Each of these parts is contiguous over all m tiles.
+        The workspace holds the rearranged activations; over experts, the factors; and the partial sums and flags of
+        ``num_ctas`` CTAs if ``has_partial_sums``. Each of these parts is contiguous over all m tiles.
         """
         activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4
@@ -332,15 +333,15 @@ class Config:
 
     @cached_property
     def zeros_bytes(self) -> int:
-        """Bytes before the stages of activations that contain zeros, which ``mma.sync`` with one row reads."""
+        """Number of zero bytes before the stages of activations. ``mma.sync`` with one row reads these zeros."""
         return ZEROS_BYTES if self.tile_m == 1 and not self.by_codes else 0
 
     @cached_property
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA clears when it starts.
 
-        These are the zeros before the stages of activations. By codes, they are all stages of activations: only
-        codes and factors are written later.
+        If codes are multiplied, all stages of activations are cleared: only codes and factors are written later.
+        Otherwise only the zeros before the stages are cleared.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 

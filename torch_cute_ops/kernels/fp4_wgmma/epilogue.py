@@ -31,7 +31,7 @@ class WorkTileEpilogue:
 
     @cute.jit
     def finish(self, acc, n_tile, first, count, factor, tid, consumer, work, smem):
-        """Store a work tile's results, or leave its partial sums to the CTA with the n tile's last k tile.
+        """Store a work tile's results, or write its partial sums for the CTA with the n tile's last k tile.
 
         ``factor`` is the result of ``EpilogueOps.factor``. The work tile is ``count`` k tiles, from ``first`` on.
         """
@@ -48,7 +48,8 @@ class WorkTileEpilogue:
             self._write(acc, n_tile, factor, consumer, work)
 
     def add_expert(self, acc, total, stage, consumer, smem) -> None:
-        """Multiply an expert's accumulators by its factors and add them to ``total``. A factor of zero adds nothing.
+        """Multiply an expert's accumulators by the expert's factors, and add the products to ``total``. A factor of
+        zero adds nothing.
 
         The factors are read from stage ``stage`` of the activations.
         """
@@ -111,7 +112,7 @@ class WorkTileEpilogue:
             ready = ptx.load_acquire(flag)
             while ready == Uint32(0):
                 ready = ptx.load_acquire(flag)
-        # In groups: registers do not suffice for a second copy of all accumulators.
+        # Process groups: registers do not suffice for a second copy of all accumulators.
         step = min(count, COLLECTED_ATOMS)
         for j in range_constexpr(0, count, step):
             total = cute.make_rmem_tensor((4 * step,), Float32)
@@ -169,7 +170,7 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Finish the accumulators and store them. Over experts, they are scaled already."""
+        """Finish the accumulators and store them. Over experts, the accumulators are scaled already."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]
@@ -179,7 +180,7 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # The pair is two rows of a column; other lanes hold the other seven columns.
+                # A pair holds two rows of one column; other lanes hold the other seven columns.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

@@ -1,7 +1,7 @@
 """Work of a CTA, its shared memory, and the loads that fill its pipelines.
 
-The producer warp copies the weight. If another kernel rearranges the activations, it also copies the activations.
-Otherwise the decoder warps rearrange the activations, and the consumers may rearrange the first k tiles.
+The producer warp copies the weight. If another kernel rearranges the activations, the producer warp also copies the
+activations. Otherwise the decoder warps rearrange the activations, and the consumers may rearrange the first k tiles.
 """
 
 import math
@@ -40,7 +40,7 @@ class Workspace(NamedTuple):
         activations: rearranged activations.
         factors: (tile_m, experts, m tiles) float32; None without experts.
         partial_sums: float32, partial sums of CTAs.
-        flags: int32, one per CTA and warpgroup, nonzero if its partial sums are complete.
+        flags: int32, one per CTA and warpgroup, nonzero if the warpgroup's partial sums are complete.
     """
 
     activations: cute.Tensor
@@ -144,12 +144,12 @@ class Loads:
 
     @cute.jit
     def produce(self, copies, work, smem):
-        """Copy all k tiles that the CTA multiplies, in order, as the producer warp.
+        """Run the producer warp: copy all k tiles that the CTA multiplies, in order.
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
-        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because that
-        kernel lets this kernel start only after its own wait for all earlier kernels. If the weight is static, no wait
-        is needed (``kernels.common.core.launch``), because this warp reads nothing else.
+        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because
+        ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static, no
+        wait is needed (``kernels.common.core.launch``), because this warp reads nothing else.
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -246,8 +246,8 @@ class Loads:
     def _k_groups_of(self, step) -> list[tuple]:
         """Return the k groups that a lane loads in a step.
 
-        Each tuple contains the index of the token group among the warp's token groups, and the index of the first
-        lane's k group, as a sum whose second term is constant.
+        Each tuple contains the index of the token group among the warp's token groups, and two terms whose sum is the
+        index of the first lane's k group. The second term is constant.
         """
         width = self.activations.k_groups // self.each
         if self.together < self.each:  # gated activations, by groups of several decoders
@@ -290,9 +290,9 @@ class Loads:
 class RowActivations(Activations):
     """One row of activations for ``mma.RowMma``, in k groups of eight elements: half a block.
 
-    A lane rearranges half a block, and its neighbour the other half. In a stage, the halves follow each other, as
+    A lane rearranges half a block, and the neighbouring lane the other half. In a stage, the halves are contiguous, as
     float16 in the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``),
-    follow after the k tile.
+    are stored after the k tile.
     """
 
     def __init__(self, config: ActivationLayout):
@@ -338,7 +338,7 @@ class RowActivations(Activations):
         ptx.store_shared_if(at, ptx.bits_of(factor), k_group % 2 == 0)
 
     def _codes(self, words: list) -> tuple:
-        """Return a word of codes, given or quantised, and the factor of its block."""
+        """Return a word of codes, which are loaded or the result of a quantisation, and the factor of the block."""
         codes, byte = words if self.config.prologue_quant is None else self.quantised(words)
         return codes, ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
 
@@ -368,8 +368,8 @@ class RowActivations(Activations):
 class CodeActivations(RowActivations):
     """One row of FP4 activations for ``mma.CodeMma``, in k groups as in ``RowActivations``.
 
-    They are stored as operands: 8 columns by 128 elements of e4m3, permuted by the 128-byte swizzle. All other elements
-    of a stage stay zero.
+    The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. All other
+    elements of a stage stay zero.
     """
 
     def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:

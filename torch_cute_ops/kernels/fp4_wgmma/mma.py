@@ -3,22 +3,23 @@
 ``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations; ``RowMma`` and ``CodeMma`` multiply one row.
 
 **One row.** With one row of activations, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the
-columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of them holds four blocks of a k tile.
-Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks. The
-third and fourth blocks follow in separate accumulators. An accumulator is thus a block's sum of products of codes,
-without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total by one fma per 16
-products. Decoding would need a multiplication per two codes.
+columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of the four lanes holds four blocks of a k
+tile. Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks.
+The third and fourth blocks follow in separate accumulators. An accumulator is thus a block's sum of products of codes,
+without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total. This takes one fma
+per 16 products, whereas decoding would take one multiplication per two codes.
 
-``RowMma`` multiplies activations as float16. A block of bfloat16 is brought to float16's range by a power of two, and a
-block of FP4 keeps its scale. The power or the scale is a float32 factor that multiplies the scales of the weight.
+``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two to fit into float16's
+range; an FP4 block keeps its scale. The power or the scale is a float32 factor that multiplies the scales of the
+weight.
 
-**One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies both sides by FP8 MMAs without their
-scales, and eight codes of the weight take six instructions. In each half of a k tile, lane ``q`` holds two blocks of
-each of its rows of the weight, and columns ``2 · q`` and ``2 · q + 1`` contain only these blocks' elements. From a word
-of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its last four. A
-block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. It is
-multiplied by both scales and added as in ``RowMma``, in the same order. The results are the same bits, except for
-columns whose k tiles several warps divide there.
+**One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies the codes of both operands by FP8 MMAs
+without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q`` holds
+two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these two blocks. From a
+word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its last four.
+A block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. The
+sum is multiplied by both scales and added as in ``RowMma``, in the same order. The results are bit-identical to
+``RowMma``, except for columns whose k tiles are divided among several warps in ``RowMma``.
 """
 
 from collections.abc import Callable
@@ -112,7 +113,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, factor, tid, work, smem):
-        """Multiply a warp's columns of each of the CTA's work tiles.
+        """Multiply a warp's columns in all work tiles of the CTA.
 
         ``factor`` is the result of ``EpilogueOps.factor``.
         """
@@ -171,8 +172,8 @@ class Consumers:
             self.epilogue.finish(total, n_tile, first, count, factor, tid, consumer, work, smem)
 
     def _columns_of(self, warp) -> tuple:
-        """Return a consumer warp's place along N, the first k tile of a work tile that it multiplies, and the step to
-        the next, a power of two."""
+        """Return a consumer warp's place along N, the first k tile of a work tile that the warp multiplies, and the
+        step to its next k tile, a power of two."""
         c = self.config
         if c.warp_split_k == 1:
             return warp, 0, 1
@@ -200,7 +201,7 @@ class Mma:
     def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
         """Multiply a k tile and return the next stages.
 
-        Release the k tile's stages, or leave the release to the next call or to ``end``.
+        Release the k tile's stages, or let the next call or ``end`` release the stages.
 
         Args:
             start: result of ``start_of``.
@@ -217,8 +218,8 @@ class Mma:
     def skip(self, stages: Stages, consumer: Consumer, smem) -> Stages:
         """Leave a k tile to another warp of these columns.
 
-        The warp waits for the stages and releases them all the same, because a wait by parity requires that the warp
-        has seen every phase of the barrier.
+        The warp still waits for the stages and releases them: a wait by parity is correct only if the warp has seen
+        every phase of the barrier.
         """
         stage, parity, a_stage, a_parity, _ = stages
         smem.weight_pipeline.wait_full(stage, parity)
@@ -281,8 +282,8 @@ class WarpMma(TileMma):
             at = activations_at(c, a_stage, smem)
             warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
             if word == self.weight.words // 2:
-                # All lanes must finish their loads of codes. This MMA takes a word of the last load, but does not order
-                # the loads: ptxas moves it, and so the first use of a load, past the arrival.
+                # All lanes must finish their loads of codes. This MMA uses a word of the last load, but does not order
+                # the loads: ptxas may move the MMA past the arrival, and with it the first use of a load.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
@@ -315,7 +316,7 @@ class WarpgroupMma(TileMma):
             start(pairs, word % words, a_stage, adds if word == 0 else True, acc)
             if word == self.weight.words // 2:
                 # All lanes have read their codes, because this wgmma takes a word of the last load. (An arrival does
-                # not wait for loads whose results are not used yet: on an H200, copies overtook them.)
+                # not wait for loads whose results are not used yet: on an H200, copies overtook these loads.)
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
@@ -338,9 +339,10 @@ class WarpgroupMma(TileMma):
 
 
 class RowMma(Mma):
-    """MMAs of a warp with its columns and one row of activations.
+    """MMAs of a warp's columns with one row of activations.
 
-    A lane holds four accumulators: of columns ``column`` and ``column + 8`` of the result, and of two blocks each.
+    A lane holds four accumulators: two blocks of column ``column`` of the result, and two blocks of column
+    ``column + 8``.
 
     Attributes:
         exponent: accumulators of products of codes are true sums times 2 to the minus ``exponent``.
@@ -350,7 +352,7 @@ class RowMma(Mma):
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # The factors of bfloat16 include the codes' power of two. With FP4, both sides are codes.
+        # For bfloat16, the factors include the codes' power of two. For FP4, both operands are codes.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent
@@ -408,14 +410,15 @@ class RowMma(Mma):
 
 
 class CodeMma(RowMma):
-    """MMAs of a warpgroup (wgmma, FP8) with its columns and one row of codes; accumulators as in ``RowMma``."""
+    """MMAs (wgmma, FP8) of a warpgroup's columns with one row of codes. Accumulators are as in ``RowMma``."""
 
     exponent = 2 * E4M3_EXPONENT
 
     def start_of(self, smem) -> Callable:
         """Return a function that starts the MMAs of half a k tile.
 
-        It takes the lane's words of e4m3, the half's index, the stage of activations, and accumulators to overwrite.
+        The arguments of the function are the lane's words of e4m3, the index of the half, the stage of activations, and
+        the accumulators to overwrite.
         """
 
         def tiled() -> cute.TiledMma:
