@@ -6,7 +6,7 @@ each, and walks over the rows with the grid's stride. No shared memory is used.
 
 To decode a code, its exponent and significand bits are moved to their place in fp32, and the result is multiplied by
 2^126. The e2m1 subnormal 0.5 becomes an fp32 subnormal first, so that the result is exact. The product with the scale
-is exact too.
+is also exact.
 
 Bytes moved per element: 1/2 + 1/block_size read, the output's itemsize written.
 """

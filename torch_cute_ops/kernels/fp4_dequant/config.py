@@ -56,5 +56,5 @@ class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
 
 
 def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
-    """Return the configuration for these properties. It fits every architecture."""
+    """Return the configuration for these properties. The configuration fits every architecture."""
     return Config(out_dtype, width, fmt, layout, global_scale)

@@ -1,8 +1,8 @@
 """Block-scaled ``mma.sync`` of FP4 codes: operands are used in their memory order, and the MMA applies the scales.
 
 Four lanes share a row. Per 64 elements of k, lane ``t`` of the four lanes holds two words of codes: eight elements from
-8 t on, and eight elements from 32 + 8 t on. Vectors of 16 bytes are permuted within a row's line, so that the words that a
-warp reads at once are in different banks. The scales of the activations may have any layout in memory. In shared
+8 t on, and eight elements from 32 + 8 t on. Vectors of 16 bytes are permuted within a row's line, so that the words
+that a warp reads at once are in different banks. The scales of the activations may have any layout in memory. In shared
 memory, each row contains the scales of a k tile's blocks.
 """
 

@@ -43,7 +43,8 @@ an H100, four teams, with spills, recode 1.13 times as fast as three, and the GE
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about the GEMM. In its ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` its notes.
+    """Everything static about the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` is the weight's
+    notes.
 
     Attributes:
         overlaps_recode: True if the kernel that recodes the weight runs while this kernel runs.
@@ -88,7 +89,8 @@ class Notes:
     1. the rows' units as fp32;
     2. a word per ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
        the k tile's own exponent instead of the row's unit;
-    3. 16-bit exponents: of the rows' units, then of the powers of two that rows use in each k tile whose bit is set;
+    3. 16-bit exponents of the rows' units, followed, for each k tile whose bit is set, by the exponents that the rows
+        use in that k tile;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
     Arguments and results are Python integers or device integers.
@@ -134,13 +136,13 @@ class WeightArguments(namedtuple("WeightArguments", "b b_scale weight notes firs
     """Run-time arguments of the kernel that recodes the weight, in order.
 
     Sizes: E experts; N rows of an expert's weight, a multiple of 8; K elements of a row, a multiple of 64; B elements
-    of a block. A weight tile is ``NOTE_ROWS`` rows of an expert, or the rest of its rows.
+    of a block. A weight tile is ``NOTE_ROWS`` rows of an expert; the last weight tile of an expert may have fewer rows.
 
     Attributes:
         b: (K / 2, N) uint8 FP4 codes, the transposed view of a row-major (N, K / 2) weight; (E, K / 2, N) with experts.
         b_scale: block scales: linear (N, K / B) or (E, N, K / B), or tiled scales of all rows together.
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
-        notes: (``note_words``,) int32, ``Notes`` of each weight tile, written for rows that exist.
+        notes: (``note_words``,) int32, ``Notes`` of all weight tiles, written for rows that exist.
         first: number of weight tiles that the first launch recodes, before the GEMM starts. The first launch also
             initialises the numbers of recoded work tiles of all weight tiles.
         max_ctas: number of CTAs of the second launch, which overlaps the GEMM and recodes all other weight tiles, in

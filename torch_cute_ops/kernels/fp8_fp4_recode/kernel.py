@@ -97,16 +97,16 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source of a recoded weight. It stores the scales of the rows of ``a`` and, for k tiles with their own
-    exponents, factors from the notes."""
+    """Scale source of a recoded weight. It stores the scales of the rows of ``a``. For k tiles with their own
+    exponents, it also stores factors from the notes."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
 
     @cute.jit
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the offset of the tile's notes, whether the lane's ``WARP_ROWS`` weight rows exist, and whether any
-        row of the tile uses its own exponent in some k tile."""
+        """Return the offset of the tile's notes, True if the lane's ``WARP_ROWS`` weight rows exist, and True if a row
+        of the tile uses a k tile's own exponent instead of its unit."""
         exists = tile.column + WARP_ROWS * lane < work.n
         notes = notes_of(tile.expert, tile.column, work)
         found = Uint32(0)
@@ -131,7 +131,8 @@ class NoteScales:
 
     @cute.jit
     def _store_own_units(self, notes, exists, k_tile, slot, lane, work, smem) -> Uint32:
-        """Store the powers of two that bring a k tile's results to the units of their rows. Return the flags."""
+        """Store the powers of two by which a k tile's results are multiplied to be in the rows' units. Return the
+        flags."""
         at, k_stages = work.b_scale.iterator + notes, work.k_stages
         (owns,) = ptx.load_if(at + (Notes.owns(k_tile // RANGE) + lane), exists, 1)
         has_own = (owns >> Uint32(k_tile % RANGE) & Uint32(1)) != Uint32(0)
@@ -148,14 +149,14 @@ class NoteScales:
             shift = const_expr(16 - 16 * (i % 2))
             unit, of_partial = (Int32(words[i // 2] << shift) >> 16 for words in (units, own))
             row = WARP_ROWS * lane + i
-            self.units.powers(slot, smem, ACC)[row] = Float32(1.0)  # Accumulators are in their units already.
+            self.units.powers(slot, smem, ACC)[row] = Float32(1.0)  # accumulators are already in the rows' units
             self.units.powers(slot, smem, PARTIAL)[row] = power_of_two(of_partial - unit)
         return flags
 
 
 class RecodedLoop:
-    """Main loop. If all weight rows of the tile use their units in all k tiles, it is the main loop of ``fp8_wgmma``;
-    otherwise it brings the results of each k tile to the units."""
+    """Main loop. If all weight rows of the tile use their units in all k tiles, this is the main loop of ``fp8_wgmma``.
+    Otherwise the loop multiplies the results of each k tile by powers of two, so that they are in the rows' units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):
         self.config, self.stages, self.units, self.results = config, stages, units, results

@@ -125,7 +125,7 @@ class RecodeWeightKernel:
         expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + index * TEAM_ROWS + tid // ROW_THREADS
         exists = row < n
         begin = range_ * RANGE
-        # From k tile to k tile, the addresses of a thread's codes, numbers and scales differ by constants.
+        # From one k tile to the next, the addresses of a thread's codes, numbers and scales advance by constants.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         codes_at = codes.iterator + (codes_at + begin * (K_TILE // 2) + part * (PART // 2))
         weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
@@ -133,7 +133,7 @@ class RecodeWeightKernel:
         place = Int64(begin * c.tile_scales + part * c.tile_scales // ROW_THREADS)
         scale_at = scale.iterator + self.weight.scale_offset(scale, n, expert, row, place)
         pitch = c.layout.block_offset(c.tile_scales)
-        count = half - begin * (K_TILE // 2) - part * (PART // 2)  # bytes of codes from there on
+        count = half - begin * (K_TILE // 2) - part * (PART // 2)  # bytes of codes that remain
         count = ptx.select(exists, count, Int32(0))
         loaded = self._load_some(codes_at, scale_at, pitch, count, 0)
         k_tiles = cute.ceil_div(2 * half, K_TILE)
@@ -193,7 +193,7 @@ class RecodeWeightKernel:
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
         """Load a thread's parts of ``at_once`` k tiles from ``first`` on.
 
-        Return a tuple per k tile: True if the part exists, its codes, and the byte of its scale.
+        Return a tuple per k tile: True if the part exists, the codes of the part, and the byte of the scale.
         """
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):

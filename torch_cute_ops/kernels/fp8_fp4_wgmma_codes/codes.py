@@ -1,10 +1,10 @@
-"""MXFP4 codes as e4m3 numbers without their scale, and scales as fp32 factors.
+"""MXFP4 codes as e4m3 numbers without scales, and MXFP4 scales as fp32 factors.
 
 By definition (``reference.mm_fp8_fp4``), the numbers of a k tile are divided by its unit ``2^t`` and rounded to e4m3.
 The largest scale of the k tile is ``2^(t + 6)``, and the rounded numbers are multiples of ``2^(t - 9)``, the smallest
-subnormal number. In multiples of ``2^(t - 9)``, a block with the scale ``2^(t + 6 - d)`` consists of the numbers
-``code · 2^(15 - d)``. For ``d`` up to 14, these are integers, and nothing is rounded. From ``d = 15`` on, they are
-rounded to 0, 1, 2, 3, 4 or 6, which are codes of the scale ``2^(t - 9)``.
+subnormal number. In multiples of ``2^(t - 9)``, a block with the scale ``2^(t + 6 - d)`` consists of the numbers ``code
+· 2^(15 - d)``. For ``d`` up to 14, these are integers, and nothing is rounded. From ``d = 15`` on, the numbers are
+rounded to 0, 1, 2, 3, 4 or 6, which e2m1 codes with the scale ``2^(t - 9)`` represent.
 """
 
 import functools
@@ -32,8 +32,8 @@ _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x040
 
 
 def block_factors(scales: Uint32) -> list:
-    """Return the scales of a row's four blocks as bits of fp32. ``hard_factors`` replaces the bits of the scale bytes 0
-    and NaN, which are wrong."""
+    """Return the scales of a row's four blocks as bits of fp32. The bits are wrong for the scale bytes 0 and NaN;
+    ``hard_factors`` replaces them."""
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]
 
@@ -71,6 +71,6 @@ def rounded(codes: Uint32, amount: Uint32) -> Uint32:
         )
     magnitudes = codes & Uint32(0x77777777)
     halves = [ptx.prmt_by(low, high, magnitudes >> 16 * i) for i in range(2)]
-    # Each code takes a byte; pack neighbours into one byte.
+    # Each code takes a byte; pack adjacent codes into one byte.
     pairs = [half | half >> 4 for half in halves]
     return ptx.prmt(pairs[0], pairs[1], 0x6420) | codes & Uint32(0x88888888)

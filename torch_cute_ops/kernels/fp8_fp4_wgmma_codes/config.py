@@ -35,7 +35,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Multiples of the teams, so that a stage belongs to the same team in every round of the pipeline
+    # Multiples of the number of teams, so that a stage belongs to the same team in every round of the pipeline
     stage_counts: ClassVar = (8, 6, 4)
     in_flight: ClassVar = LINE_SPAN
     line: ClassVar = LINE_SPAN * K_TILE // 2
@@ -53,8 +53,8 @@ class Config(FP8GemmConfig):
 
     @property
     def amounts_at(self) -> int:
-        """First word of a slot that says how codes are rounded: after the scales of ``a`` and, for each weight row, a
-        factor of each block."""
+        """First word of a slot that says how codes are rounded: after the scales of ``a`` and one factor per weight row
+        and block."""
         return self.tile_m + BLOCKS * self.tile_n
 
     @property

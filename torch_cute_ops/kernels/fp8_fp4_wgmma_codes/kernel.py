@@ -66,13 +66,14 @@ class FP8FP4WgmmaCodesKernel:
 
 
 class CodeScales:
-    """Scale source: scales of ``a``, a factor per block of each weight row, and how codes are rounded."""
+    """Scale source: scales of ``a``, one factor per weight row and block, and the amounts by which codes are
+    rounded."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight):
         self.config, self.stages, self.weight = config, stages, weight
 
     def begin(self, tile: Tile, lane, work) -> Int32:
-        """Return the number of weight rows from the first of a lane's rows on."""
+        """Return the number of weight rows from the lane's first row on."""
         return work.n - tile.column - lane
 
     def load(self, k_stage, tile: Tile, lane, work) -> list:
@@ -114,7 +115,7 @@ class CodeScales:
         return self.stages.words(slot, self.config.tile_m + row * BLOCKS, BLOCKS, smem)
 
     def amounts(self, slot, row, smem) -> cute.Tensor:
-        """Return the word that says how codes of a weight row are rounded: a byte per block."""
+        """Return the word with the amounts by which codes of a weight row are rounded: one byte per block."""
         return self.stages.words(slot, self.config.amounts_at + row, 1, smem)
 
     def flags(self, slot, smem) -> cute.Tensor:
@@ -124,13 +125,13 @@ class CodeScales:
 
 class CodeDecoder:
     """Decoder that rearranges the activations of a k tile in the order in which ``CodeMma`` extracts codes, and rounds
-    codes. Each warp of a team takes one k tile of a stage."""
+    codes. Each warp of a team handles one k tile of a stage."""
 
     def __init__(self, config: Config, weight: FP4Weight, scales: CodeScales):
         self.config, self.weight, self.scales = config, weight, scales
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return which k tile of a stage the warp takes."""
+        """Return the index of the warp's k tile in a stage."""
         return Int32(warp)
 
     @cute.jit
@@ -140,7 +141,7 @@ class CodeDecoder:
         base = smem.a + cute.assume(slot * (c.tile_m * K_TILE), divby=c.tile_m * K_TILE)
         for i in range_constexpr(c.tile_m * BLOCKS // 32):
             row, block = i * (32 // BLOCKS) + lane // BLOCKS, lane % BLOCKS
-            # The swizzle permutes the pieces of a row by the number of the row.
+            # The swizzle permutes the 16-byte pieces of a row by the index of the row.
             first = row * K_TILE + (2 * block ^ row % 8) * VECTOR_BYTES
             words = [word for piece in range(2) for word in load_words(piece_at(base, first ^ piece * VECTOR_BYTES))]
             for piece, selector in enumerate((0x6420, 0x7531)):
@@ -166,7 +167,7 @@ class CodeDecoder:
 
 
 class CodeMma:
-    """MMAs of a k tile whose A operand are codes as e4m3 numbers, in registers. Each scale block uses separate
+    """MMAs of a k tile. The A operand is codes as e4m3 numbers in registers. Each scale block uses separate
     accumulators."""
 
     parts = BLOCKS
@@ -207,7 +208,7 @@ class CodeMma:
 class CodeLoop:
     """Main loop: while the codes of a k tile are decoded, the MMAs of the previous k tile run.
 
-    No MMAs run from one pass of the loop to the next: ptxas would serialise them all.
+    All MMAs of an iteration end before the next iteration: ptxas serialises MMAs that stay in flight across iterations.
     """
 
     def __init__(self, config: Config, stages: Stages, scales: CodeScales):
@@ -234,13 +235,13 @@ class CodeLoop:
         return stage, parity
 
     def _factors(self, slot, consumer, smem) -> tuple:
-        """Load the factors of the blocks of a lane's two weight rows, and the scales of its rows of ``a``."""
+        """Load the factors of the blocks of a lane's two weight rows, and the scales of the lane's rows of ``a``."""
         rows = [load_words(self.scales.row_factors(slot, consumer.row + 8 * r, smem)) for r in range(2)]
         of_blocks = [[ptx.float_of(word) for word in words] for words in rows]
         return of_blocks, swapped_token_scales(self.config.mma_n, self.stages.scales(slot, smem), consumer)
 
     def _promote(self, acc, partial, factors: tuple) -> None:
-        """Add up the results of the blocks, times their factors; add that, times the scales of ``a``, to the
+        """Add up the blocks' results times the blocks' factors, and add the sum times the scales of ``a`` to the
         accumulators."""
         of_blocks, of_tokens = factors
         size = self.config.mma_n // 2

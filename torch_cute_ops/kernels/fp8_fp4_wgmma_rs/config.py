@@ -33,7 +33,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Multiples of the teams, so that a stage belongs to the same team in every round of the pipeline
+    # Multiples of the number of teams, so that a stage belongs to the same team in every round of the pipeline
     stage_counts: ClassVar = (8, 6, 4)
     line: ClassVar = LINE_SPAN * K_TILE // 2
     span: ClassVar = LINE_SPAN
@@ -46,8 +46,8 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # A launch gives each of the 768 threads 80; the others give some up to the consumers. Decoders of 24 rows would
-        # spill 8 bytes with 40 registers.
+        # At launch, each of the 768 threads has 80 registers. Other warps release some of theirs for the consumers.
+        # Decoders of 24 rows would spill 8 bytes with 40 registers.
         return (88, 72, 56) if self.tile_m == 24 else (88, 80, 40)
 
     @property
@@ -57,7 +57,7 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot that tells how units change: after the scales of ``a`` and the records of the weight
+        """First word of a slot for factors that change units: after the scales of ``a`` and the records of the weight
         rows."""
         return self.tile_m + 4 * self.copied_n
 

@@ -67,14 +67,14 @@ class FP8FP4WgmmaRSKernel:
 
 
 class QuarterDecoder:
-    """Decoder that rearranges the activations of a k tile: of the words of four elements the first of each quarter,
-    then the second of each, and so on. Each warp of a team takes one k tile of a stage."""
+    """Decoder that rearranges the activations of a k tile: first the first word (four elements) of each quarter, then
+    the second word of each quarter, and so on. Each warp of a team handles one k tile of a stage."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return which k tile of a stage the warp takes."""
+        """Return the index of the warp's k tile in a stage."""
         return Int32(warp)
 
     @cute.jit
@@ -89,9 +89,9 @@ class QuarterDecoder:
 
     @cute.jit
     def _rearrange(self, base, first: int, rows: int, lane):
-        """Rearrange ``rows`` rows, half of a row in each lane: every other piece."""
+        """Rearrange ``rows`` rows. A lane handles half of a row: every second 16-byte piece."""
         row, odd = first + lane % rows, lane // rows % 2
-        # The swizzle permutes the pieces of a row by the number of the row.
+        # The swizzle permutes the 16-byte pieces of a row by the index of the row.
         of_row, swizzle = row * K_TILE, row % 8
         quarters = []
         for quarter in range_constexpr(LANES):
@@ -105,7 +105,7 @@ class QuarterDecoder:
 
 
 class RegisterMma:
-    """MMAs of a k tile whose A operand is the decoded weight, in registers."""
+    """MMAs of a k tile. The A operand is the decoded weight in registers."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -129,12 +129,12 @@ class RegisterMma:
 
 
 class Loaded(NamedTuple):
-    """Operands from which a lane decodes its quarter of a k tile, for each of its two weight rows.
+    """Loaded data from which a lane decodes its quarter of a k tile, for both of its weight rows.
 
     Attributes:
         codes: four words of codes.
-        ones, one_and_halves: for each of its two blocks the e4m3 byte of the scale, and of 1.5 times it, over the row's
-            unit. If the row is over its own exponent, ``ones`` are the scales themselves.
+        ones, one_and_halves: e4m3 bytes of the scale, and of 1.5 times the scale, divided by the row's unit, for both
+            blocks of a quarter. If the row uses the k tile's own exponent, ``ones`` contains the scales themselves.
     """
 
     codes: cute.Tensor
@@ -143,14 +143,15 @@ class Loaded(NamedTuple):
 
 
 class DecodingLoop:
-    """Main loop of a K group: decodes a k tile of each stage to registers, multiplies and promotes it."""
+    """Main loop of a K group. Of each stage, it decodes one k tile to registers, multiplies the k tile, and promotes
+    the result."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
 
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
-        """Multiply a K group's k tiles of a tile, whose first stage is full. Returns the next stage, and its parity.
+        """Multiply a K group's k tiles of a tile. The first stage is full. Return the next stage, and its parity.
 
         The codes of a k tile are loaded while the MMAs of the previous k tile run.
         """
@@ -177,7 +178,7 @@ class DecodingLoop:
         return stage, parity
 
     def _load(self, loaded: Loaded, slot, consumer, smem) -> Uint32:
-        """Load the codes and scales of a k tile. Returns its flags."""
+        """Load the codes and scales of a k tile. Return the flags of the k tile."""
         for r in range(ROWS):
             row = consumer.row + 8 * r
             codes = load_words(piece_at(smem.b, self.weight.line_offset(slot, row, consumer.quad, LINE_SPAN)))
@@ -205,7 +206,7 @@ class DecodingLoop:
                 table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
                 self._set_table(tables, r, block, table)
         if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
-            # The record holds the scales themselves, and the exponent of the k tile's own.
+            # The record holds the scales themselves, and the k tile's own exponent.
             for r in range_constexpr(ROWS):
                 exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
                 for block in range_constexpr(BLOCKS):
@@ -224,8 +225,8 @@ class DecodingLoop:
 
 
 class KGroupConsumers:
-    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows by one k tile of each stage. After
-    the last stage the first group adds the second group's accumulators to its own."""
+    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows over one k tile of each stage.
+    After the last stage, the first group adds the second group's accumulators to its own accumulators."""
 
     def __init__(self, config: Config, stages: Stages, mma: RegisterMma, loop: DecodingLoop, results: Results):
         self.config, self.stages, self.mma, self.loop, self.results = config, stages, mma, loop, results
@@ -261,7 +262,8 @@ class KGroupConsumers:
 
     @cute.jit
     def _leave(self, acc, turn, consumer, smem):
-        """Leave the second group's accumulators to the first group, which has read the previous tile's."""
+        """Store the second group's accumulators for the first group, after the first group has read the previous tile's
+        accumulators."""
         ptx.wait(smem.k_groups.empty, turn ^ 1)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             store_words([ptx.bits_of(acc[i + j]) for j in range(4)], self._left(i, consumer, smem))
@@ -269,7 +271,7 @@ class KGroupConsumers:
 
     @cute.jit
     def _join(self, acc, turn, consumer, smem):
-        """Add the second group's accumulators to the first group's."""
+        """Add the second group's accumulators to the accumulators of the first group."""
         ptx.wait(smem.k_groups.full, turn)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             words = load_words(self._left(i, consumer, smem))

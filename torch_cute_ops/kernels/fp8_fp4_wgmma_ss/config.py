@@ -27,9 +27,9 @@ LEAST: Final = 32
 """Rows of ``a`` in the smallest tile. For fewer rows ``wgmma_codes`` and ``wgmma_rs`` are faster."""
 TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (LEAST, WGMMA_M) for split_k in SPLITS),
-    # Under random routing with a mean of 32 or 64 rows, most experts have no more than these.
+    # Under random routing with a mean of 32 or 64 rows per expert, most experts have at most this many rows.
     *((tile_m, WIDE, 1) for tile_m in (48, 80, 96, MANY, PAIR)),
-    # Two CTAs share K; each finishes the rows of one consumer warpgroup.
+    # Two CTAs share K; each CTA finishes the rows of one consumer warpgroup.
     *((MANY, tile_n, 2) for tile_n in (WGMMA_M, WIDE)),
     *((tile_m, WGMMA_M, split_k) for tile_m in (LEAST, 48, WGMMA_M, 80, 96) for split_k in NARROW_SPLITS),
 )
@@ -56,13 +56,13 @@ class Config(FP8GemmConfig):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each decodes half of the
-        rows, and a thread half of a row."""
+        """Threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each CTA decodes half of
+        the rows, and each thread half of a row."""
         return self.cluster_m
 
     @property
     def decoder_teams(self) -> int:
-        # As many as leave registers for the accumulators, in whole warpgroups
+        # The number that leaves enough registers for the accumulators, in whole warpgroups
         if self.tile_n < WIDE:
             return 4
         return 3 if self.is_swapped else 2
@@ -80,7 +80,7 @@ class Config(FP8GemmConfig):
 
     @property
     def in_flight(self) -> int:
-        # More would leave too few registers for the decoders.
+        # More consumer registers would leave too few registers for the decoders.
         return 2 if self.mma_n < WGMMA_M else 1
 
     @property
@@ -94,7 +94,7 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot that tells how units change: after the scales of ``a`` and the records of the weight
+        """First word of a slot for factors that change units: after the scales of ``a`` and the records of the weight
         rows that this CTA decodes."""
         return self.tile_m + 4 * self.copied_n
 

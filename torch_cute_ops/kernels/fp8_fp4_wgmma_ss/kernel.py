@@ -40,14 +40,15 @@ class FP8FP4WgmmaSSKernel:
 
 
 class SmemDecoder:
-    """Decoder that writes the weight of a stage to the workspace as e4m3. A warp decodes 32 rows, or halves of 16."""
+    """Decoder that writes the weight of a stage to the workspace as e4m3. A warp decodes 32 rows, or 16 rows with two
+    lanes per row."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
 
     def begin(self, warp, lane, work) -> tuple:
-        """Return a lane's row among the rows that the CTA decodes, its row in the tile, which halves of the row it
-        decodes, and the warp's first row in the tile."""
+        """Return the index of a lane's row among the rows that the CTA decodes, the index of the row in the tile, the
+        halves of the row that the lane decodes, and the warp's first row in the tile."""
         c = self.config
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
@@ -62,7 +63,8 @@ class SmemDecoder:
             self._decode_half(flags >> first // 32 & Uint32(1), stage, row, tile_row, half, smem)
 
     def tell(self, begun, stage, lane, work, smem) -> None:
-        """Tell the consumers that the warp has decoded its rows; with two CTAs, also send them to the other CTA."""
+        """Signal the consumers that the warp has decoded its rows. With two CTAs, also send the rows to the other
+        CTA."""
         if self.config.cluster_m == 1:
             tell_decoded(stage, lane, smem)
         else:
@@ -70,7 +72,8 @@ class SmemDecoder:
 
     @cute.jit
     def _share_rows(self, stage, first, rows: int, work, smem):
-        """Send decoded rows, from ``first`` on, to the other CTA, and expect the same number of rows from there."""
+        """Send decoded rows, from ``first`` on, to the other CTA, and expect the same number of rows from the other
+        CTA."""
         decoded = smem.workspace + cute.assume((stage * self.config.tile_n + first) * K_TILE, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
             ptx.expect_and_send(decoded, smem.stages.full + stage, rows * K_TILE, work.m_rank ^ 1)
@@ -82,7 +85,7 @@ class SmemDecoder:
         record = record_words(c, self.stages, stage, row, smem)
         at = record.iterator + cute.assume(Int32(half) * 2, divby=2)
         first, second = load_words(cute.make_tensor(at, cute.make_layout(2)))
-        # The swizzle permutes pieces by the number of the 128 bytes that they are in.
+        # The swizzle permutes the 16-byte pieces of a 128-byte line by the index of the line.
         codes_at = (stage * c.copied_n + row) * c.line + (half * 2 ^ row // 2 % 4) * VECTOR_BYTES
         codes = []
         for piece in range_constexpr(2):

@@ -27,7 +27,7 @@ class Work(NamedTuple):
         tid, lane: index of the thread in its CTA and in its warp.
         row, column: first row and column of the warp in a tile.
         n, k: sizes of the GEMM.
-        k_tiles: number of k tiles; the last may be half of one.
+        k_tiles: number of k tiles; the last k tile may have 64 elements.
         a, b, a_scale, b_scale: operands and their scales, of all experts.
     """
 
@@ -110,15 +110,15 @@ class FP8MmaKernel:
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 factors = self._factors(k_tile, tile, work)
                 cute.arch.cp_async_wait_group(c.stages - 2)
-                # All copies of this k tile have arrived, and all warps have read the previous one, whose stage is
-                # next.
+                # All copies of this k tile have arrived. All warps have read the previous k tile, whose stage is
+                # refilled next.
                 cute.arch.sync_threads()
                 ahead = k_tile + c.stages - 1
                 if ahead < work.k_tiles:
                     self._load(ahead, ahead % c.stages, base, tile, work)
                 cute.arch.cp_async_commit_group()
                 self._multiply(k_tile % c.stages, factors, acc, base, work)
-            # All warps have read the last k tile, whose stage the next tile may use.
+            # All warps have read the last k tile; the next tile may use its stage.
             cute.arch.sync_threads()
             epilogue = self.epilogue.of_tile(*terms, n, None if const_expr(c.rows.is_plain) else tile.expert)
             for i in range_constexpr(c.warp_m // 16):
@@ -135,8 +135,8 @@ class FP8MmaKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    # Copies. A stage holds rows of a, then rows of b. The halves of every second row are swapped, which avoids bank
-    # conflicts of lanes that read at once.
+    # Copies. A stage holds rows of a, then rows of b. The halves of every second row are swapped, so that lanes that
+    # read at once avoid bank conflicts.
 
     def _place(self, row, piece):
         """Return the offset of 16 bytes of a row in a stage."""
@@ -164,7 +164,7 @@ class FP8MmaKernel:
 
     @cute.jit
     def _factors(self, k_tile, tile, work) -> list:
-        """Return the products of both scales for a lane's rows, two of each 16."""
+        """Return the products of both scales for a lane's rows: two rows per 16."""
         scale = work.b_scale[tile.column // K_TILE, k_tile, tile.expert]
         factors = []
         for i in range_constexpr(self.config.warp_m // 8):
@@ -176,7 +176,7 @@ class FP8MmaKernel:
     # MMAs
 
     def _words(self, at: cute.Pointer, row, lane) -> list:
-        """Load a lane's words of a row: two pieces of four."""
+        """Load a lane's words of a row: two pieces of four words."""
         words = []
         for piece in (lane % 4, lane % 4 + PIECES // 2):
             place = at + cute.assume(self._place(row, piece), divby=PIECE)

@@ -18,7 +18,7 @@ __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (
     *((tile_m, 128, split_k) for tile_m in (16, 32, 64) for split_k in SPLITS),
-    # More CTAs for few weight rows: of clusters of more than two, not all that would fit run at once.
+    # More CTAs for few weight rows. With clusters of more than two CTAs, fewer CTAs run at once than would fit.
     *((tile_m, 64, split_k) for tile_m in (16, 32, 64) for split_k in NARROW_SPLITS),
     *((MANY, tile_n, 1) for tile_n in (64, 128)),
 )
@@ -42,13 +42,13 @@ class Config(FP8GemmConfig):
 
     @property
     def unrolls(self) -> bool:
-        # In these tiles the tensor cores are the limit: the GPU lowers its clock for power, and fewer instructions
-        # raise it.
+        # In these tiles, the tensor cores are the limit: power limits the clock, and fewer instructions allow a higher
+        # clock.
         return not self.is_swapped and self.tile_n == K_TILE
 
     @property
     def slot_words(self) -> int:
-        """Words of a slot's scales: for each row of ``a`` one, and one of the weight, in whole pieces of 16 bytes."""
+        """Number of words of a slot's scales: one per row of ``a``, and one for the weight, rounded up to 16 bytes."""
         return self.tile_m + 4
 
 

@@ -61,7 +61,7 @@ class BlockScaled:
         self.config, self.stages = config, stages
 
     def factors(self, stage, consumer, smem) -> list:
-        """Return the products of both scales for a lane's rows, or in swapped tiles for its columns."""
+        """Return the products of both scales for a lane's rows, or, in swapped tiles, for the lane's columns."""
         c, scales = self.config, self.stages.scales(stage, smem)
         if c.is_swapped:
             first = consumer.token + consumer.quad * 2

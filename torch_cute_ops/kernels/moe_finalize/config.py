@@ -51,7 +51,8 @@ class Config:
         return self.width // self.vector
 
     def rounds(self, threads: int) -> int:
-        """Return the number of rounds in which ``threads`` threads process a row, a vector each."""
+        """Return the number of rounds in which ``threads`` threads process a row. In a round, a thread processes one
+        vector."""
         return -(-self.vectors // threads)
 
 
@@ -69,13 +70,14 @@ class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights resi
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:
-    """Return the configuration for these properties. It fits every architecture."""
+    """Return the configuration for these properties. The configuration fits every architecture."""
     vectors = width * dtype.itemsize // VECTOR
     threads, more_threads = (_even_threads(vectors, max_threads) for max_threads in (THREADS, MORE_THREADS))
     return Config(dtype, width, topk, has_residual, FEW, threads, more_threads, pdl)
 
 
 def _even_threads(vectors: int, max_threads: int) -> int:
-    """Return the number of threads, at most ``max_threads``, that divides a row into rounds equal to within a warp."""
+    """Return the number of threads, at most ``max_threads``, with which all rounds of a row are equal to within a
+    warp."""
     rounds = -(-vectors // max_threads)
     return -(-vectors // (rounds * WARP)) * WARP

@@ -52,7 +52,7 @@ class MoeFinalizeKernel(TokenKernel):
             may_alias=() if residual is None else ((out, residual),),
         )
         if tokens <= c.few:
-            # Launch larger CTAs if each CTA runs one round, and if they leave the busiest SM less work.
+            # Launch larger CTAs if each CTA runs one round, and if larger CTAs leave the busiest SM less work.
             is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
             if is_less & (slices == c.rounds(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))

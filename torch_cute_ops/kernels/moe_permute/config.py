@@ -26,7 +26,8 @@ class Config:
         dtype: dtype of the tokens: bfloat16, float16 or float32.
         width: elements of a token.
         topk: largest number of rows to which a token is copied.
-        few: largest number of tokens for a single launch; with more, scales are stored once per token first.
+        few: largest number of tokens for a single launch. With more tokens, the first launch stores scales once per
+            token.
         pdl: True for programmatic dependent launches.
     """
 
@@ -38,7 +39,8 @@ class Config:
 
     @property
     def threads_per_token(self) -> int:
-        """Number of threads of a token. Each takes ``FP8_UNIT`` elements, except in a short block's missing half."""
+        """Number of threads per token. A thread processes ``FP8_UNIT`` elements, or none in the missing half of a short
+        block."""
         return self.scales * SCALE_THREADS
 
     @property
@@ -75,6 +77,6 @@ class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted perm
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, pdl: bool = True) -> Config:
-    """Return the configuration for tokens of ``width`` elements with up to ``topk`` rows. It fits every
+    """Return the configuration for tokens of ``width`` elements with up to ``topk`` rows. The configuration fits every
     architecture."""
     return Config(dtype, width, topk, FEW, pdl)

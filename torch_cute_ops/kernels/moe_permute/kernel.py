@@ -73,7 +73,8 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def quantize(self, input, y, scale, token_scales, places):
-        """Store the codes of all tokens in each of their rows, and their scales there or in ``token_scales``."""
+        """Store the codes of each token in all rows of the token. Store the scales in the same rows, or in
+        ``token_scales``."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -86,7 +87,7 @@ class MoePermuteKernel(TokenKernel):
             number % c.threads_per_token,
         )
         is_token = token < input.shape[0]
-        # Threads of a short block's missing half have no elements, but help to store its scale.
+        # Threads of a short block's missing half have no elements, but help to store the block's scale.
         exists = is_token & (thread_in_token * FP8_UNIT < c.width) if c.has_short_block else is_token
         first = cute.assume(thread_in_token * FP8_UNIT, divby=FP8_UNIT)
         start = input.iterator + cute.assume(Int64(token) * input.stride[0], divby=VECTOR // c.dtype.itemsize) + first
@@ -120,7 +121,7 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def copy_scales(self, token_scales, pairs, scale):
-        """Copy a group of each row's scales from its token's scales."""
+        """For each row, copy a group of scales from the scales of the row's token."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, scale_group, _ = cute.arch.block_idx()

@@ -21,7 +21,7 @@ class Config(ExpertChoice, PlacementConfig):
     Attributes:
         dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of
             ``ExpertChoice``.
-        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
+        is_masked: True if all experts get the same number of rows, False if an expert gets as many rows as it needs.
         pdl: True for programmatic dependent launches.
     """
 
@@ -58,7 +58,7 @@ class Arguments(
         permuted_to_expanded: (R,) int32, pair of each row, -1 for padding.
         offsets: (E + 1,) int32, first row of each expert, then the end of the last expert's padding.
         counts: (E,) int32, number of rows of each expert.
-        workspace: (``Config.workspace_words(M, R, sms)``,) int32. If that is 0, any int32 tensor, which is not used.
+        workspace: (``Config.workspace_words(M, R, sms)``,) int32. For 0 words, any int32 tensor, which is not used.
         scaling_factor: fp32, factor of the weights.
         row_multiple: int32, number of rows of each expert with ``Config.is_masked``; otherwise the multiple at which
             each expert's rows begin.
@@ -67,5 +67,5 @@ class Arguments(
 
 
 def plan(choice: ExpertChoice, is_masked: bool, pdl: bool = True) -> Config:
-    """Return the configuration for this choice. It fits every architecture."""
+    """Return the configuration for this choice. The configuration fits every architecture."""
     return Config(**vars(choice.with_relevant_groups()), is_masked=is_masked, pdl=pdl)

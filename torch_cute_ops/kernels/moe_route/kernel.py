@@ -55,7 +55,7 @@ class MoeRouteKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """Choose the experts of the batch's tokens, a warp per token."""
+        """Choose the experts of the batch's tokens. One warp handles one token."""
         logits, bias, weights, ids, factor = inputs
         topk, chosen = self.config.topk, smem.chosen
         for token in range(batch + thread.warp, cutlass.min(batch + self.config.batch, thread.last), THREADS // WARP):

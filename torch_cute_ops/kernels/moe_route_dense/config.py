@@ -42,5 +42,5 @@ class Arguments(namedtuple("Arguments", "logits bias expert_factor out scaling_f
 
 
 def plan(choice: ExpertChoice, has_expert_factor: bool, pdl: bool = True) -> Config:
-    """Return the configuration for this choice. It fits every architecture."""
+    """Return the configuration for this choice. The configuration fits every architecture."""
     return Config(**vars(choice.with_relevant_groups()), has_expert_factor=has_expert_factor, pdl=pdl)

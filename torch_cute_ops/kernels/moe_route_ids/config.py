@@ -18,7 +18,7 @@ class Config(PlacementConfig):
 
     Attributes:
         experts: number of experts.
-        is_masked: True if all experts get the same number of rows, False if each gets the number that it needs.
+        is_masked: True if all experts get the same number of rows, False if an expert gets as many rows as it needs.
         pdl: True for programmatic dependent launches.
     """
 
@@ -46,5 +46,5 @@ class Arguments(
 
 
 def plan(experts: int, is_masked: bool, pdl: bool = True) -> Config:
-    """Return the configuration for ``experts`` experts. It fits every architecture."""
+    """Return the configuration for ``experts`` experts. The configuration fits every architecture."""
     return Config(experts, is_masked, pdl)

@@ -1,6 +1,6 @@
 """Convert values in a thread's registers to codes and scales, or to rounded values, a block at a time.
 
-``rstd`` is the norm's row factor if the values still lack it, 1 if they contain it, and None without a norm.
+``rstd`` is the norm's row factor, or 1 if the values are already multiplied by the factor, or None without a norm.
 """
 
 import cutlass.cute as cute
@@ -17,11 +17,11 @@ from torch_cute_ops.kernels.row_quant.config import Config
 class SharedBlocks:
     """Blocks that neighbouring lanes of a warp share. One lane computes the values of a whole block, not all lanes.
 
-    Each of ``lanes`` neighbours holds a part of each of ``count`` blocks. A butterfly reduction of every block would
-    leave each lane with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks
-    among themselves while they reduce (recursive halving), so that each ends up with one block: the two divisions for
-    its scale are computed once, not ``count`` times. The other lanes receive the results by a shuffle per value.
-    Whole warps call the methods, with their ``lane``.
+    ``lanes`` neighbouring lanes share ``count`` blocks, and each lane holds a part of every block. With butterfly
+    reductions, every lane would get the amax of every block, and would compute all scales. Here the lanes divide the
+    blocks among themselves while they reduce (recursive halving), and each lane ends up with one block. So a lane
+    computes the two divisions for a scale once, not ``count`` times. The other lanes receive each result by a shuffle.
+    All lanes of a warp must call the methods, and pass their index as ``lane``.
     """
 
     def __init__(self, lanes: int, count: int):
@@ -33,7 +33,7 @@ class SharedBlocks:
             raise ValueError(f"{lanes} lanes cannot have one of {count} blocks each")
 
     def largest(self, values: list, lane):
-        """Return the amax of this lane's block, NaN if any value is. ``values`` are the lane's own amaxes of all
+        """Return the amax of this lane's block, or NaN if any value is NaN. ``values`` are the lane's own amaxes of all
         blocks."""
         values = [*values, *[values[-1]] * (self.lanes // self.lanes_per_block - self.count)]
         offset = self.lanes // 2
@@ -58,7 +58,7 @@ class SharedBlocks:
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):
-        """Return True if this lane is the first lane with its block."""
+        """Return True if this lane is the first lane that owns the block ``mine``."""
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):
@@ -96,7 +96,8 @@ class Encoder:
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:
-        """Return the words of codes of each block, and the fp32 scale: the given ``global_scale``, or the row's."""
+        """Return the words of codes of each block, and the fp32 scale: ``global_scale`` if given, or the row's
+        scale."""
         is_static = self.config.spec.fmt.is_static
         scale = global_scale if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)

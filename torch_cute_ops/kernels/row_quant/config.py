@@ -49,24 +49,25 @@ RowsOf = Literal["all", "experts"]
 
 @dataclass(frozen=True)
 class RowQuantSpec:
-    """Specification of a kernel: its input, its operations, and its format.
+    """Specification of a kernel: input, operations and output format.
 
     Attributes:
         source: origin of a row of values: ``"rows"``, a row of the input; ``"add"``, the sum of a row of the input and
-            a row of the residual, which the sum overwrites; ``"silu_mul"``, the second half of a row gated by the
-            first.
+            a row of the residual, which the sum overwrites; ``"silu_mul"``, the second half of a row gated by the first
+            half.
         dtype: dtype of the input: bfloat16, float16 or float32.
         weight_dtype: dtype of the norm's weight, or None without a norm.
         width: elements of a row of values.
-        norm_width: number of elements over which the mean square is taken; the rest of a row is zero padding.
+        norm_width: number of elements over which the mean square is taken; the other elements of a row are zero
+            padding.
         fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
         also_linear: True if the scales are written a second time, in the linear layout.
         has_factor: True with a global scale (FP4) or a given scale (FP8).
         writes_norm: True if the values before quantisation, such as normalised rows, are an output in ``dtype``.
         rows: ``"all"`` rows of the input, or the rows of ``"experts"`` in a buffer whose padding is neither read nor
             written.
-        has_offsets: True if the kernel is given the first row of each expert.
-        has_counts: True if the kernel is given the number of rows of each expert. Without counts, the buffer contains
+        has_offsets: True if calls pass the first row of each expert.
+        has_counts: True if calls pass the number of rows of each expert. Without counts, the buffer contains
             no padding between experts.
         swiglu: True for ``core.epilogue.swiglu`` with run-time parameters as the gate of ``"silu_mul"``; False for
             ``silu(gate) * up``.
@@ -115,13 +116,13 @@ class RowQuantSpec:
         """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
         scales."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
-        # Without counts there is no table.
+        # Without counts, no table is needed.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room)
 
     @property
     def has_table(self) -> bool:
-        """True if experts' rows are looked up in a table. Without counts, they are one range."""
+        """True if experts' rows are looked up in a table. Without counts, the experts' rows are one range."""
         return self.rows == "experts" and self.has_counts
 
     @property
@@ -131,7 +132,7 @@ class RowQuantSpec:
 
     @property
     def inputs(self) -> int:
-        """Number of rows read for one row of values."""
+        """Number of input rows that are read per row of values."""
         return 1 if self.source == "rows" else 2
 
     @property
@@ -150,7 +151,7 @@ class RowQuantSpec:
         return self.width // self.block_elements
 
     def slices(self, splits: int) -> tuple[int, int]:
-        """Return the number of blocks of each slice but the last, and of the last slice, if a row is cut into
+        """Return the number of blocks per slice, and the number of blocks of the last slice, if a row is cut into
         ``splits`` slices."""
         # Slices are whole scale tiles, and whole groups of blocks that share an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
@@ -173,8 +174,8 @@ class RowQuantSpec:
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads of a row count its blocks of unusual magnitude: the row factor may be applied to whole
-        blocks, and a block's scale may be arbitrarily small."""
+        """True if the threads of a row count the row's blocks of unusual magnitude. This is needed if the row factor
+        may be applied to whole blocks, and a block's scale may be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property
@@ -191,7 +192,7 @@ class Config:
     Attributes:
         spec: specification of the kernel.
         has_e2m1_cvt: True if the hardware converts to e2m1.
-        splits: number of slices of a row, each for one CTA of a cluster.
+        splits: number of slices of a row; a CTA of a cluster processes one slice.
         threads_per_row: number of threads of a CTA that share a row: a power of two below a warp, or whole warps.
         groups: number of groups of a CTA.
         stages: number of row buffers of a group.
@@ -246,11 +247,11 @@ class Config:
         """Number of warps of a group that process one block more than the other warps, or 0 if all warps process the
         same number.
 
-        The other warps skip their last block, which does not exist, if instruction issue is the limit: for norms and
-        gates on hardware without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to NVFP4 runs at 0.93
-        of a copy's bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single row takes 0.1 µs
-        longer if warps skip, because the instructions of the last block no longer interleave with the instructions of
-        the other blocks. Sums, and rows without norm or gate, gain nothing.
+        The other warps skip the missing last block if instruction issue is the limit: for norms and gates on hardware
+        without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to NVFP4 runs at 0.93 of a copy's
+        bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single row takes 0.1 µs longer if warps
+        skip, because the instructions of the last block no longer interleave with the instructions of the other blocks.
+        Sums, and rows without norm or gate, gain nothing.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -266,8 +267,8 @@ class Config:
         return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
-        """Return the column of a group's first thread. It rotates from group to group, so that the warps with an
-        extra block are spread evenly over the schedulers. ``group`` may be a device integer."""
+        """Return the column of a group's first thread. The column rotates from group to group, so that the warps with
+        an extra block are spread evenly over the schedulers. ``group`` may be a device integer."""
         turn = group // max(1, SCHEDULERS // self.group_warps)
         return turn * self.busy_warps % self.group_warps * WARP
 
@@ -278,16 +279,16 @@ class Config:
 
     @property
     def is_cluster(self) -> bool:
-        """True if the CTAs that share a row exchange partial results."""
+        """True if several CTAs share a row, and send each other partial results."""
         return self.splits > 1 and self.spec.reductions > 0
 
     @property
     def waves(self) -> int:
         """Number of times that the grid may fill the device.
 
-        Usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on how the
-        GPU groups its SMs, and one cluster that starts late would double the time. So more clusters are launched, each
-        with fewer rows.
+        This is usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on
+        how the GPU groups its SMs, and one cluster that starts late would double the time. So more clusters are
+        launched, each with fewer rows.
         """
         return 8 if self.is_cluster and self.splits > 2 else 1
 
@@ -343,8 +344,8 @@ class Config:
         """True if another group would not speed up the CTA, even if there is room for it.
 
         A CTA that adds a residual moves many bytes for little arithmetic, and more rows in flight only congest the
-        memory system. On an H200 at width 8,192, it reaches 0.94 of a copy's bandwidth with one group, and 0.90 with
-        two groups.
+        memory system. On an H200 at width 8,192, an addition of a residual reaches 0.94 of a copy's bandwidth with one group, and
+        0.90 with two groups.
         """
         if self.spec.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
@@ -379,7 +380,7 @@ class Config:
 
     @property
     def as_smallest_add(self) -> "Config":
-        """Configuration of the same norm with a residual that is added, with the fewest possible buffers.
+        """Configuration of the same norm after an addition of a residual, with the fewest possible buffers.
 
         ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For all norms,
         ``plan`` chooses values with which this configuration also fits, so that ops with and without a residual give
@@ -396,14 +397,14 @@ class Config:
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
-            # A thread without a block can only read its neighbour's half of a short block instead.
+            # A thread without a block must read another block instead, and only a short block allows this.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
                 return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Registers for products and weight, plus registers for addresses and intermediate values: the fewest with which
-        # ptxas does not spill (tests/kernels/test_compile_kernels.py).
+        # Registers for products and weight, plus registers for addresses and intermediate values: the smallest number
+        # with which ptxas does not spill (tests/kernels/test_compile_kernels.py).
         others = 56
         if self.spec.fmt == NVFP4:
             more = self.spec.writes_norm and self.spec.layout.is_linear
@@ -436,7 +437,7 @@ class Arguments(
     Attributes:
         input: (R, ``RowQuantSpec.input_width``) values in ``RowQuantSpec.dtype``; rows may be strided.
         residual: (R, W) values in ``RowQuantSpec.dtype``, overwritten by the sums, for the source ``"add"``. Rows may
-            be strided. It may be the input itself, or other columns of the same matrix.
+            be strided. The residual may be the input itself, or other columns of the same matrix.
         weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
         factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn, with a format.
@@ -459,7 +460,7 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         rows: row buffers of every group and stage.
-        norms: buffers of normalised rows that wait for their bulk store, two per row of every group.
+        norms: buffers of normalised rows that wait for a bulk store, two per row of every group.
         weight: weight of the norm.
         scales: scale buffers of quads, two per group.
         partial_sums: ``group_partial_sums`` of each group.
@@ -488,10 +489,10 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
     Except for few rows, the choices are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536
     to 32,768). Few threads with many blocks each are faster than many threads with few blocks each, because the
-    instructions for a thread's blocks are independent. 50 to 100 KB in flight for each SM are faster than more bytes,
-    which only queue in the memory system. For experts' rows, twice the threads and the largest number of groups that
-    fits are faster: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. If no table of experts'
-    rows is needed, they are another 4 % faster.
+    instructions for a thread's blocks are independent. 50 to 100 KB in flight per SM are faster than more bytes, which
+    only queue in the memory system. For experts' rows, twice the threads and the largest number of groups that
+    fits are faster: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. Without a table of
+        experts' rows, they are another 4 % faster.
 
     Raises:
         ValueError: No configuration fits; the message says why.
@@ -509,8 +510,8 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
 
 def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
-    """Return the configuration for up to ``FEW_ROWS`` rows: ``config`` with more slices, and among these numbers of
-    slices the smallest with the fewest blocks per thread. Return None if ``config`` is as good."""
+    """Return the configuration for up to ``FEW_ROWS`` rows: ``config`` with more slices. Choose the fewest blocks per
+    thread, and then the fewest slices. Return None if ``config`` is as good."""
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
         try:

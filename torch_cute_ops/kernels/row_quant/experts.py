@@ -1,8 +1,8 @@
 """Dense numbering of the experts' rows in a buffer with padding.
 
 Expert ``e`` owns ``counts[e]`` rows from row ``offsets[e]`` on. Without ``offsets``, all experts own equally many rows
-of the buffer. A table in shared memory contains, for each expert, the dense number of its first row, and the difference
-between a row in the buffer and its dense number.
+of the buffer. Per expert, a table in shared memory contains the dense number of the first row, and the difference
+between the index of a row in the buffer and the row's dense number.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class ExpertRows(NamedTuple):
 
     Attributes:
         starts: dense number of each expert's first row; ``BEYOND`` after the last expert.
-        shifts: difference between a row in the buffer and its dense number, for each expert.
+        shifts: per expert, difference between the index of a row in the buffer and the row's dense number.
         total: number of rows, one element.
         partial_sums: scratch memory of ``fill_table``.
     """
@@ -45,7 +45,7 @@ def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     """Fill the table. ``offsets`` may be None. ``rows`` is the size of the buffer.
 
-    All ``threads`` of the CTA call it, and need a barrier before they read the table.
+    All ``threads`` of the CTA call this, and need a barrier before they read the table.
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts
@@ -87,7 +87,7 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
     """Return the row of the buffer with this dense number; arbitrary for a number after the last row.
 
-    ``is_of_warp``: True if the number is the same for all lanes, and all lanes call it together.
+    ``is_of_warp``: True if the number is the same for all lanes, and all lanes call this function together.
     """
     if is_of_warp:
         expert = expert_by_votes(table.starts, number, lane, cute.size(table.starts))

@@ -213,7 +213,7 @@ class RowQuantKernel:
                 cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
             )
             self.rows.distribute(thread)
-        # Row of the thread in global memory: of this iteration and, with two stages, of the next.
+        # Row of the thread in global memory: in this iteration and, with two stages, in the next iteration.
         memory_row, second_row = (
             self.rows.memory_row_at(Int32(0), thread, smem),
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
@@ -274,7 +274,8 @@ class RowQuantKernel:
                 if const_expr(spec.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                 if const_expr(spec.fmt in (FP8_TOKEN, FP8_BLOCK128)):
-                    # Rows that share a warp recompute their amax together; rows that need not get the same amax.
+                    # Rows that share a warp recompute their amax together; a row that does not need it gets the same
+                    # amax.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -324,7 +325,7 @@ class RowQuantKernel:
                 self.stores.start_norm(thread.iterations - 1, thread, smem)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
-            # No CTA may exit while another can still write into its shared memory.
+            # No CTA may exit while another CTA can still write into its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -371,9 +372,8 @@ class RowQuantKernel:
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
         """Load the thread's blocks of a row.
 
-        Returns:
-            Products v · w and their amax for each block; amax of the FP8 block whose scale this thread computes, if
-                blocks of 128 are scaled; and the thread's partial results of ``RowQuantSpec.reductions``.
+        Returns: Products v · w of each block, with the block's amax; amax of the FP8 block whose scale this thread
+            computes, if blocks of 128 are scaled; and the thread's partial results of ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec
@@ -382,7 +382,8 @@ class RowQuantKernel:
         values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
         if spec.source == "add":
             if c.has_short_block:
-                # Some threads have read the half of a short block that others overwrite now (``Rows._safe_block``).
+                # Some threads have read the half of a short block that other threads overwrite now
+                # (``Rows._safe_block``).
                 cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
                 self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
@@ -407,7 +408,7 @@ class RowQuantKernel:
         return blocks, shared, reduced
 
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
-        """Put products and amax of the thread's j-th block into its registers, and return the sum of its squares."""
+        """Put products and amax of the thread's j-th block into registers, and return the block's sum of squares."""
         products, square = v, Float32(0.0)
         if self.config.spec.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -437,7 +438,7 @@ class RowQuantKernel:
         return reduce(ptx.max_abs_nan, [largest[0] for _, largest in blocks], Float32(0.0))
 
     def _fill(self, products, amax, values: list) -> None:
-        """Put ``values`` and their amax, NaN if any value is, into a block's registers."""
+        """Put ``values`` and their amax (NaN if a value is NaN) into a block's registers."""
         largest = Float32(0.0)
         for i, value in enumerate(values):
             products[i] = value
@@ -451,7 +452,7 @@ class RowQuantKernel:
         The two products differ by rounding, and they differ more if v · w overflows or is subnormal (weights are
         assumed to be below 2^88). So the sum of squares ``total`` must be of ordinary magnitude, and so must the source
         of the scales: the given ``scale`` of FP8, or ``other``, which is the row's amax or the number of its blocks of
-        unusual amax. NVFP4 needs no check of blocks: its scales cannot represent a block that is tiny compared to its
+        unusual amax. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its
         row. An element that is tiny compared to its own block gets code 0 either way, and a norm in bf16 or fp16 is too
         coarse to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) ·
         rstd is more exact. A block of zeros counts as unusual, so that its row takes longer.
@@ -486,11 +487,11 @@ class RowQuantKernel:
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, thread):
         """Reduce sums of squares, amaxes and block counts over the threads that share a row.
 
-        The order depends on the configuration alone.
+        The order of the additions depends only on the configuration.
 
         Args:
             values: values of ``RowQuantSpec.reductions``, or an amax alone.
-            slots: ``num_partials`` words for each value.
+            slots: ``num_partials`` words per value.
             barrier: mbarrier that counts the bytes sent in a cluster.
         """
         c = self.config

@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 
 def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
-    """Start one bulk copy from global to shared memory. ``barrier`` counts its bytes."""
+    """Start one bulk copy from global to shared memory. ``barrier`` counts the bytes."""
     atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
     layout = cute.make_layout(elements)
     tensors = (cute.make_tensor(source, layout), cute.make_tensor(target, layout))
@@ -57,7 +57,7 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """Return the row of this walker's ``iteration``, or the first row if the group works on several."""
+        """Return the row of this walker's ``iteration``, or the first row if the group works on several rows."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -82,7 +82,7 @@ class Rows:
         return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the first iterations, one per stage, from these rows."""
+        """Start the copies of the first iterations (one iteration per stage) from these rows."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
@@ -173,8 +173,8 @@ class Rows:
     def _safe_block(self, j: int, thread):
         """Return the thread's j-th block, or a block that is safe to read if the j-th does not exist.
 
-        The safe block is the thread's first block. But threads with the missing half of a short FP8 block read the
-        existing half, which does not change the block's amax.
+        The safe block is the thread's first block, except for threads with the missing half of a short FP8 block: they
+        read the existing half, which does not change the block's amax.
         """
         c = self.config
         block = thread.column + j * c.threads_per_row

@@ -1,7 +1,7 @@
 """Stores of FP4 block scales: single bytes, 16 bytes of four rows, and padding.
 
-Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group processes these rows one after the other,
-collects their scales in one of two buffers in shared memory, and stores 16 bytes at a time.
+Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group processes these rows in sequence, collects
+the scales in one of two buffers in shared memory, and stores 16 bytes at a time.
 """
 
 import cutlass.cute as cute
@@ -50,7 +50,7 @@ class FP4Scales:
 
     @cute.jit
     def clear_quads(self, thread, smem):
-        """Zero the quads' buffers: nothing writes their padding later."""
+        """Zero the quads' buffers: no later store writes the padding."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(smem.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(thread.tid, words, thread.threads):
@@ -87,7 +87,7 @@ class FP4Scales:
     def write_quad(self, iteration, thread, smem):
         """Store the scales of the quad that ``iteration`` completed, if any, 16 bytes per thread.
 
-        A group barrier lies between that iteration and this call.
+        Between that iteration and this call, the group must synchronise.
         """
         c = self.config
         if const_expr(c.quads):

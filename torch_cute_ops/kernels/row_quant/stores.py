@@ -61,7 +61,7 @@ class Stores:
         cute.arch.cp_async_bulk_commit_group()
 
     def _norm_buffer(self, iteration, row, smem) -> cute.Pointer:
-        """Return the buffer of a normalised row of the group. Each row alternates between two, for even and odd
+        """Return the buffer of a normalised row of the group. Each row alternates between two buffers, for even and odd
         iterations."""
         c = self.config
         slot = iteration % 2 * c.group_rows + row
@@ -71,7 +71,7 @@ class Stores:
     def store_row(self, blocks, rstd, amax, global_scale, row, memory_row, iteration, thread, smem):
         """Quantise the thread's blocks of a row, and store codes, scales and norm.
 
-        Codes and FP8 scales go to ``memory_row`` of their tensors, scales of FP4 and norms to ``row``.
+        Codes and FP8 scales are stored in row ``memory_row``, FP4 scales and norms in row ``row``.
         """
         c = self.config
         spec = c.spec

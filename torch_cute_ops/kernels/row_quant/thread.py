@@ -1,4 +1,4 @@
-"""State of a thread, and pointers into shared memory, which the classes of the kernel pass to each other."""
+"""State of a thread, and pointers into shared memory. The classes of the kernel pass both to each other."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 class Thread:
     """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* is a unit that processes whole rows, one after the other: a group, or, in a cluster, the groups with the
-    same index in all of its CTAs.
+    A *walker* is a unit that processes whole rows in sequence: a group, or, in a cluster, the groups with the same
+    index in all CTAs of the cluster.
 
     Attributes:
         tid, threads: index in the CTA, and number of threads of the CTA.
@@ -24,7 +24,7 @@ class Thread:
         column: first block of the thread in the slice.
         row: index of the thread's row among the group's rows, if several share a warp.
         rank: rank of the CTA in its cluster.
-        first_block, cta_blocks: first block of the CTA's slice in the row, and number of its blocks.
+        first_block, cta_blocks: first block of the CTA's slice in the row, and number of blocks of the slice.
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
@@ -33,7 +33,7 @@ class Thread:
         quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the next
             fields.
         quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and number
-            of all its iterations.
+            of all iterations of the walker.
     """
 
     tid: Int32
