@@ -90,7 +90,7 @@ class Notes:
     2. a word per ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
        the k tile's own exponent instead of the row's unit;
     3. 16-bit exponents of the rows' units, followed, for each k tile whose bit is set, by the exponents that the rows
-        use in that k tile;
+       use in that k tile;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
     Arguments and results are Python integers or device integers.

@@ -344,8 +344,8 @@ class Config:
         """True if another group would not speed up the CTA, even if there is room for it.
 
         A CTA that adds a residual moves many bytes for little arithmetic, and more rows in flight only congest the
-        memory system. On an H200 at width 8,192, an addition of a residual reaches 0.94 of a copy's bandwidth with one group, and
-        0.90 with two groups.
+        memory system. On an H200 at width 8,192, an addition of a residual reaches 0.94 of a copy's bandwidth with one
+        group, and 0.90 with two groups.
         """
         if self.spec.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
