@@ -124,7 +124,7 @@ def line(
     flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
-    # All experts cost as much as one GEMM over the concatenated K.
+    # The cost of all experts is the cost of one GEMM over the concatenated K.
     least = problem if mode == ROUTED else plain
     floor = max(least.bytes_moved(m) / cost.bytes_per_second(target), least.flops(m) / peak)
     return Line(

@@ -11,7 +11,7 @@ from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 BYTE = 0x5A
-FLOAT = 12345.0  # not NaN: an element that the op leaves alone must compare equal to itself
+FLOAT = 12345.0  # not NaN: an element that the op does not write must compare equal to itself
 INTEGER = -(2**31)
 
 

@@ -20,9 +20,9 @@ class Case:
 
     Attributes:
         sizes: Sizes by name.
-        inductor: How the torch composition is compiled: "" (not at all), "static" (`dynamic=False`, one compile for
+        inductor: Mode of compiling the torch composition: "" (not at all), "static" (`dynamic=False`, one compile for
             this shape) or "dynamic" (one compile per row length, with a symbolic M).
-        choices: Other arguments in which cases of one op differ, by name.
+        choices: Other arguments that differ between cases of one op, by name.
     """
 
     sizes: Mapping[str, int]
@@ -48,7 +48,7 @@ class Variant:
     Attributes:
         call: `call(i)` runs it on buffer set i and returns the outputs. The caller keeps them alive, so that sets never
             share memory.
-        bytes: Least number of bytes that a call of this implementation moves, by its own formula.
+        bytes: Least number of bytes that a call of this implementation moves.
     """
 
     call: Callable[[int], Any]
@@ -109,7 +109,8 @@ class Benchmark(ABC):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Return our other implementations, such as backends by name. `peer` makes them, also in runs without peers."""
+        """Return our other implementations, such as backends by name. `peer` creates them, also in runs without
+        peers."""
         return ()
 
     @abstractmethod

@@ -47,7 +47,7 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """Return the median ratio of the variants that are not ours, over those in both results."""
+        """Return the median ratio over all peers that are in both results."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 

@@ -125,7 +125,8 @@ def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLA
 
 
 def experts(fmt: str, own_tokens: int, ranks: int = RANKS) -> tuple[float, float, float]:
-    """Return the bytes of rows that a GPU receives for its experts, of results that it receives, and µs for both."""
+    """Return the bytes of rows that a GPU receives for its experts, the bytes of results that it receives, and the time
+    of both in µs."""
     pairs = own_tokens * TOPK * (ranks - 1) / ranks
     sent, back = pairs * row_bytes(fmt, HIDDEN), pairs * 2 * HIDDEN
     return sent, back, (sent + back) / NVLINK * 1e6

@@ -42,7 +42,7 @@ multiplied by alpha outside of the timing."""
 
 
 def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tensor:
-    """Return keys (M, E): a token's experts are the ones with its largest keys.
+    """Return keys (M, E): a token is routed to the experts with the largest keys.
 
     Keys are log-probabilities with Gumbel noise, so that experts are drawn without replacement with probabilities
     proportional to 1 / `ranks` (E,).

@@ -8,8 +8,8 @@ many-fp8  `many` with weights in FP8, by `grouped_mm_fp8`: a peer
 bf16      the decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order: a peer
 
 Calls of a captured graph cycle through several sets of tokens with different experts, and through two sets of weights,
-so L2 holds almost none of the weights that a call reads. The router's GEMM and shared experts are left out because they
-are equal in all of these ways.
+so L2 holds almost none of the weights that a call reads. The router's GEMM and shared experts are not measured because
+they are equal in all rows of this list.
 
 Routing: a token's experts are drawn without replacement. With "uniform", all experts are equally likely. With "zipf",
 the r-th likeliest expert has a probability proportional to 1/r. With "hot", all tokens take one expert, and their other
@@ -139,8 +139,8 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
     """Return the time that `m` tokens with `moved` bytes of expert weights may take, from times with uniform routing.
 
     The longer of two estimates counts. The first estimate interpolates linearly over bytes between two measured numbers
-    of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. It is meant for many tokens, which
-    touch nearly all experts: with more tokens, the time grows and the bytes do not.
+    of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. This estimate is for many tokens,
+    which touch nearly all experts: with more tokens, the time grows and the bytes do not.
 
     Args:
         uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.
@@ -157,8 +157,8 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
 
 
 def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None, str]:
-    """Return the mean number of tokens an expert from which `many` is faster than `few`, interpolated in logarithms,
-    and a line of text."""
+    """Return the mean number of tokens per expert above which `many` is faster than `few`, interpolated
+    logarithmically, and a line of text."""
     points = [
         (row["rows_of_expert"], math.log(row["variants"][few]["us"] / row["variants"]["many"]["us"]))
         for row in sorted(rows, key=lambda row: row["rows"])

@@ -1,4 +1,4 @@
-"""Models, random weights and tokens, and ways to compute a layer, for `python -m benchmarks expert_layer`."""
+"""Models, random weights and tokens, and implementations of a layer, for `python -m benchmarks expert_layer`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) ->
 
 
 class Way:
-    """A way to compute the layer of some experts. Work that does not depend on the tokens is done beforehand."""
+    """Implementation of a layer of experts. Work that does not depend on the tokens is done in advance."""
 
     is_few = False
     """True if it computes routed pairs only."""
@@ -143,23 +143,23 @@ class Way:
 
     @classmethod
     def scheme(cls, model: Model) -> str:
-        """Return the scheme of the experts that it takes."""
+        """Return the scheme of the experts that this implementation takes."""
         return model.scheme
 
     @classmethod
     def expert_bytes(cls, model: Model) -> int:
-        """Return the bytes of the weights that it reads for one expert."""
+        """Return the bytes of the weights that this implementation reads per expert."""
         return expert_bytes(model, cls.scheme(model))
 
 
 class Few(Way):
-    """Routed pairs only, with activations in the format of the weights."""
+    """Computes only routed pairs, with activations in the format of the weights."""
 
     is_few = True
     activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        # It shares the weights of the other ways; only the second layers are concatenated.
+        # `Few` shares the weights of the other implementations; only the second layers are concatenated.
         own = QuantExperts(
             *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
         )
@@ -170,7 +170,7 @@ class Few(Way):
             amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=own.down_proj.weight.device)
             names = ("input_global_scale", "hidden_global_scale")
             scales = {name: ops.nvfp4_global_scale(each) for name, each in zip(names, amax, strict=True)}
-        # This way is measured also for numbers of tokens at which the other is faster.
+        # `Few` is also measured for numbers of tokens for which `Many` is faster.
         own.route_few_(self.activations, tokens_of_expert=FEW_ROWS, **scales)
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class FewBf16(Few):
 
 
 class Many(Way):
-    """A row per routed pair, in the experts' order, with activations in FP8."""
+    """Computes one row per routed pair, in the experts' order, with activations in FP8."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)
@@ -203,8 +203,8 @@ class ManyFP8(Many):
 
 
 class Bf16(Way):
-    """PyTorch's way: decoded bf16 weights by `torch._grouped_mm`. Our ops order the rows by expert and add the
-    results."""
+    """PyTorch's implementation: `torch._grouped_mm` with decoded bf16 weights. Our ops order the rows by expert and add
+    up the results."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)
@@ -253,8 +253,8 @@ def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Return the requested ways that are measured with `m` tokens: beyond `FEW_ROWS` only the ways without routed
-    pairs."""
+    """Return the requested implementations that are measured with `m` tokens: beyond `FEW_ROWS`, only the ones that do
+    not list routed pairs."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names
@@ -296,7 +296,8 @@ class Prepared:
         self._ways: dict[tuple[str, int], Way] = {}
 
     def way(self, name: str, which: int) -> Way:
-        """Return a way to compute the layer of a set of weights. Ways of one format share the weights."""
+        """Return an implementation of the layer for a set of weights. Implementations of one format share the
+        weights."""
         if (name, which) not in self._ways:
             scheme = WAYS[name].scheme(self.model)
             if (scheme, which) not in self._experts:

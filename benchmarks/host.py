@@ -1,10 +1,10 @@
-"""Host cost of one call in µs: CPU time of Python, the dispatcher and the launch, at a size at which the GPU idles.
+"""Host cost of one call in µs: CPU time of Python, the dispatcher and the launch, at a size for which the GPU idles.
 
 Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of calls is
 timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so the launch queue never
-fills. Variants take turns, round by round; per round the median over chunks, and of those the minimum over rounds
-(the rest is the machine, not the call). Garbage collection is off. Every figure includes the loop and a lambda, which
-"empty lambda" measures.
+fills. Variants take turns, round by round. The figure of a variant is the median over the chunks of a round, and of
+these medians the minimum over rounds: larger medians are noise of the machine. Garbage collection is off. Every figure
+includes the loop and a lambda, which "empty lambda" measures.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers with distinct weights,
 one after the other in a captured graph, with their true dependencies. Attention is left out: o reads the first elements
-of the result of qkv. Users notice the time of this chain, not the sum of the times of separate ops.
+of the result of qkv. The time of this chain matters to users, not the sum of the times of separate ops.
 
-"gate apart" is W4A16 with a separate kernel for the gate, whatever the number of rows; it is measured only if
-`--precisions` names it. humming, a peer, uses the weights of W4A16. humming and bf16 run with Inductor's norms and
-gates. (QuACK is compared only with `mm_fp4` and `mm_fp4_weight_only`, because it changes the DSL that compiles our
-kernels.)
+"gate apart" is W4A16 with a separate kernel for the gate at any number of rows. It is measured only if `--precisions`
+names it. humming, a peer, uses the weights of W4A16. humming and bf16 run with Inductor's norms and gates. (QuACK is
+compared only with `mm_fp4` and `mm_fp4_weight_only`, because it changes the DSL that compiles our kernels.)
 
 `--join` merges results of several models, measured at the same time on several GPUs of one machine.
 
@@ -250,7 +249,7 @@ class W4A4(NVFP4Weights):
 
 
 class QuantisedApart(W4A4):
-    """W4A4 with a launch per quantisation, for any number of rows."""
+    """W4A4 with a separate launch per quantisation, for any number of rows."""
 
     label = "quantised apart"
 

@@ -68,7 +68,7 @@ def finish(
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], labels: Sequence[str], size: str, path: Path) -> None:
-    """Plot time over rows: a panel per title, a line per label, and a dashed line for its floor."""
+    """Plot time over rows: a panel per title, and per label a line and a dashed line for the floor."""
     from matplotlib import pyplot
 
     columns = min(3, len(panels))

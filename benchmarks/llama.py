@@ -84,8 +84,9 @@ MODELS = {
 def register_unmasked() -> None:
     """Register `UNMASKED` with transformers: attention by `scaled_dot_product_attention` without a mask.
 
-    It is correct if a prompt fills an empty cache, or a token takes the last place of a cache. With a mask,
-    transformers 5.17 copies keys and values for each query head in every step: eight times the cache of a 70B model.
+    Attention without a mask is correct if a prompt fills an empty cache, or if a token takes the last place of a cache.
+    With a mask, transformers 5.17 copies keys and values for each query head in every step: eight times the cache of a
+    70B model.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of the GPU, measured in this run. None: not measured."""
+    """Rates of the GPU, measured in this run; None if not measured."""
 
     copy_tbps: float
     """Rate of a large copy, reads and writes, in TB/s."""
@@ -83,7 +83,8 @@ def measure_what_captures(
     backend: Backend,
     lost: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """Measure the variants that can be captured. `lost` is called for each other variant, and may raise."""
+    """Measure the variants that can be captured. `lost` is called for every variant that cannot be captured, and may
+    raise."""
     replays: dict[str, Any] = {}
     for name, call in variants.items():
         try:
@@ -140,12 +141,12 @@ def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, r
 
 
 def ceilings(backend: Backend, device: torch.device) -> Ceilings:
-    """Measure all ceilings. Those that only GEMMs need may be missing."""
+    """Measure all ceilings. Ceilings that only GEMMs need may be missing."""
     copy_tbps = peak_copy_tbps(backend, device)
     others: list[float | None] = []
     for peak in (peak_read_tbps, peak_bf16_tflops):
         try:
             others.append(peak(backend, device))
-        except Exception:  # no memory, say
+        except Exception:  # for example, out of memory
             others.append(None)
     return Ceilings(copy_tbps, *others)

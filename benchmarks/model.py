@@ -210,7 +210,7 @@ class Bench:
                     continue
                 with self.noting(key[0], failed):
                     layers = model.config.num_hidden_layers
-                    if layers not in contexts:  # models with equal numbers of layers share one
+                    if layers not in contexts:  # models with equal numbers of layers share a context
                         contexts[layers] = llama.Context(model.config, batch, self.context, self.device)
                     steps[key] = llama.DecodeStep(self.as_called(model), contexts[layers], batch)
             with self.counting("decode"):
@@ -259,7 +259,7 @@ class Bench:
         self.save()
 
     def generation(self, model: Any, prompt: Tensor) -> dict[str, Any]:
-        """Return the time of a token (median of several generations) and the number of compiled graphs beyond one."""
+        """Return the time per token (median of several generations) and the number of compiled graphs minus one."""
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]
@@ -277,7 +277,7 @@ class Bench:
         return {"us": median / llama.NEW * 1e6, "tokens_per_s": llama.NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """Compare logits of a model with few layers with bf16 weights, and both with fp32."""
+        """For a model with few layers, compare the logits with the bf16 model's logits, and both with fp32."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:

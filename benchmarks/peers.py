@@ -15,9 +15,9 @@ _compiled: tuple[Hashable, Any] | None = None
 def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
     """Return QuACK's RMSNorm, forward only: `f(x, weight, eps, residual)`.
 
-    It returns the normalised rows in a new tensor; with a residual, the normalised rows of x + residual and the sum. It
-    does not quantise, so it shows the speed of the read and the row reduction. QuACK patches CuTe DSL classes on
-    import, so our kernels are compiled before this is called (`runner.warm_up`).
+    The function returns the normalised rows in a new tensor; with a residual, the normalised rows of x + residual and
+    the sum. It does not quantise, so it shows the speed of the read and the row reduction. QuACK patches CuTe DSL
+    classes on import, so our kernels are compiled before this is called (`runner.warm_up`).
     """
     try:
         from quack.rmsnorm import rmsnorm_fwd

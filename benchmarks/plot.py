@@ -59,7 +59,7 @@ def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float
 
 
 def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: float | None) -> None:
-    """Draw the bandwidth of ours over a copy of equal bytes against the bytes moved, one line a panel."""
+    """Draw the bandwidth of ours over a copy of equal bytes against the bytes moved, one line per panel."""
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
         colour = palette((index + 0.5) / len(panels))
@@ -89,7 +89,7 @@ def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: fl
 
 
 def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | None) -> None:
-    """Draw TFLOP/s of ours against the first size, one line a panel, with cuBLAS's rate."""
+    """Draw TFLOP/s of ours against the first size, one line per panel, with cuBLAS's rate."""
     size = next(iter(next(iter(panels.values()))[0]["sizes"]))
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["sizes"][size], row["variants"]["ours"]["tflops"]) for row in rows]

@@ -102,7 +102,7 @@ def choices_of(rows: Sequence[Row]) -> list[str]:
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s
+    """Return a table with one line per case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s
     of a GEMM), and ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
@@ -130,7 +130,8 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line a case of a GEMM: TFLOP/s of every variant, and in brackets over the cuBLAS rate."""
+    """Return a table with one line per case of a GEMM: TFLOP/s of every variant, and in brackets the fraction of
+    cuBLAS's rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
     choices = choices_of(rows)
     body = []
@@ -145,7 +146,7 @@ def rates_table(rows: Sequence[Row]) -> str:
 
 
 def wrong_results(rows: Sequence[Row]) -> list[str]:
-    """Return a line per variant except ours with a wrong result: the largest fraction, and the rows."""
+    """Return one line per variant, except ours, with a wrong result: largest fraction of wrong elements, and cases."""
     lines = []
     for name in variant_names(rows):
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
@@ -158,7 +159,7 @@ def wrong_results(rows: Sequence[Row]) -> list[str]:
 
 
 def marks_table(marks: Sequence[Mark]) -> str:
-    """Return a table with one line a mark: target, measured value, reached or missed."""
+    """Return a table with one line per mark: target, measured value, reached or missed."""
     return table(["mark", "target", "measured", ""], [[mark.name, *judged(mark)] for mark in marks])
 
 

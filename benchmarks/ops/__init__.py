@@ -1,4 +1,4 @@
-"""One file per op, named after the op, that defines `BENCHMARK`. To add a benchmark, only add its file."""
+"""One file per op, named after the op, that defines `BENCHMARK`. To add a benchmark, add a file here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grouped_mm_fp8: a GEMM for each expert, of FP8 matrices with block scales."""
+"""grouped_mm_fp8: one GEMM per expert, of FP8 matrices with block scales."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def contiguous(library: ModuleType, t: Tensors) -> Prepared:
 
 
 def masked(library: ModuleType, t: Tensors) -> Prepared:
-    """Prepare DeepGEMM's grouped GEMM in the masked layout. Rows are padded, because it writes whole tiles."""
+    """Prepare DeepGEMM's grouped GEMM in the masked layout. Rows are padded, because DeepGEMM writes whole tiles."""
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
     rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)

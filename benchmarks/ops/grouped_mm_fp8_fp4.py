@@ -1,4 +1,4 @@
-"""grouped_mm_fp8_fp4: a GEMM for each expert, of FP8 activations with block scales and FP4 weights."""
+"""grouped_mm_fp8_fp4: one GEMM per expert, of FP8 activations with block scales and FP4 weights."""
 
 from __future__ import annotations
 

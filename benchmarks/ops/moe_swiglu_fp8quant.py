@@ -1,6 +1,6 @@
 """moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output.
 
-Rows without padding need only offsets; the kernel reads two of them.
+Rows without padding need only offsets; the kernel reads the first and the last offset.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Target:
         device: the device.
         arch: architecture, or None if no kernel supports it, as on a CPU.
         sms: number of streaming multiprocessors.
-        name: name of the GPU, or None if the target is no GPU at hand, so that nothing was tuned on it.
+        name: name of the GPU, or None if the target is not a GPU of this machine; nothing is tuned for it then.
         bandwidth: peak DRAM bandwidth, bytes per second, or None to derive it from the architecture and the SMs.
     """
 
@@ -40,7 +40,7 @@ class Target:
 
 
 class Backend(abc.ABC):
-    """One way to compute some kinds of GEMMs on the devices that it supports. A backend has no state."""
+    """Implementation of some kinds of GEMMs on some devices. A backend has no state."""
 
     name: str
     by_name_only: bool = False
@@ -77,10 +77,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
-        """Return the function that computes; this compiles its kernels."""
+        """Return the function that computes the problem, after compiling its kernels."""
 
     def named(self, tactic: Iterable[int | str]) -> Tactic:
-        """Return the elements of a tactic, such as a list from JSON, as a tactic of this backend."""
+        """Convert the elements of a tactic, for example a list from JSON, to a tactic of this backend."""
         named: Tactic = tuple(tactic) if self.tactic_type is None else self.tactic_type._make(tactic)
         return named
 

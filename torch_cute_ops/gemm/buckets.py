@@ -7,7 +7,8 @@ import functools
 def bucket(m: int) -> int:
     """Return the number of rows that ``m`` rows are planned as.
 
-    That is 1 for one row. Otherwise ``m`` is rounded up to a multiple of 8, or of a sixteenth of the next power of two.
+    One row is planned as 1 row. Other ``m`` are rounded up to a multiple of 8, or of a sixteenth of the next power of
+    two.
     """
     if m == 1:
         return 1

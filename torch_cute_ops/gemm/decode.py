@@ -29,7 +29,8 @@ def weight_scales(problem: GemmProblem) -> ScaleLayout:
 def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
     """Return the dtype of decoded operands.
 
-    NVFP4 decodes to the dtype of 16-bit activations, or to float16, which holds it exactly; MXFP4 to bfloat16.
+    NVFP4 is decoded to the dtype of 16-bit activations, or to float16, which represents NVFP4 exactly. MXFP4 is decoded
+    to bfloat16.
     """
     is_fp4 = problem.a.is_fp4 or problem.prologue_quant is not None
     return fp4_format(problem).operand_dtype(torch.float16 if is_fp4 else activation_dtype(problem))

@@ -129,7 +129,7 @@ def block_difference(
 ) -> str | None:
     """Return a description of wrong blocks among the written ones, or None.
 
-    After an exponential, scales may differ by one and codes by a step, but at most one in 1,000 of either.
+    After an exponential, at most one scale in 1,000 may differ, by one, and at most one code in 1,000, by one step.
     """
     (codes, scales), (want_codes, want_scales) = ([each.view(torch.uint8) for each in pair] for pair in (got, want))
     off = torch.where(masks[1], (scales.to(torch.int16) - want_scales.to(torch.int16)).abs(), 0)

@@ -1,4 +1,4 @@
-"""Problem of a GEMM: everything about it that does not change from call to call."""
+"""Problem of a GEMM: all properties that do not change from call to call."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -76,7 +76,8 @@ class GemmProblem:
     """A GEMM without its M: ``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``, changed by ``grouping``.
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. Each
-    expert's sum is rounded to fp32, and multiplied and added in fp32. If the factor is zero, of either sign, nothing is
+    expert's sum is rounded to fp32; the multiplication by the factor and the addition to other experts' sums are in
+    fp32. If the factor is zero, of either sign, nothing is
     computed: the operands do not affect the result, even if they are NaN. Each expert has its own bias,
     ``factor[m, e] · (Σ … + bias[e, n])``, rounded to fp32 after each step.
 
@@ -86,8 +87,8 @@ class GemmProblem:
 
     Attributes:
         a, b: storage of the activations, and storage of the weight.
-        n, k: number of columns of the result, and number of elements of a sum. If experts divide them, they count all
-            experts together.
+        n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, the number
+            counts all experts together.
         grouping: division among experts.
         epilogue: operations on a sum before it is stored.
         gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, if the result is SwiGLU of the halves of each
@@ -179,8 +180,8 @@ class GemmProblem:
     def bytes_moved(self, m: int) -> int:
         """Return the bytes of a call that reads each operand and writes the result once.
 
-        With experts over K or N, that counts experts to which some of ``m`` tokens is routed if each token draws
-        ``topk`` experts; with experts over rows, at most ``m`` experts.
+        With experts over K or N, count the experts to which at least one of ``m`` tokens is routed, if each token draws
+        ``topk`` experts. With experts over rows, count at most ``m`` experts.
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)
@@ -200,7 +201,7 @@ class GemmProblem:
     def flops(self, m: int) -> int:
         """Return the multiplications and additions of a call.
 
-        With experts over K or N they are those of ``topk`` experts per token; in the masked layout, of all rows.
+        With experts over K or N, count ``topk`` experts per token; in the masked layout, count all rows.
         """
         if self.grouping.over == "n":
             return 2 * m * self.weight_rows // self.experts * self.k * self.topk

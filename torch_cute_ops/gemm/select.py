@@ -100,7 +100,7 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    # A stored tactic is a plain tuple; the backend's are named tuples, which equal it.
+    # A stored tactic is a plain tuple. It compares equal to the backend's tactic, a named tuple.
     tactics = backend.tactics(problem, bucket(m), target)
     return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 
@@ -110,8 +110,8 @@ def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Ch
 
     With ``AUTO``, return the tuned choice if it is still possible, or else the choice with the least estimate.
 
-    Raises:
-        ValueError: if the name is unknown, or no possible backend supports the problem, with the reasons.
+    Raises: ValueError: if the name is unknown, or if no possible backend supports the problem. The message gives the
+        reasons.
     """
     known = candidates(problem)
     if name != AUTO:

@@ -61,7 +61,7 @@ def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
 
 
 class Bench:
-    """Checks and times candidates on random operands, which are made on first use.
+    """Check and timing of candidates on random operands. The operands are created on first use.
 
     Args:
         problem: problem of the candidates.
@@ -131,13 +131,14 @@ class Bench:
     def _exact(self) -> Given:
         """Operands whose results are known.
 
-        They are random for sums in fp32, and whole numbers for FP8 tensor cores, which add a k block in about 14 bits.
+        For sums in fp32, the operands are random. For FP8 tensor cores, which add a k block in about 14 bits, the
+        operands are whole numbers.
         """
         return self._made(exact=True) if self.problem.a.is_fp8 else self._random
 
     def _made(self, *, exact: bool) -> Given:
         problem, device = self.problem, self.target.device
-        # Not the user's generator, so that tuning changes no random number of a program.
+        # Use a separate generator, so that tuning does not change the random numbers of a program.
         generator = torch.Generator(device).manual_seed(0)
         over, layout = problem.grouping.over, problem.grouping.rows
         experts = problem.experts if over == "rows" else 1
@@ -152,7 +153,8 @@ class Bench:
         if over == "rows":
             ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
             if has_random_rows(problem) and not exact:
-                # With equal rows for each expert, tuning would choose tiles that are too small for larger experts.
+                # With equal numbers of rows per expert, tuning would choose tiles that are too small for larger
+                # experts.
                 drawn = torch.randint(experts, (self.m,), device=device, generator=generator)
                 ends[1:] = torch.bincount(drawn, minlength=experts).cumsum(0)
             offsets = ends.to(torch.int32) if layout.has_offsets else None

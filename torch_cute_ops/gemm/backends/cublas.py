@@ -1,8 +1,6 @@
 """GEMMs of FP4 operands by cuBLAS. Operands are decoded to 16 bits in memory, for many rows, when arithmetic dominates;
-or cuBLASLt multiplies NVFP4 codes.
-
-Multiplying codes needs tensor cores for FP4. No such GPU was available: these calls passed only PyTorch's checks, and
-their estimates come from data sheets.
+or cuBLASLt multiplies NVFP4 codes. Multiplying codes needs tensor cores for FP4. No GPU with FP4 tensor cores was
+available: these calls passed only PyTorch's checks, and the estimates come from data sheets.
 """
 
 import functools

@@ -25,7 +25,7 @@ class Tcgen05Tactic(NamedTuple):
 
     Attributes:
         tile_m: rows of ``a`` in a tile.
-        cta_group: CTAs that share an MMA, 1 or 2; each has 128 rows of the weight.
+        cta_group: CTAs that share an MMA, 1 or 2; each CTA computes 128 rows of the weight.
         split_k: CTAs of a cluster that share a tile, each with a range of K.
     """
 

@@ -33,7 +33,8 @@ class Tcgen05ExpertsTactic(NamedTuple):
     Attributes:
         tile_n: rows of the weight in a tile.
         classes: number of classes into which experts are divided; each class of a tile is a work tile.
-        mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute those to which a token of the tile is routed.
+        mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute the experts to which a token of the tile is
+            routed.
     """
 
     tile_n: int

@@ -110,8 +110,8 @@ class FP4Wgmma(FP4KernelBackend):
         """Return the seconds of a call.
 
         The constants are fitted to all tactics of 18 layers' matrices with 1 to 64 rows on an H100 and an H200, and of
-        12 layers' matrices with 96 to 1,024 rows on an H100. There the chosen tactic takes 1.0 % and 0.4 % longer than
-        the fastest on average, and at most 12 %. The fit excludes experts and prologues.
+        12 layers' matrices with 96 to 1,024 rows on an H100. On these two sets, the chosen tactic takes on average 1.0
+        % and 0.4 % longer than the fastest tactic, and at most 12 %. The fit excludes experts and prologues.
         """
         tile_m, tile_n, split_k = tactic
         schedule = _schedule(problem, tactic, target)
@@ -148,7 +148,8 @@ class FP4Wgmma(FP4KernelBackend):
             seconds += waves * 2 * schedule.acc_bytes / CLUSTER_BYTES_PER_SECOND if split_k > 1 else 0.0
             seconds -= waves * SEND_SECONDS if fp4_wgmma.sends(tile_m, split_k) else 0.0
         elif schedule.has_partial_sums:
-            # CTAs that share a tile write their partial sums; the last of them waits, and reads one after the other.
+            # CTAs that share a tile write partial sums; the last CTA waits for the others, and reads their partial sums
+            # in sequence.
             others = max(1.0, schedule.num_ctas / max(1, schedule.n_tiles) - 1)
             seconds += cost.LAUNCH_SECONDS + waves * others * schedule.acc_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
@@ -198,7 +199,7 @@ class _Schedule(NamedTuple):
     """Division of one M tile among CTAs.
 
     Attributes:
-        n_tiles, k_tiles: numbers of N tiles, and of k tiles of each.
+        n_tiles, k_tiles: number of N tiles, and number of k tiles of an N tile.
         num_ctas: number of CTAs.
         has_clusters: True if the CTAs of an N tile are a cluster.
         rearranges: True if the CTAs rearrange the activations.
@@ -219,7 +220,7 @@ def _schedule(problem: GemmProblem, tactic: WgmmaTactic, target: Target) -> _Sch
     tile_m, tile_n, split_k = tactic
     n_tiles, k_tiles = -(-problem.n // tile_n), -(-problem.k // K_TILE)
     has_clusters = _has_clusters(problem, tactic)
-    # At least a k tile each, because the kernel waits for the partial sums of every CTA.
+    # At least one k tile per CTA, because the kernel waits for the partial sums of every CTA.
     num_ctas = max(1, min(target.sms, n_tiles * k_tiles) if split_k == STREAM_K else n_tiles * split_k)
     rearranges, has_partial_sums = _rearranges(problem, tile_m, split_k), not has_clusters and num_ctas != n_tiles
     return _Schedule(n_tiles, k_tiles, num_ctas, has_clusters, rearranges, 4 * tile_n * tile_m, has_partial_sums)
@@ -231,7 +232,8 @@ def _rearranges(problem: GemmProblem, tile_m: int, split_k: int) -> bool:
 
 
 def _has_clusters(problem: GemmProblem, tactic: WgmmaTactic) -> bool:
-    """Return True if the CTAs of an N tile are a cluster: of one CTA if that rearranges the activations."""
+    """Return True if the CTAs of an N tile are a cluster: if one CTA rearranges the activations, a cluster of one
+    CTA."""
     if problem.grouping.over != "none":
         return False
     return tactic.split_k > 1 or fp4_wgmma.rearranges(tactic.tile_m, tactic.split_k)

@@ -1,8 +1,7 @@
 """FP8 activations and an FP4 weight on Hopper, for many rows: ``kernels/fp8_fp4_recode`` writes the weight to memory in
-FP8, and then multiplies as with an FP8 weight.
-
-Either the first kernel ends before the GEMM starts. Or it writes the rows that the GEMM's first tiles need, and another
-launch of few CTAs, each on its own SM, writes the rest while the GEMM runs, whose tiles wait for their rows.
+FP8, and then multiplies as with an FP8 weight. Either the first kernel writes all weight rows before the GEMM starts.
+Or it writes only the rows that the GEMM's first tiles need. A second launch of few CTAs, each on a separate SM, then
+writes the other rows while the GEMM runs; tiles of the GEMM wait for their rows.
 """
 
 from dataclasses import replace
@@ -50,7 +49,7 @@ class RecodeTactic(NamedTuple):
     Attributes:
         tile_m: rows of ``a`` in a tile of the GEMM.
         tile_n: rows of the weight in a tile.
-        recode_sms: SMs that recode while the GEMM runs, or 0 to recode the whole weight before.
+        recode_sms: SMs that recode while the GEMM runs, or 0 to recode the whole weight before the GEMM.
     """
 
     tile_m: int
@@ -59,13 +58,13 @@ class RecodeTactic(NamedTuple):
 
 
 class FP8FP4Recode(FP8FP4Backend):
-    """Backend that recodes the weight to FP8 in memory, for as long as a call takes."""
+    """Backend that recodes the weight to FP8 in temporary memory at each call."""
 
     name = "recode"
     tactic_type = RecodeTactic
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RecodeTactic, ...]:
-        """Return the tactics; overlapping ones only without experts.
+        """Return the tactics; tactics that overlap the GEMM only without experts.
 
         The host does not know the experts' rows. If few experts had rows, all CTAs would wait for few SMs.
         """

@@ -34,7 +34,8 @@ class Model:
         fixed_seconds: time of both kernels of a call with almost no work.
         decode_clocks: SM clocks to decode one weight element.
         token_clocks: additional clocks per row of an M tile beyond eight.
-        handover_seconds: time from the end of a CTA's share of a work tile until the next CTA has its partial sums.
+        handover_seconds: time from the end of a CTA's share of a work tile until the next CTA has the CTA's partial
+            sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
         order: order of the norm by which decoding, memory and L2 overlap.
     """

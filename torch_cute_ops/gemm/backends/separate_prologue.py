@@ -25,10 +25,10 @@ Activations = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class SeparatePrologue(Backend):
-    """Another backend, after the kernel of the op that computes its activations, or alone if it computes them itself.
-
-    A tactic of the other backend computes the activations itself. A tactic that begins with ``SEPARATE`` multiplies the
-    results of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant``. Both give the same results.
+    """Backend that runs another backend, with the prologue as a separate kernel or as part of the other backend's
+    kernel. With a tactic of the other backend, that backend computes the prologue. With a tactic that begins with
+    ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant`` runs first. Both give the same
+    results.
     """
 
     def __init__(self, backend: Backend) -> None:
