@@ -4,7 +4,7 @@
 rows in a tile are the lanes of tensor memory. The activations are on the N side, which takes as few as 8 rows, so that
 few rows do not waste the tensor cores. A k tile spans 256 elements: 128 bytes of codes per row, and four MMAs.
 
-A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, one after the other (persistent). Roles:
+A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are persistent. Roles:
 
 1. The producer warp fills stages: codes of both operands by tensor map with the 128-byte swizzle, and scales, in tiles
    of 128 rows x 4 blocks, by bulk copies.

@@ -14,7 +14,7 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
 
 1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row.
    The scale loaders load the block scales and store them as fp32 factors.
-2. Two teams of decoders take the stages in turn. Each of a team's two warps rearranges a k tile of ``a``: in each 32
+2. Two teams of decoders take turns at the stages. Each of a team's two warps rearranges a k tile of ``a``: in each 32
    elements, the even elements move before the odd elements, because consumers extract the codes of a word in that
    order.
 3. Consumers turn codes into e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,

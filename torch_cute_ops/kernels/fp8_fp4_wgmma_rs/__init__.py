@@ -18,8 +18,8 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 2. Consumers decode by look-up tables and keep the results in registers, as the A operand. Each of the four lanes that
    share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. So a lane needs only
    the look-up tables of two blocks.
-3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take the stages in
-   turn, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
+3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take turns at the
+    stages, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

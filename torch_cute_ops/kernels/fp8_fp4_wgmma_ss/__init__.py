@@ -18,7 +18,7 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    own unit ``2^t``. If that fails for a row, its group of 32 rows is decoded with ``2^t``, and consumers multiply the
    results of that k tile by powers of two that the scale loaders leave in the stage. After the last k tile, consumers
    multiply all accumulators by the units of their rows.
-3. Teams of decoders take the stages in turn. A thread decodes a row, or half of a row: for each block scale it makes a
+3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row: for each block scale it makes a
    table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
    thread's instructions depend on each other; several teams hide that latency.
 4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies

@@ -1,4 +1,4 @@
-"""PTX instructions for which the DSL lacks a function, or one without side effects.
+"""PTX instructions for which the DSL lacks a function, or lacks a function without side effects.
 
 Arithmetic instructions are pure: the compiler may merge, move and drop them.
 """
@@ -258,7 +258,7 @@ def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
-    """Return a half of a word in both halves. 16-bit arithmetic reads such a half without an instruction."""
+    """Return a half of a word in both halves. 16-bit arithmetic reads this form without an extra instruction."""
     text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
     return _pure(Uint32, text, Uint32, word, loc=loc, ip=ip)
 
@@ -386,8 +386,8 @@ def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=N
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
     """Exchange ``size`` bytes of shared memory with the cluster's CTA of that rank.
 
-    Arrive at this CTA's mbarrier, which expects the bytes that the other CTA sends. Start a bulk copy from ``own`` to
-    the same place in the other CTA, whose mbarrier counts the bytes.
+    Arrive at this CTA's mbarrier, and make it expect the bytes that the other CTA sends. Start a bulk copy from ``own``
+    to the same place in the other CTA, whose mbarrier counts the bytes.
     """
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))

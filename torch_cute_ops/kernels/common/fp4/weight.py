@@ -1,13 +1,13 @@
 """K tiles of an FP4 weight in stages of shared memory: copies to them, and loads by lanes.
 
-A k tile is 256 elements of k of ``tile_n`` rows. Its codes are 128 bytes per row, a cache line, and one TMA box with
-the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the swizzle 64 bytes.) Its scales are
-copied in bulk as whole tiles of 128 rows x 4 blocks, or, in the linear layout, as one TMA box.
+A k tile is 256 elements of k of ``tile_n`` rows. The codes of a k tile are 128 bytes per row, which is a cache line,
+and one TMA box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the swizzle 64
+bytes.) Its scales are copied in bulk as whole tiles of 128 rows x 4 blocks, or, in the linear layout, as one TMA box.
 
-If k consists of several experts' ranges, one after the other, the last k tile of an expert ends with the expert's
-range. If a range is an odd number of half scale tiles (``WeightTile.spread``), experts begin alternately with the first
-and the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then touches up to one scale
-tile more.
+If k is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends.
+If a range is an odd number of half scale tiles (``WeightTile.spread``), experts begin alternately with the first and
+the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then touches up to one scale tile
+more.
 """
 
 from typing import Any, NamedTuple
