@@ -108,7 +108,7 @@ def test_autocast(name):
 @given(power=st.integers(-60, 60))
 def test_relative_error_at_any_magnitude(name, power):
     """A global scale that is forgotten or inverted would give errors of 100 % and more."""
-    weight, x = torch.randn(64, 256) * 2.0**power, torch.randn(4, 256).bfloat16()
+    weight, x = torch.randn(64, 256) * 2.0**power, torch.randn(32, 256).bfloat16()
     exact = x.double() @ weight.t().double()
     error = (linear(x, quantize(weight, name)).double() - exact).norm() / exact.norm()
     assert error < {"nvfp4": 0.12, "mxfp4": 0.16, "fp8_block": 0.05}[name]

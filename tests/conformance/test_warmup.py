@@ -41,6 +41,7 @@ def properties_of_call(op, sample) -> dict:
     if "global_scale" in given:
         found["global_scale"] = given["global_scale"] is not None
     if "out_dtype" in given:
+        found["scale_layout"] = {5: "128x4", 4: "8x4"}.get(given["scale"].dim(), "linear")
         return {**found, "hidden": given["y"].shape[-1] * 2, "out_dtype": given["out_dtype"]}
     found |= {"hidden": given["input"].shape[-1], "dtype": given["input"].dtype}
     return {**found, "weight_dtype": given["weight"].dtype} if "weight" in given else found
