@@ -68,7 +68,7 @@ ALONE = {
     "nn": {"torch", "typing_extensions"},
     "checkpoint": {"torch", "typing_extensions", "safetensors"},
     "distributed": {"torch", "typing_extensions"},
-    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm"},
+    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm", "peft"},
 }
 """Other libraries that the upper layers may import, in addition to the standard library and this package."""
 

@@ -72,7 +72,7 @@ def test_refused_problems() -> None:
     assert reason() is None
     assert "gate" in str(reason(gate=None))
     assert "multiple of 64" in str(reason(n=256 * 96))
-    assert "at most 512" in str(reason(n=513 * 64, grouping=Grouping("n", 513)))
+    assert "at most 1024" in str(reason(n=1025 * 64, grouping=Grouping("n", 1025)))
     # Blocks of 32 exclude slices of 16 columns; wider slices remain.
     both = Operand(MXFP4, TILED)
     mxfp4 = replace(LAYER, a=both, b=both, quantised=both, global_scale=None)
