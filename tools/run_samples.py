@@ -126,7 +126,7 @@ def called(
     op = getattr(torch.ops.cute, spec.name)
     outputs = tuple(torch.empty_like(result) for result in like)
     for output in outputs:
-        output.untyped_storage().fill_(0xFF)
+        output.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]
     names = [argument.name for argument in op.out._schema.arguments if argument.is_out]
     op.out(*sample.args, **sample.kwargs, **choice, **dict(zip(names, outputs, strict=True)))
     return outputs
