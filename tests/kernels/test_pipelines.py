@@ -23,6 +23,17 @@ from torch_cute_ops.runtime.arch import ARCHS
 HEADER = "| pipeline | buffer | producer | consumer | full | empty | stages |"
 MAX_CASES = 3
 """Cases of a package that are compiled: enough for every table today."""
+GEMM_CASES = (
+    kernel_grid.wgmma_cases,
+    kernel_grid.mma_cases,
+    kernel_grid.experts_cases,
+    kernel_grid.gated_experts_cases,
+    kernel_grid.tcgen05_cases,
+    kernel_grid.tcgen05_experts_cases,
+    kernel_grid.fp8_gemm_cases,
+    kernel_grid.fp8_fp4_gemm_cases,
+)
+"""Functions that return the cases of GEMMs."""
 
 
 class Row(NamedTuple):
@@ -74,18 +85,8 @@ def tables() -> dict[str, list[Row]]:
 @cache
 def cases_by_package() -> dict[str, list[KernelCase]]:
     """Return cases of the kernel grid, GEMMs and row kernels, keyed by the package of their kernel."""
-    lists = (
-        kernel_grid.wgmma_cases,
-        kernel_grid.mma_cases,
-        kernel_grid.experts_cases,
-        kernel_grid.gated_experts_cases,
-        kernel_grid.tcgen05_cases,
-        kernel_grid.tcgen05_experts_cases,
-        kernel_grid.fp8_gemm_cases,
-        kernel_grid.fp8_fp4_gemm_cases,
-    )
     found = defaultdict(list)
-    for case in itertools.chain(kernel_grid.covering_cases(), *(cases(every=False) for cases in lists)):
+    for case in itertools.chain(kernel_grid.covering_cases(), *(cases(every=False) for cases in GEMM_CASES)):
         package = importlib.import_module(".".join(type(case.kernel).__module__.split(".")[:3]))
         if isinstance(case.kernel.config, package.Config):  # else it is another kernel of the package
             found[package.__name__.split(".")[2]].append(case)

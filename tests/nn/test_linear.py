@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import spec, weights
-from support.layers import assert_compiles_once, assert_computes, assert_product
+from support.layers import CLASSES, KINDS, assert_compiles_once, assert_computes, assert_product, by_kind
 from torch import nn
 
 from torch_cute_ops.nn import (
@@ -27,11 +27,6 @@ from torch_cute_ops.nn import (
 )
 from torch_cute_ops.nn._base import following_of
 
-CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
-KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
-by_kind = pytest.mark.parametrize(
-    ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
-)
 N, K = 136, 320  # neither is a multiple of a scale tile or of 128 elements
 INPUT_AMAX = 3.0
 

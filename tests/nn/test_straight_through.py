@@ -10,6 +10,7 @@ import torch
 from support import experts as support
 from support import weights
 from support.experts import Block, Experts, GptOssExperts, H
+from support.layers import by_kind
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,9 +18,7 @@ from torch_cute_ops.nn import (
     ExpertLayer,
     FP8BlockLinear,
     FP8ChannelLinear,
-    FP8TensorLinear,
     GatedMLP,
-    MXFP4Linear,
     NVFP4Linear,
     QuantExperts,
     SwiGLU,
@@ -29,11 +28,6 @@ from torch_cute_ops.nn import (
     quantize_,
 )
 
-CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
-KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
-by_kind = pytest.mark.parametrize(
-    ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
-)
 by_scheme = pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block"])
 N, K = 136, 320  # neither is a multiple of a scale tile or of 128 elements
 BF16 = torch.bfloat16
@@ -60,8 +54,8 @@ def with_gradient(x: torch.Tensor) -> torch.Tensor:
 @by_kind
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 def test_linear(cls, activations, dtype, device, monkeypatch):
-    """The input's gradient is ``dy · W``, the bias's the sum of rows, and the result that of a call without gradients.
-    Decoding a block of rows at a time gives the same, and nothing of the weight's size is saved."""
+    """The input's gradient is ``dy · W``; the bias's gradient is the sum of the rows of ``dy``. Gradients do not change
+    the layer's result. Decoding a block of rows at a time gives the same, and nothing of the weight's size is saved."""
     layer = merge([layer_of(cls, activations, n, dtype=dtype) for n in (256, N)]).to(device)
     layer.bias.requires_grad_()
     x, dy = torch.randn(2, 3, K, dtype=dtype, device=device), torch.randn(2, 3, 256 + N, dtype=dtype, device=device)

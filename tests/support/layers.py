@@ -1,15 +1,29 @@
-"""Results of quantised linear layers, in float64."""
+"""Kinds of quantised linear layers, and their results in float64."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import BLOCK, sum_of_block
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from support import spec, weights
-from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.nn import (
+    FP8BlockLinear,
+    FP8ChannelLinear,
+    FP8TensorLinear,
+    MXFP4Linear,
+    NVFP4Linear,
+    QuantLinear,
+)
+
+CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
+KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
+by_kind = pytest.mark.parametrize(
+    ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
+)
 
 
 def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
