@@ -20,12 +20,12 @@ def unaligned(weight: torch.Tensor) -> torch.Tensor:
 
 
 def one_column(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` (..., K, N) with its first column in place of each column, and a stride of 0."""
+    """Return the first column of ``weight`` (..., K, N), expanded to N columns, so that ``stride(-1)`` is 0."""
     return weight[..., :1].expand_as(weight)
 
 
 def one_expert(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` (E, K, N) with its first expert in place of each expert, and a stride of 0."""
+    """Return the first expert of ``weight`` (E, K, N), expanded to E experts, so that ``stride(0)`` is 0."""
     return weight[:1].expand_as(weight)
 
 

@@ -269,7 +269,7 @@ def _fill_buffers(model: Any) -> None:
         own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
         if isinstance(module, QuantLinear) or not any(module._buffers[key].is_meta for key in own):
             continue
-        # The innermost model initialises a module: a vision tower is a model with an initialisation of its own.
+        # The innermost model that contains the module, such as a vision tower, initialises its buffers.
         owner = next(inits[each] for each in (name, *reversed(_names.parents(name)), "") if each in inits)
         results = []
         for value in (torch.nan, 1.0):  # a buffer that is not initialised keeps the value, or is not a number

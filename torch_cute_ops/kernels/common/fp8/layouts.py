@@ -106,7 +106,7 @@ MANY: Final = 128
 """Rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller (swapped) tiles, the weight is on the M
 side."""
 WIDE: Final = GROUPS * WGMMA_M
-"""Weight rows of a tile of which each consumer warpgroup multiplies 64."""
+"""Rows of the weight in a tile. In swapped tiles, each consumer warpgroup multiplies 64 of them."""
 SPLITS: Final = (1, 2, 3, 4, 6)
 """Numbers of CTAs that may share the K of a tile of few rows."""
 NARROW_SPLITS: Final = (1, 2)
