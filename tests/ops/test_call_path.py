@@ -70,7 +70,7 @@ def run_entry(op, sample, outputs=None):
 @by_sample
 def test_result(op, name, launches):
     """Check the first call, which makes the launcher, and the next call, which finds it. Only inputs that the op
-    updates change."""
+    updates change, and no launch fails, so that a graph can capture the call."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for _ in range(2):
@@ -84,6 +84,7 @@ def test_result(op, name, launches):
     versions = [output._version for output in outputs]
     assert_same(run_entry(op, sample, outputs), want)
     assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
+    assert not launches.failed
     if not op.has_backends:
         assert len(launches.calls) == (3 if has_work(op, sample, want) else 0)
 
@@ -103,7 +104,9 @@ def test_result_after_contiguous(op, name, launches):
     packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
     with contextlib.suppress(ValueError):  # for example, a residual that was the input no longer is
         enter(op, named(op, packed))
+    launches.failed.clear()
     assert_same(run_entry(op, sample), want)
+    assert not launches.failed
 
 
 def contiguous(value):

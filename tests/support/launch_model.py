@@ -78,17 +78,20 @@ class Launches:
     Attributes:
         compiled: kernels, in the order of compilation.
         calls: (kernel, arguments) of each launch.
+        failed: errors of launches without CTAs. Such an error would end the capture of a graph.
     """
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self.failed: list[LaunchFailed] = []
         self._functions: dict[tuple[KernelSpec, Any], Any] = {}
 
     def forget(self) -> None:
         """Delete all records and compiled functions."""
         self.compiled.clear()
         self.calls.clear()
+        self.failed.clear()
         self._functions.clear()
 
     def anew(self) -> None:
@@ -109,10 +112,14 @@ class Launches:
             dims: dict[Dim, int] = {}
             for i, (value, argument) in enumerate(zip(args, declared, strict=True)):
                 fit(f"argument {i}", value, argument, dims)
-            refuse_overlap(kernel, args)
-            refuse_scale_rows(kernel, args)
-            refuse_stacks_apart(kernel, args)
-            refuse_gaps(args)
+            try:
+                refuse_overlap(kernel, args)
+                refuse_scale_rows(kernel, args)
+                refuse_stacks_apart(kernel, args)
+                refuse_gaps(args)
+            except LaunchFailed as error:
+                self.failed.append(error)
+                raise
             self.calls.append((kernel, args))
             COMPUTE[type(kernel).__name__](kernel.config, *args)
 

@@ -259,6 +259,11 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         m, scales = a.shape[0], self.a_scales
         if not m:
             return None
+        # For operands with gaps the kernel's host function launches no CTAs, and that error would end a graph capture.
+        if not b.mT.is_contiguous() or not b_scale.is_contiguous():
+            return None
+        if a_scale is not None and not a_scale.is_contiguous():
+            return None
         if self.views_b_scale:
             assert self.b_scale_shape is not None
             b_scale = b_scale.view(self.b_scale_shape)

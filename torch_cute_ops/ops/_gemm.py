@@ -585,6 +585,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         is_changed = False
         if self.views_b_scale:
             b_scale, is_changed = b_scale.view(self.b_scale_shape), True
+        # For tiles with gaps the kernel's host function launches no CTAs, and that error would end a graph capture.
+        if self.b_scale_shape is not None and not b_scale.is_contiguous():
+            return None
         if self.tile_rows:
             tile = self.tile_rows
             # The compiled function takes any number of scale rows.
@@ -593,6 +596,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 a_scale, is_changed = self.tiles(a_scale, m), True
                 if a_scale is None:
                     return None
+            if not a_scale.is_contiguous():
+                return None
         copies_scale = False
         if self.has_fp8_rows:
             if a_scale is None or (self.scale_blocks and a_scale.shape[-1] != self.scale_blocks):
