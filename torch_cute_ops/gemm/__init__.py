@@ -1,1 +1,1 @@
-"""GEMMs in any format: the problem, the backends that compute it, how one is chosen, tuned and timed."""
+"""GEMMs in any format: description of a GEMM, backends that compute it, and choice, tuning and timing of a backend."""

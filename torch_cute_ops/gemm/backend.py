@@ -28,7 +28,7 @@ class Target:
         device: the device.
         arch: architecture, or None if no kernel supports it, as on a CPU.
         sms: number of streaming multiprocessors.
-        name: name of the GPU, or None if the target is not a GPU of this machine; nothing is tuned for it then.
+        name: name of the GPU, or None if the target is not a GPU of this machine; GEMMs are then not tuned.
         bandwidth: peak DRAM bandwidth, bytes per second, or None to derive it from the architecture and the SMs.
     """
 
@@ -69,7 +69,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, problem: GemmProblem, m: int, tactic: Any, target: Target) -> float:
-        """Return the seconds that a call will take, by a model of bytes, operations and waves."""
+        """Estimate the seconds of a call from its bytes, operations and waves of CTAs."""
 
     @abc.abstractmethod
     def kernels(self, problem: GemmProblem, tactic: Any, arch: Arch) -> tuple[KernelSpec, ...]:

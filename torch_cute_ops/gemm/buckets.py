@@ -3,12 +3,12 @@
 import functools
 
 
-@functools.lru_cache(4096)  # every call of a GEMM asks
+@functools.lru_cache(4096)  # cached, because every call of a GEMM asks
 def bucket(m: int) -> int:
-    """Return the number of rows that ``m`` rows are planned as.
+    """Return the number of rows for which a GEMM of ``m`` rows is planned.
 
-    One row is planned as 1 row. Other ``m`` are rounded up to a multiple of 8, or of a sixteenth of the next power of
-    two.
+    One row stays one row. Other ``m`` are rounded up to a multiple of 8, or of a sixteenth of the next power of two if
+    that is larger.
     """
     if m == 1:
         return 1

@@ -34,8 +34,8 @@ def smallest_tile(tiles: Iterable[int], m: int) -> int:
 
 
 def places(slots: int, cluster: int) -> int:
-    """Return the number of CTAs in clusters of ``cluster`` CTAs that run at once on a GPU that runs ``slots`` CTAs
-    without clusters at once."""
+    """Return the number of CTAs that run at once in clusters of ``cluster`` CTAs. Without clusters, the GPU runs
+    ``slots`` CTAs at once."""
     share = CLUSTER_PLACES.get(cluster, LARGE_CLUSTER_PLACES)
     return max(1, int(share * slots / cluster)) * cluster
 
@@ -57,13 +57,13 @@ def tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> f
 
 
 def fp4_tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
-    """Return the time of ``tensor_core_seconds`` with both operands in FP4, if the tensor cores support that."""
+    """Return the time for ``flops`` operations if both operands are FP4: at the FP4 rate if tensor cores have one."""
     arch = _arch(target)
     return tensor_core_seconds(flops, target, sms) * arch.flops_per_clock / (arch.fp4_flops_per_clock or 1.0)
 
 
 def weight_seconds(weights: int, clocks: float) -> float:
-    """Return the time in which one SM decodes ``weights`` elements at ``clocks`` each."""
+    """Return the time in which one SM decodes ``weights`` elements at ``clocks`` clocks per element."""
     return weights * clocks / CLOCK_HZ
 
 

@@ -42,7 +42,7 @@ def activation_dtype(problem: GemmProblem) -> torch.dtype:
 
 
 def fp4_operands(problem: GemmProblem) -> FP4Operands:
-    """Return the operands as wgmma kernels take them."""
+    """Describe the operands for the ``plan`` functions of wgmma kernels."""
     return FP4Operands(
         activation_dtype(problem),
         sixteen_bit_dtype(problem),
@@ -99,7 +99,7 @@ def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None
 
     Args:
         problem: problem with an FP4 weight.
-        width: elements of K.
+        width: number of elements along K, which must be a multiple of a k tile.
         what: name of ``width`` in the reason.
     """
     layout = weight_scales(problem)
@@ -118,7 +118,7 @@ def decoding_kernel(problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtyp
 def decoder(
     problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype, target: Target
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function from codes (rows, K/2) and scales to numbers (rows, K) in ``dtype``, on a GPU."""
+    """Return a function that decodes codes (rows, K/2) and scales to numbers (rows, K) in ``dtype``, on a GPU."""
     assert target.arch is not None
     arch: Arch = target.arch
     function = compile_kernel(decoding_kernel(problem, layout, dtype), arch)

@@ -59,7 +59,7 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
             if over == "k" and alpha is not None:
                 factor = alpha[part].double().repeat_interleave(problem.expert_k, 1)
-                left = torch.where(factor == 0, 0.0, left * factor)  # activations without a pair may be NaN
+                left = torch.where(factor == 0, 0.0, left * factor)  # tokens that are not routed here may be NaN
             for columns in _slices(slice(0, n), k):
                 right = _decoded_weight(problem, weight, factors, expert, columns).t()
                 if over == "k":  # experts to which nothing is routed are not read, even if they are NaN
@@ -129,7 +129,8 @@ def block_difference(
 ) -> str | None:
     """Return a description of wrong blocks among the written ones, or None.
 
-    After an exponential, at most one scale in 1,000 may differ, by one, and at most one code in 1,000, by one step.
+    If the values come from an exponential, at most one scale in 1,000 may differ, by one step, and at most one code in
+    1,000, also by one step.
     """
     (codes, scales), (want_codes, want_scales) = ([each.view(torch.uint8) for each in pair] for pair in (got, want))
     off = torch.where(masks[1], (scales.to(torch.int16) - want_scales.to(torch.int16)).abs(), 0)
@@ -226,7 +227,7 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
 
 
 def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
-    """Return these rows of an expert's weight, decoded as they are multiplied, in fp64."""
+    """Return these rows of an expert's weight in fp64, decoded first to the dtype in which the GEMM multiplies."""
     codes, factors = weight[expert, columns], scales[expert, columns]
     if isinstance(problem.b.format, FP4Format):
         if not problem.a.is_fp8:

@@ -1,4 +1,4 @@
-"""Cost model of FP8 GEMMs whose rows may belong to experts: number of tiles of a call, and their time."""
+"""Cost model of FP8 GEMMs, with and without experts over rows: number of tiles of a call, and their time."""
 
 import math
 from functools import cache
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
 
         Args:
             problem, m, target: problem, number of rows and device of the call.
-            k_tile_clocks: SM clocks to multiply a k tile after its operands have arrived.
+            k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
             wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
             row_bytes: bytes of a row of the weight in a k tile.
             share_clocks: SM clocks to add up the partial sums of a tile, for each CTA after the first that shares the

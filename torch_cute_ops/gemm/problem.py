@@ -1,4 +1,4 @@
-"""Problem of a GEMM: all properties that do not change from call to call."""
+"""Description of a GEMM (``GemmProblem``): all properties that do not change from call to call."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -87,7 +87,7 @@ class GemmProblem:
 
     Attributes:
         a, b: storage of the activations, and storage of the weight.
-        n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, the number
+        n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, this number
             counts all experts together.
         grouping: division among experts.
         epilogue: operations on a sum before it is stored.

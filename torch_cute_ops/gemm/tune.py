@@ -56,12 +56,12 @@ def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, f
 
 
 def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
-    """Return the bench for problems of this kind."""
+    """Return the ``Bench`` for problems of this kind."""
     return (Bench if problem.gate is None else GatedBench)(problem, m, target)
 
 
 class Bench:
-    """Check and timing of candidates on random operands. The operands are created on first use.
+    """Random operands on which candidates are checked and timed. The operands are created on first use.
 
     Args:
         problem: problem of the candidates.
@@ -131,8 +131,8 @@ class Bench:
     def _exact(self) -> Given:
         """Operands whose results are known.
 
-        For sums in fp32, the operands are random. For FP8 tensor cores, which add a k block in about 14 bits, the
-        operands are whole numbers.
+        For sums in fp32, the operands are random. FP8 tensor cores add the products of a k block with about 14 bits, so
+        their operands are whole numbers.
         """
         return self._made(exact=True) if self.problem.a.is_fp8 else self._random
 
@@ -147,7 +147,7 @@ class Bench:
         if problem.prologue_quant == "scaled":
             a_scale = torch.full((1,), 3.0, dtype=torch.float32, device=device)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
-        # With FP8, sums of an FP4 weight are exact only if each row's scales are one power of two.
+        # With FP8 activations and an FP4 weight, sums are exact only if all scales of a row are the same power of two.
         b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
         offsets = counts = None
         if over == "rows":
@@ -172,7 +172,7 @@ class Bench:
         return torch.zeros_like(scores).scatter_(1, best.indices, best.values.softmax(1))
 
     def _epilogue(self, generator: torch.Generator, exact: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``alpha``, or the factors of experts, and the bias."""
+        """Return random values of ``alpha`` (with experts over K: the routing factors) and of the bias."""
         problem, device = self.problem, generator.device
         epilogue, experts, n = problem.epilogue, problem.experts, problem.n
         shapes = {"one": (1,), "column": (n,), "expert": (experts,), "expert_column": (experts, n)}
@@ -196,7 +196,7 @@ class Bench:
 
 
 class GatedBench(Bench):
-    """Bench for GEMMs with experts over N and a gate. Only routed results are checked."""
+    """Random operands of GEMMs with experts over N and a gate. Only routed results are checked."""
 
     def check(self, candidate: Candidate) -> str | None:
         """Return a description of errors in the candidate's routed results, or None."""
@@ -204,7 +204,7 @@ class GatedBench(Bench):
         assert y is not None
         for result in (y, scale):
             if result is not None:
-                result.view(torch.uint8).fill_(0xFF)  # NaN, or unlikely codes
+                result.view(torch.uint8).fill_(0xFF)  # as float: NaN; as codes: values that a result rarely has
         with torch.no_grad(), _on(self.target.device):
             self._run(candidate, self._random)
             value, lost = self._expected
@@ -324,5 +324,5 @@ def _copy(values: Any) -> Any:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which work is queued on that device."""
+    """Return a context in which ``device`` is the current CUDA device; on a CPU, a context without effect."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -57,7 +57,7 @@ class FP4KernelBackend(FP4Backend):
         raise NotImplementedError
 
     def built(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
-        """Return ``config``, which is computed once: planning asks for it several times."""
+        """Return the result of ``config``, which is cached because planning asks for it several times."""
         key = self.kernel, tactic, arch.name, settings.PDL
         if key not in problem.configs:
             problem.configs[key] = self.config(problem, tactic, arch)
@@ -81,7 +81,7 @@ class FP4KernelBackend(FP4Backend):
 class Tcgen05Backend(FP4KernelBackend):
     """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
 
-    The kernels ran only in an emulator of PTX. All constants come from data sheets; nothing was measured.
+    The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
     """
 
     name = "tcgen05"

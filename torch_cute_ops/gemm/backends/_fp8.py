@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
-    """Return the arguments with which every wgmma kernel is planned."""
+    """Return the arguments that the ``plan`` functions of all FP8 wgmma kernels take."""
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,

@@ -15,7 +15,7 @@ FIXED_SECONDS = 6e-6
 
 
 class RoutedBackend(FP4KernelBackend):
-    """Base of backends with a kernel that lists the tokens of each expert and a kernel that multiplies."""
+    """Base of backends with two kernels: one lists the tokens of each expert, the other multiplies."""
 
     name = "routed"
 
@@ -29,7 +29,7 @@ class RoutedBackend(FP4KernelBackend):
 
 
 def clocks_per_weight(tile_m: int) -> float:
-    """Return the SM clocks for one weight element of an M tile with ``tile_m`` rows."""
+    """Return the SM clocks that one weight element takes in an M tile with ``tile_m`` rows."""
     return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
 
 

@@ -1,6 +1,6 @@
-"""GEMMs of FP4 operands by cuBLAS. Operands are decoded to 16 bits in memory, for many rows, when arithmetic dominates;
-or cuBLASLt multiplies NVFP4 codes. Multiplying codes needs tensor cores for FP4. No GPU with FP4 tensor cores was
-available: these calls passed only PyTorch's checks, and the estimates come from data sheets.
+"""GEMMs of FP4 operands by cuBLAS. Either operands are decoded to 16 bits in memory, which pays for many rows, when
+arithmetic dominates; or cuBLASLt multiplies NVFP4 codes, which needs FP4 tensor cores. No GPU with FP4 tensor cores was
+available: the calls that multiply codes passed only PyTorch's checks, and their estimates come from data sheets.
 """
 
 import functools
@@ -129,7 +129,7 @@ def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 def _cuda_multiplies_codes() -> bool:
     """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA compiles kernels for another machine; that machine's toolkit is taken to have them.
+    A PyTorch without CUDA compiles kernels for another machine, whose toolkit is assumed to have these GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
@@ -158,7 +158,7 @@ def _is_one_call(problem: GemmProblem) -> bool:
 
 
 def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float:
-    """Return the time of cuBLASLt's kernel, by tiles and waves."""
+    """Estimate the time of cuBLASLt's kernel from its tiles and waves."""
     assert target.arch is not None
     row_bytes = problem.b.row_bytes(problem.k)
     every = []
@@ -195,14 +195,15 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """Return a function of codes, block scales, a factor of the result or None, and the result in ``dtype``."""
+    """Return a function of codes, block scales, a factor or None, and a result in ``dtype``, which multiplies the
+    codes."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out
         )
     from torch.nn.functional import ScalingType, SwizzleType
 
-    # ``torch.nn.functional.scaled_mm`` calls it, but takes no output tensor.
+    # ``torch.nn.functional.scaled_mm`` calls this private function, but takes no output tensor.
     call = torch._scaled_mm_v2
     blocks, tiles = [ScalingType.BlockWise1x16.value], [SwizzleType.SWIZZLE_32_4_4.value]
     both = [*blocks, ScalingType.TensorWise.value], [*tiles, SwizzleType.NO_SWIZZLE.value]
@@ -217,7 +218,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # a tensor created in a capture exists only in its replays
+                one = unit  # keep no tensor that is created in a capture: it exists only in the capture's replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

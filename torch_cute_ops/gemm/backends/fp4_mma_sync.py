@@ -1,4 +1,4 @@
-"""FP4 weights by ``mma.sync``, for few rows, when reading the weight is the limit.
+"""GEMMs with FP4 weights by ``mma.sync``, for few rows, when the time is limited by reading the weight.
 
 The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, codes are
 multiplied instead.
@@ -79,7 +79,8 @@ class FP4MmaSync(FP4KernelBackend):
         ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tile_m) * split_k
         slots = cost.places(target.sms * ctas_per_sm, split_k)
         waves = -(-ctas // slots)
-        # A partial wave takes as long as a full one: a CTA reads at its share of the bandwidth.
+        # A partial wave takes as long as a full wave, because each CTA is assumed to read at an equal share of the
+        # bandwidth.
         weight_bytes = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
         by_codes = target.arch is not None and _multiplies_codes(problem, target.arch)
         row_bytes = problem.a.row_bytes(problem.k) if by_codes else 2 * problem.k

@@ -69,7 +69,7 @@ class FP4Tcgen05(Tcgen05Backend):
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-k_tiles // split_k) * cost.overlapped(computed, read, order=8)
         stored = MMA_M * tile_m * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
-        # Tensor memory holds only one accumulator of 256 rows, so that storing it overlaps with no MMA.
+        # Tensor memory has room for only one accumulator of 256 rows, so no MMA runs while the accumulator is stored.
         seconds += stored * (waves if tile_m > MMA_M else 1)
         if split_k > 1:
             seconds += waves * 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second

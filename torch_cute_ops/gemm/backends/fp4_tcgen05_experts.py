@@ -32,7 +32,8 @@ class Tcgen05ExpertsTactic(NamedTuple):
 
     Attributes:
         tile_n: rows of the weight in a tile.
-        classes: number of classes into which experts are divided; each class of a tile is a work tile.
+        classes: number of classes into which experts are divided. A work tile is one output tile, summed over one
+            class.
         mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute the experts to which a token of the tile is
             routed.
     """
@@ -68,7 +69,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         experts = work_tiles * problem.experts / classes
         if mode == ROUTED:
             routed = 1 - (1 - problem.topk / problem.experts) ** tile_m
-            # Classes differ in their numbers of routed experts; a CTA computes several classes.
+            # Classes differ in their numbers of routed experts. A CTA computes several classes, which evens this out.
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5

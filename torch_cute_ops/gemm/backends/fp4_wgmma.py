@@ -111,7 +111,7 @@ class FP4Wgmma(FP4KernelBackend):
 
         The constants are fitted to all tactics of 18 layers' matrices with 1 to 64 rows on an H100 and an H200, and of
         12 layers' matrices with 96 to 1,024 rows on an H100. On these two sets, the chosen tactic takes on average 1.0
-        % and 0.4 % longer than the fastest tactic, and at most 12 %. The fit excludes experts and prologues.
+        % and 0.4 % longer than the fastest tactic, and at most 12 % longer. The fit excludes experts and prologues.
         """
         tile_m, tile_n, split_k = tactic
         schedule = _schedule(problem, tactic, target)
@@ -135,7 +135,7 @@ class FP4Wgmma(FP4KernelBackend):
             computed = cost.overlapped(computed, rearranged, order=4)
         if over_k:
             computed += cost.weight_seconds(tile_n * tile_m, EXPERT_CLOCKS) * K_TILE / problem.expert_k
-        # The CTAs of a wave share the bandwidth, however few they are. An N tile is read from memory once.
+        # The CTAs of a wave share the bandwidth, even if they are few. An N tile is read from memory once.
         readers = min(target.sms, ctas / waves) * (1 + (m_tiles - 1) * L2_FACTOR) / m_tiles
         read = readers * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
         wave = RAMP_SECONDS + k_tiles * cost.overlapped(computed, read, order=order)
@@ -232,8 +232,8 @@ def _rearranges(problem: GemmProblem, tile_m: int, split_k: int) -> bool:
 
 
 def _has_clusters(problem: GemmProblem, tactic: WgmmaTactic) -> bool:
-    """Return True if the CTAs of an N tile are a cluster: if one CTA rearranges the activations, a cluster of one
-    CTA."""
+    """Return True if the CTAs of an N tile are a cluster. A single CTA that rearranges the activations is a cluster,
+    too."""
     if problem.grouping.over != "none":
         return False
     return tactic.split_k > 1 or fp4_wgmma.rearranges(tactic.tile_m, tactic.split_k)
@@ -256,8 +256,8 @@ def _splits(problem: GemmProblem, tile_m: int) -> tuple[int, ...]:
 def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Target) -> tuple[int, ...]:
     """Return the values of ``tile_n`` to try: the largest, and the value with the least work per SM.
 
-    There is a choice only for clusters that rearrange the activations. A tile of one row also tries the value with the
-    least work that multiplies codes.
+    Only clusters that rearrange the activations have a choice. Some values of ``tile_n`` let the kernel multiply codes
+    without decoding them. For tiles of one row, the value with the least work among these is tried, too.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):

@@ -1,7 +1,7 @@
 """FP8 activations and an FP4 weight on Hopper, for many rows: ``kernels/fp8_fp4_recode`` writes the weight to memory in
-FP8, and then multiplies as with an FP8 weight. Either the first kernel writes all weight rows before the GEMM starts.
-Or it writes only the rows that the GEMM's first tiles need. A second launch of few CTAs, each on a separate SM, then
-writes the other rows while the GEMM runs; tiles of the GEMM wait for their rows.
+FP8, and then multiplies as with an FP8 weight. The first kernel writes either all weight rows before the GEMM starts,
+or only the rows that the GEMM's first tiles need. In the second case, another launch of few CTAs, each on a separate
+SM, writes the other rows while the GEMM runs; tiles of the GEMM wait for their rows.
 """
 
 from dataclasses import replace
@@ -64,9 +64,10 @@ class FP8FP4Recode(FP8FP4Backend):
     tactic_type = RecodeTactic
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RecodeTactic, ...]:
-        """Return the tactics; tactics that overlap the GEMM only without experts.
+        """Return the tactics. Recoding overlaps the GEMM only without experts.
 
-        The host does not know the experts' rows. If few experts had rows, all CTAs would wait for few SMs.
+        The host does not know the experts' numbers of rows. If only a few experts had rows, all CTAs would wait for the
+        few SMs that recode.
         """
         tile = MANY, fp8_fp4_recode.NOTE_ROWS
         few = first_tiles(problem, m, target) > (1 - LEAST_OVERLAPPED) * weight_tiles(problem)

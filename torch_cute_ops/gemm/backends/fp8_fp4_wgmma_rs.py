@@ -1,5 +1,5 @@
-"""Few rows of FP8 activations and an NVFP4 weight decoded to registers, by Hopper's warpgroup MMA, plain or grouped by
-rows: ``kernels/fp8_fp4_wgmma_rs``."""
+"""GEMMs of few rows of FP8 activations with an NVFP4 weight decoded to registers, by Hopper's warpgroup MMA, plain or
+grouped by rows: ``kernels/fp8_fp4_wgmma_rs``."""
 
 from typing import Any, ClassVar
 
@@ -11,8 +11,8 @@ from torch_cute_ops.kernels import fp8_fp4_wgmma_rs
 
 
 class FP8FP4WgmmaRS(FP8FP4WgmmaSS):
-    """Tactics are ``FP8FP4WgmmaSS`` tactics with few rows. ``block_clocks`` were measured on an H200, except for 24
-    rows, which is interpolated."""
+    """Backend whose kernel decodes the weight to registers. Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few
+    rows. ``block_clocks`` were measured on an H200, except for 24 rows, which is interpolated."""
 
     name = "wgmma_rs"
     tiles: ClassVar = fp8_fp4_wgmma_rs.TILES

@@ -1,5 +1,5 @@
-"""FP8 activations and an FP4 weight decoded to shared memory, by Hopper's warpgroup MMA, plain or grouped by rows:
-``kernels/fp8_fp4_wgmma_ss``."""
+"""GEMMs of FP8 activations with an FP4 weight decoded to shared memory, by Hopper's warpgroup MMA, plain or grouped by
+rows: ``kernels/fp8_fp4_wgmma_ss``."""
 
 import itertools
 from typing import Any, ClassVar
@@ -51,7 +51,7 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
         # Under random routing most experts have less than twice the mean number of rows.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tile_m for tile_m in sizes if tile_m >= most), sizes[-1])
-        # Experts have enough tiles, and tiles of half the columns are slower.
+        # GEMMs with experts have enough tiles, and tiles of half the columns are slower.
         return tuple(
             tactic
             for tactic in itertools.starmap(FP8Tactic, self.tiles)
@@ -81,7 +81,7 @@ def _may_split(problem: GemmProblem, tile_m: int, rows: int) -> bool:
     """Return True if CTAs may split the K of tiles of ``tile_m`` rows.
 
     Each M tile reads the weight again. Splitting pays for up to two M tiles of 128 rows, and for one smaller M tile.
-    Experts have enough tiles.
+    GEMMs with experts have enough tiles without it.
     """
     if tile_m < MANY:
         return rows <= tile_m

@@ -39,7 +39,8 @@ class FP8MmaSync(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         if target.arch is not None and target.arch.has_wgmma:
-            # Warpgroup MMA is faster at any size, and these guesses must not compete with its measured figures.
+            # Warpgroup MMA is faster at any size. The estimates of this backend are guesses, and must not compete with
+            # measured estimates of warpgroup MMA.
             return math.inf
         tile = self.tile(tactic)
         clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK

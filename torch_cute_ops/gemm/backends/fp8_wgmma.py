@@ -44,15 +44,15 @@ class FP8Wgmma(FP8Backend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
         rows, is_plain = rows_of_expert(problem, m), problem.grouping.rows.is_plain
-        # CTAs that split K while M tiles run side by side read the weight more than once: 10 % slower. Experts have
-        # enough tiles, so that narrow tiles of few rows gain nothing.
+        # If CTAs split K while M tiles run side by side, the weight is read more than once, and the GEMM is 10 %
+        # slower. GEMMs with experts have enough tiles, so that narrow tiles of few rows gain nothing.
         useful = [
             tactic
             for tactic in itertools.starmap(FP8Tactic, fp8_wgmma.TILES)
             if (rows > MANY // 4 if tactic.tile_m == MANY else tactic.tile_n == K_TILE or is_plain)
             and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
-        # The first of equal estimates wins: the fewest rows, the widest tile, the fewest CTAs.
+        # The first of equal estimates wins, so the tiles are sorted: first few rows, then wide tiles, then few CTAs.
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:

@@ -40,7 +40,7 @@ class Reference(Backend):
         return ((),)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        # About the rate of float64 units; in any case more than every other backend.
+        # The estimate assumes about the rate of float64 units; it exceeds every other backend's estimate.
         return 1e-3 + problem.flops(m) * 1e-12
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:

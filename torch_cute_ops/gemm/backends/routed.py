@@ -32,7 +32,7 @@ class RoutedTactic(NamedTuple):
     Attributes:
         tile_m: rows of ``a`` that an expert's work tile multiplies at a time.
         token_block: tokens whose results a CTA accumulates.
-        classes: number of classes into which experts are divided; CTAs share an N tile by classes.
+        classes: number of classes into which experts are divided. Each CTA of an N tile sums over one class.
     """
 
     tile_m: int
@@ -55,7 +55,8 @@ class Routed(RoutedBackend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RoutedTactic, ...]:
         widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
-        # Accumulators of 512 tokens leave little room for stages: two blocks of 256 may be faster.
+        # Accumulators of 512 tokens leave little shared memory for pipeline stages: two blocks of 256 tokens may be
+        # faster.
         token_blocks = [size for size in (256, widest) if size <= widest] if widest > 256 else [widest]
         every = [
             RoutedTactic(tile_m, token_block, classes)
@@ -76,7 +77,7 @@ class Routed(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         m_tiles = problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m)
         n_tiles, num_ctas = -(-problem.n // tile_n), config.num_ctas(problem.n, target.sms)
-        # The slowest CTA's work, in N tiles.
+        # Work of the slowest CTA, as a number of N tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
         computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m))

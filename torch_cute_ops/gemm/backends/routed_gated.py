@@ -106,7 +106,8 @@ class RoutedGated(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         n_tiles = 2 * problem.expert_n // tile_n
         work_tiles = blocks * problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m) * n_tiles
-        # CTAs compute whole K ranges of work tiles: at the end each CTA idles for half a range on average.
+        # Each CTA computes whole K ranges of work tiles. At the end, a CTA idles for the time of half a range on
+        # average.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
         clocks = MODEL.decode_clocks + MODEL.token_clocks * (tactic.tile_m - 8)
         computed = most * weight_seconds(tile_n * problem.k, clocks)
@@ -115,7 +116,8 @@ class RoutedGated(RoutedBackend):
         token_bytes = config.k_tiles * config.arranged.token_bytes
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
-        # Scales in whole tiles, and the activations of each routed pair, once per N tile.
+        # Bytes read from L2, once per N tile: the weight's scales, in whole tiles, and the activations of each routed
+        # pair.
         l2_bytes = work_tiles * config.k_tiles * 2 * config.weight_tile.size_bytes
         l2_bytes += n_tiles * m * problem.topk * token_bytes
         rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory

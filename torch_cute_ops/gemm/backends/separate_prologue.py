@@ -26,9 +26,8 @@ Activations = tuple[torch.Tensor, torch.Tensor | None]
 
 class SeparatePrologue(Backend):
     """Backend that runs another backend, with the prologue as a separate kernel or as part of the other backend's
-    kernel. With a tactic of the other backend, that backend computes the prologue. With a tactic that begins with
-    ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant`` runs first. Both give the same
-    results.
+    kernel. If a tactic begins with ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant``
+    runs first. Otherwise the other backend's kernel computes the prologue. Both give the same results.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -99,7 +98,7 @@ def prologue_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
 
 
 def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, torch.Tensor | None], Activations]:
-    """Return a function from the rows and the global scale of a call to the activations (M, K), on a GPU."""
+    """Return a function that computes the activations (M, K) from the rows and the global scale of a call, on a GPU."""
     assert target.arch is not None
     kernel = prologue_kernel(problem, target.arch)
     function, max_ctas = compile_kernel(kernel, target.arch), target.sms * kernel.config.waves
