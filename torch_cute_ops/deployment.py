@@ -1,4 +1,4 @@
-"""Kernels of a deployment: listed in a file, compiled in parallel, then loaded.
+"""Preparation of a deployment's kernels: a file lists them; they are compiled in parallel, then loaded.
 
 The file (TOML) contains a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
 ``torch_cute_ops.warmup``, with dtypes by name. A list of values stands for one call per value:

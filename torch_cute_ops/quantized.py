@@ -63,7 +63,7 @@ _FP8_MULTIPLE: Final = 64
 class QuantizedWeight:
     """A quantised matrix (N, K), as :func:`quantize` returns it, for :func:`linear` and :func:`dequantize`.
 
-    The class is a pytree node: its tensors are the leaves, ``format`` and ``shape`` are static. ``tree_map`` therefore
+    The class is a pytree node: its tensors are the leaves; ``format`` and ``shape`` are static. ``tree_map`` therefore
     changes the tensors only, and compiled and exported programs take the object as an input. The object is immutable,
     and its tensors are never cast.
 
@@ -73,8 +73,8 @@ class QuantizedWeight:
         scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
             :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32, the factors of
             decoded blocks (FP8).
-        global_scale: float32, one element, by which the matrix was multiplied before it was encoded, as in
-            compressed-tensors' ``weight_global_scale``; 1 / ModelOpt's ``weight_scale_2``. NVFP4 requires it; other
+        global_scale: float32, one element, by which the matrix was multiplied before it was encoded. It equals
+            compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4 requires it; other
             formats take None.
         format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
 
@@ -127,7 +127,7 @@ class QuantizedWeight:
         return moved
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
-        """Return the argument for the object in a graph of ``torch.fx.symbolic_trace``."""
+        """Return the argument that represents the object in a graph of ``torch.fx.symbolic_trace``."""
         tensors = tuple(tracer.create_arg(each) for each in (self.codes, self.scale, self.global_scale))
         return tracer.create_node("call_function", QuantizedWeight, tensors, {"format": self.format})
 
@@ -173,7 +173,7 @@ def _flatten_with_keys(q: QuantizedWeight) -> tuple[list[tuple[Any, Tensor]], Co
 
 
 def _unflatten(children: Iterable[Any], context: Context) -> QuantizedWeight:
-    # The children may be any objects: tree_map also builds trees of shapes or names.
+    # Do not check the children, which may be any objects: tree_map also builds trees of shapes or names.
     children = list(children)
     return _fill(object.__new__(QuantizedWeight), (*children, *[None] * (4 - len(children)), *context))
 
@@ -318,7 +318,8 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
 
 def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations: str) -> Tensor:
     b = q.codes.t()
-    # None means bfloat16 with quantised activations. AOTInductor of torch 2.9 passes a wrong dtype if one is given.
+    # With quantised activations, None means bfloat16. None is passed because AOTInductor of torch 2.9 passes a wrong
+    # dtype if a dtype is given.
     dtype = None if rows.dtype == torch.bfloat16 else rows.dtype
     if q.format == "fp8_block":
         a, a_scale = fp8_quantize(rows, granularity="block128")

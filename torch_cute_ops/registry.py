@@ -74,7 +74,7 @@ def _register(spec: OpSpec) -> None:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the checked call and its outputs, which are taken out of ``kwargs``."""
+        """Check a call. Return it, and its outputs, which are removed from ``kwargs``."""
         outputs = [kwargs.pop(name) for name in spec.out_names]
         call = checked(*args, **kwargs)
         path.check_outputs(call, outputs)
@@ -109,7 +109,8 @@ def _register(spec: OpSpec) -> None:
         raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # A subclass such as DTensor keeps its own version counter; a kernel on the inner tensor does not increment it.
+        # A subclass such as DTensor keeps its own version counter, which a kernel that writes the inner tensor does not
+        # increment.
         outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = path.arguments(bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
@@ -159,7 +160,7 @@ for _spec in OPS.values():
     _register(_spec)
 # Dynamo must trace the generated code, not the functions that generate it on first use.
 when_imported("torch._dynamo", _generate)
-# Importing the flop counter here would import Triton, which takes as long as the rest of this package.
+# Importing the flop counter here would import Triton, which takes as long as importing the rest of this package.
 when_imported("torch.utils.flop_counter", _register_flops)
 
 

@@ -89,7 +89,7 @@ class Verifier:
 
 
 def _scales_of(spec: OpSpec) -> tuple[str, ...]:
-    """Return the names of the arguments that are global scales, or factors with global scales."""
+    """Return the names of the arguments that are global scales, or factors that include a global scale."""
     names = [each.name for each in spec.signature.tensors]
     found = ["global_scale"] if "global_scale" in names else []
     if "alpha" in names and getattr(spec.path, "over", "none") != "k":
@@ -125,13 +125,13 @@ def _comparison_of(spec: OpSpec) -> Comparison:
     return by_name.get(spec.name, _rows)
 
 
-# Rows that are quantised, normalised or gated
+# Ops that quantise, normalise or gate rows
 
 
 def _rows(
     spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
 ) -> str | None:
-    """Compare the results of an op that returns one row per row of ``input``."""
+    """Compare the results of an op whose outputs contain one row for each row of ``input``."""
     lead, width = before["input"].shape[:-1], before["input"].shape[-1]
     count = lead.numel()
     rows = _chosen(count, before["input"].device)
@@ -187,7 +187,7 @@ def _compared(pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None) ->
 
 
 def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str | None:
-    """Return a description of numbers that differ by more than roundings, and by more than ``allowed``, or None."""
+    """Return a description of the numbers that differ by more than rounding errors and ``allowed``, or None."""
     if not got.is_floating_point():
         wrong, error = got != want, (got - want).abs()
     else:
@@ -207,7 +207,7 @@ def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str
 
 
 def _wrong_steps(steps: Tensor, limit: Tensor | int, whole: int) -> str | None:
-    """Return a description of codes that differ by more than ``limit`` steps, or of too many that differ, or None."""
+    """Return a description if a code differs by more than ``limit`` steps or too many codes differ, else None."""
     wrong, count = int((steps > limit).sum()), int((steps > 0).sum())
     if wrong:
         return f"{wrong} of {steps.numel()} compared codes differ by more than a step, at most by {int(steps.max())}"
@@ -302,7 +302,7 @@ def _routed(
     scores = _scores(before, rows)
     pairs = {
         "weights": (weights[rows], want_weights),
-        # Experts with equal scores may be in another order.
+        # Compare in any order, because experts with equal scores may be chosen in another order.
         "ids": (_at(scores, ids[rows]), _at(scores, want_ids)),
     }
     names = ("experts", "alignment", "max_rows")
@@ -350,7 +350,7 @@ def _routed_dense(
     (out,) = outputs
     rows = _chosen(len(out), out.device)
     want = spec.compute({**before, "logits": before["logits"][rows]})
-    # Experts with equal scores may be in another order.
+    # Compare in any order, because experts with equal scores may be chosen in another order.
     return _compared({"out": (out[rows].sort(1).values, want.sort(1).values)}, None)
 
 
@@ -386,7 +386,7 @@ def _gemm(
         if problem.grouping.over != "k":
             given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
             return _within(got, *error_bounds.expected(problem, given, len(rows), **kept))
-        for i, row in enumerate(rows.tolist()):  # one row at a time: weights of other rows' experts may be NaN
+        for i, row in enumerate(rows.tolist()):  # one row at a time: other rows' experts may be NaN
             one_scale = _scale_rows(call.a_scale, problem.a, rows[i : i + 1], count, problem.k)
             given = Operands(a[row, None], weight, one_scale, b_scale, call.alpha[row, None], call.bias)
             found = _within(got[i, None], *error_bounds.expected(problem, given, 1, **kept))

@@ -1,1 +1,1 @@
-"""Command line."""
+"""Command line of the package: ``python -m torch_cute_ops``."""

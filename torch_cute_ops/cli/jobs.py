@@ -10,7 +10,7 @@ from torch_cute_ops import deployment, registry
 
 
 class UsageError(ValueError):
-    """Wrong arguments, or a wrong file of a deployment."""
+    """Error in the command line's arguments, or in a deployment's file."""
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """Return the jobs whose ops have several backends; a file may list other jobs too.
+    """Return the jobs whose ops have several backends. A file may also list other jobs, which are left out.
 
     Raises:
         UsageError: if no job is left, or the arguments or the file are wrong.
@@ -75,7 +75,7 @@ def _ops_in_words(ops: list[str]) -> str:
 
 
 def _parsed(op: str, properties: dict[str, Any]) -> dict[str, Any]:
-    """Convert digits in a command line's properties to numbers."""
+    """Convert properties that consist of digits to numbers."""
     known = registry.properties_of(op) if op in registry.OPS else {}
     numbers = {name for name, each in known.items() if each.kind is int}
     return {

@@ -150,8 +150,8 @@ def _archs(options: argparse.Namespace) -> list[str]:
 
 
 def _tell_flavour() -> None:
-    """Print which build of the DSL compiled. The DSL selects a build by the driver, or without a driver the newest
-    build."""
+    """Print the build of the DSL that compiled the kernels. The DSL selects a build by the driver, or without a driver
+    the newest build."""
     print(f"compiled by the {compiler_flavour()} build of the DSL; another build cannot load the kernels")
 
 

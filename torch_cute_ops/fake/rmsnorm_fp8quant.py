@@ -14,6 +14,7 @@ def rmsnorm_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str | 
 
 
 def quantised(shape: Shape, granularity: str, scale_layout: str | None) -> OutputShapes:
-    """Describe the codes and the scales of a tensor of ``shape`` (..., K). Given scales decide an unnamed layout."""
+    """Describe the codes and the scales of a tensor of ``shape`` (..., K). If no layout is named, the layout of the
+    given output scales is used."""
     layouts = tuple(FP8_SCALE_LAYOUTS) if scale_layout is None else (scale_layout,)
     return fp8_outputs(shape, *resolve_fp8_format(granularity, scale_layout), layouts)

@@ -50,7 +50,7 @@ def agree(
     timeout_s: float,
     absent: set[int],
 ) -> str:
-    """Decide on ``name``; return the same text on every rank.
+    """Decide on ``name`` together with the other ranks; return the same text on every rank.
 
     Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
@@ -128,8 +128,8 @@ def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict
 def _came(store: Any, keys: list[str], patience: float) -> bool:
     """Wait until all keys are set; return False after ``patience`` seconds.
 
-    The function polls: ``store.wait`` would hold the store's lock, which other threads of the process need, such as a
-    process group's watchdog.
+    The function polls instead of calling ``store.wait``, which would hold the store's lock. Other threads of the
+    process need the lock, such as a process group's watchdog.
     """
     deadline, pause = time.monotonic() + patience, 0.001
     while not store.check(keys):

@@ -145,7 +145,7 @@ class Bundle:
             return settings.DSL_RUNTIME
         flavour = self.manifest["flavour"]
         bundled = self._path(self.manifest["runtime"]["file"])
-        # exists(), not is_file(): reading a FIFO or a device instead of the file must fail, not fall back.
+        # exists(), not is_file(): if the path is a FIFO or a device, reading it must fail instead of falling back.
         found = bundled if bundled.exists() else next(packaged_runtimes(flavour), None)
         if found is None:
             raise BundleError(

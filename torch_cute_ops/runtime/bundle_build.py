@@ -58,7 +58,7 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]]) -> N
                 raise BundleError(f"{linker} cannot link {linked.name}: {done.stderr.strip()}")
             content = linked.read_bytes()
             library["sha256"] = hashlib.sha256(content).hexdigest()
-            # Replaced, not overwritten: a process may have mapped the old library.
+            # Replace the library instead of overwriting it, because a process may have mapped the old library.
             files.replace(folder / library["file"], content)
     manifest = {
         "format": FORMAT,

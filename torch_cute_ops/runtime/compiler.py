@@ -85,7 +85,7 @@ class Key(_Digested):
         config: configuration of the kernel.
         arguments: descriptions of the kernel's run-time arguments.
         arch: name of the architecture.
-        options: options of the compiler.
+        options: options that the compiler gets.
         versions: versions of the compiler's packages and of TVM-FFI.
         flavour: loaded build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
         environment: environment variables that the compiler reads.
@@ -270,7 +270,7 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
     """Load the function ``symbol`` from an object file.
 
     Raises:
-        OSError: if loading fails. The DSL does not report if the file or this process is the cause.
+        OSError: if loading fails. The DSL does not report whether the file or this process is the cause.
     """
     from cutlass.cute.runtime import load_module
 

@@ -1,4 +1,5 @@
-"""Substitutes for PyTorch's dispatcher in CUDA entries that bypass it, and tests if bypassing is allowed.
+"""Substitutes for the work of PyTorch's dispatcher, for CUDA calls that bypass it, and tests whether a call may bypass
+it.
 
 Private names of torch have fallbacks that are slower and correct: calls then go through the dispatcher.
 """
@@ -48,7 +49,7 @@ try:
 
     forward_ad._current_level  # noqa: B018
 except (ImportError, AttributeError):
-    # Without torch's private names, it is unknown if the dispatcher is needed.
+    # Without torch's private names, nothing tells whether the dispatcher is needed.
     NEEDS_REDISPATCH = NEEDS_DISPATCHER = NEEDS_DISPATCHER_WITHOUT_DYNAMO = "True"
     CHECKS = {}
 else:

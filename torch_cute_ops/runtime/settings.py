@@ -102,7 +102,8 @@ TUNING: Final = _path("TORCH_CUTE_OPS_TUNING", "a file")
 
 
 def cache_folder() -> Path | None:
-    """Return the configured cache folder, or else the user's. Without a home folder, warn and return None."""
+    """Return the configured cache folder, or else the user's cache folder. Without a home folder, warn and return
+    None."""
     return CACHE_DIR or _user_cache_folder()
 
 

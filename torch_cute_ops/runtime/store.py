@@ -181,7 +181,7 @@ class Store:
             try:
                 work.rename(self.root / digest)
             except OSError:
-                if not self.has(digest):  # another process was faster
+                if not self.has(digest):  # another process did it first
                     raise
         except (OSError, files.Unusable) as error:
             self.failure = str(error)
@@ -264,7 +264,7 @@ class Store:
         """
         doomed = self.root / "work" / uuid.uuid4().hex
         files.make_folder(doomed.parent)
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+        with contextlib.suppress(FileNotFoundError):  # another process did it first
             folder.rename(doomed)
             _remove(doomed)
 

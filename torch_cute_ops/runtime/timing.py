@@ -1,10 +1,10 @@
 """Timing method: cold L2, replayed CUDA graphs, interleaved variants, medians with percentiles.
 
 - Buffer sets. Each variant cycles through ``n_sets`` independent sets of tensors, including weights. Together the sets
-  occupy at least 3 × L2; at least 2 sets are used. A tiny problem needs thousands of sets and gets at most
-  ``max_sets``; if that is too few, the plan's ``rotation_over_l2`` is below 3. The alternative, flushing L2 between
-  calls, requires subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of
-  a decode step are in L2 and the weights are not; here, no operand is in L2.
+  occupy at least 3 × L2; at least 2 sets are used. A tiny problem would need thousands of sets, but gets at most
+  ``max_sets``; the plan's ``rotation_over_l2`` is then below 3. The alternative, flushing L2 between calls, requires
+  subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of a decode step
+  are in L2 and the weights are not; here, no operand is in L2.
 - Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. It lasts about ``graph_ms``
   or longer, so that launching the graph costs little. The time of a call is the time between two events around a
   replay, divided by the number of calls.
@@ -178,7 +178,7 @@ def measure(
         raise ValueError(f"calls ({calls}) must be a multiple of n_sets ({n_sets}), to use sets equally often")
     replays = {name: backend.capture(call, n_sets, calls) for name, call in variants.items()}
     for replay in replays.values():
-        replay()  # uploads the graph, and occupies the device while the timed replays are queued
+        replay()  # not timed: uploads the graph, and keeps the device busy while the timed replays are queued
     marks: dict[Name, list[tuple[Any, Any]]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():

@@ -61,8 +61,8 @@ class _Choices:
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Choices that the ranks made after tuning failed. These choices are used in this process, but not written to
-        # the file.
+        # Choices that the ranks made because tuning had failed. This process uses them, but does not write them to the
+        # file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
@@ -204,8 +204,8 @@ def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
 
 
 def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
-    """Return the decision on the ranks' votes as JSON: the candidate, a flag that it was tuned, and its mean duration
-    in seconds."""
+    """Decide by the ranks' votes. Return JSON with the candidate, a flag that is true if it was tuned, and its mean
+    duration in seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:

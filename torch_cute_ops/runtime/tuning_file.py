@@ -41,7 +41,7 @@ class Key:
     Attributes:
         family: name shared by ops that choose among the same candidates.
         static: static properties of the calls, as canonical JSON.
-        bucket: number of rows that represents all numbers of rows with the same plan.
+        bucket: number of rows for which all GEMMs of the bucket are planned.
         device: name of the GPU.
         versions: versions of the software that computes and compiles, as canonical JSON.
     """
@@ -54,8 +54,8 @@ class Key:
 
 
 class Tuned(NamedTuple):
-    """Choice, and the duration of a call with the choice, seconds, or None if the only correct candidate was not
-    timed."""
+    """A choice, and the duration of a call with it in seconds. None if the choice was the only correct candidate, which
+    is not timed."""
 
     candidate: Candidate
     seconds: float | None

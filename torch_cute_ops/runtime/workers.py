@@ -90,8 +90,8 @@ class Workers(Generic[Task, Result]):
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        # Start the tracker now: the first process.start() would start it otherwise, and the tracker unblocks interrupts
-        # in this thread.
+        # Start multiprocessing's resource tracker now. Otherwise the first process.start() would start it, which
+        # unblocks interrupts in this thread.
         resource_tracker.ensure_running()
         with _interrupts_held(), theirs:
             process.start()
@@ -127,7 +127,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _work(pipe: "connection.Connection[Any, Any]", function: Callable[[Any], Any]) -> None:
-    """Run tasks until the pipe closes. The process starts with interrupts blocked and unblocks only SIGTERM."""
+    """Run tasks until the pipe closes. The process starts with interrupts blocked, and unblocks only SIGTERM."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:

@@ -24,10 +24,10 @@ def assert_fp4_close(
 ) -> None:
     """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction.
 
-    At most one scale in 1,000 may differ, by one ulp, and at most one element in 1,000, by one e2m1 step. Both numbers
-    are rounded up. All elements of one block with a differing scale may differ, so that a small tensor may contain a
-    value on a rounding boundary. Rows that are equal count once. If a ue8m0 scale differs, by a factor of two, the
-    block's elements may differ by two steps. NaN scales, signs and padding must be equal.
+    At most one scale in 1,000 may differ, by one ulp, and at most one element in 1,000, by one e2m1 step. Both limits
+    are rounded up. In one block whose scale differs, all elements may differ, so that even a small tensor may contain a
+    value on a rounding boundary. Equal rows are counted once. If a ue8m0 scale differs, by a factor of two, the block's
+    elements may differ by two steps. NaN scales, signs and padding must be equal.
 
     Raises:
         AssertionError: if the pairs disagree; names the elements and the largest difference.
@@ -62,9 +62,8 @@ def assert_fp8_close(
 ) -> None:
     """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction or an exponential.
 
-    At most one element in 1,000, rounded up, may differ, by one e4m3 step and not in its sign. Rows that are equal
-    count once. Computed scales may differ by the relative error ``scale_error``; NaN, zero and given scales must be
-    equal.
+    At most one element in 1,000 (rounded up) may differ: by one e4m3 step, with the same sign. Equal rows are counted
+    once. Computed scales may differ by the relative error ``scale_error``; NaN, zero and given scales must be equal.
 
     Args:
         actual: codes and scales to check.

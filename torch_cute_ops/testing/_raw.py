@@ -9,7 +9,7 @@ from torch_cute_ops.registry import OPS
 
 
 def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """Return a callable without arguments that only calls the TVM-FFI function of an op, for these CUDA tensors.
+    """Return a function without arguments that calls only an op's TVM-FFI function, with these CUDA tensors.
 
     Args:
         op: name of an op that launches one kernel, such as ``"rmsnorm_fp4quant"``.
