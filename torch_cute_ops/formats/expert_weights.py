@@ -1,4 +1,4 @@
-"""Conversion of all experts' weights to one matrix, the operand of the second GEMM of an expert layer."""
+"""Conversion of the stacked weights of experts to one matrix, the operand of an expert layer's second GEMM."""
 
 import torch
 

@@ -14,12 +14,12 @@ MAX_TOPK: Final = 32
 
 
 def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
-    """Return an upper bound of the rows of a contiguous buffer: enough for any routing.
+    """Return the number of rows of a contiguous buffer that is large enough for any routing.
 
     Each expert's rows begin at a multiple of ``alignment``. ``tokens`` may be a symbol.
     """
     pairs = tokens * topk
-    # Plain min if possible: this runs in each call, and torch.sym_min takes several times as long.
+    # Use the plain min if possible: this code runs in each call, and torch.sym_min takes several times as long.
     touched = min(experts, pairs) if isinstance(pairs, int) else torch.sym_min(experts, pairs)
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 

@@ -42,7 +42,7 @@ class FP4Format:
 
     @property
     def width_multiple(self) -> int:
-        """Required divisor of a row's length: one block."""
+        """Required divisor of a row's length: the block size."""
         return self.block_size
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +104,8 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
             "look for NaN or infinity in the tensor",
             stacklevel=2,
         )
-    # full_like: for a Python number divided by a tensor, torch multiplies with the reciprocal and rounds twice.
+    # full_like, because torch computes a Python number divided by a tensor as a multiplication with the reciprocal,
+    # which rounds twice.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
@@ -114,7 +115,7 @@ def _has_value(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not _is_transformed(tensor)
 
 
-# If torch lacks this private name, no element is read.
+# If torch lacks the private function that is used here, report that no element can be read.
 _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
 
 
@@ -131,7 +132,7 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
     """Encode fp32 values as e2m1 codes, uint8: round to nearest even, saturate, keep the sign of zero.
 
-    The spacing of e2m1 numbers is 0.5 below 2, 1 below 4, and 2 above.
+    Neighbouring e2m1 numbers differ by 0.5 below 2, by 1 from 2 to 4, and by 2 above 4.
     """
     magnitude = value.abs().clamp(max=E2M1_MAX)
     below_2 = (magnitude * 2).round()

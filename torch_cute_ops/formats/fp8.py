@@ -1,6 +1,7 @@
 """FP8: e4m3 elements with fp32 scales: one per tensor, per row (token), or per 128 elements of a row.
 
-A row's last block may be shorter than 128: with blocks, a row's length is a multiple of 64 (gpt-oss: 2,880).
+With blocks, a row's length is a multiple of 64, such as 2,880 in gpt-oss, so a row's last block may contain only 64
+elements.
 
 Block scales have one shape, (..., ⌈K/128⌉), and their strides define the layout. In row-major scales, the scales of one
 row are contiguous; in column-major scales, the scales of one block of k are contiguous.
@@ -21,7 +22,7 @@ class FP8Format:
 
     Attributes:
         granularity: ``"tensor"``, ``"token"`` or ``"block128"``, as in the ops' argument.
-        block_size: number of elements of a row that share a scale; 0 if all do.
+        block_size: number of elements of a row that share a scale; 0 if all elements of a row share a scale.
         is_static: True if the caller gives the scale, False if the op computes it.
     """
 
@@ -78,7 +79,7 @@ def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, rows = [], 1
     for extent in reversed(lead):
         strides.append(rows)
-        # torch also counts an extent of 0 as 1 in strides. A symbol stands for at least two.
+        # torch also computes strides as if an extent of 0 were 1. A symbolic size is at least 2.
         rows = rows * (max(extent, 1) if isinstance(extent, int) else extent)
     return (*reversed(strides), rows)
 
@@ -119,5 +120,6 @@ def is_one_column(scale: torch.Tensor) -> bool:
 
 
 def is_packed_column(scale: torch.Tensor) -> bool:
-    """Return True if scales are ``is_one_column`` without padding, as the FP8 kernels write them."""
+    """Return True if the scales of each block form one contiguous column, and the columns follow each other without
+    padding. The FP8 kernels write scales in this layout."""
     return is_one_column(scale) and (scale.shape[-1] <= 1 or scale.stride(-1) == scale.shape[:-1].numel())

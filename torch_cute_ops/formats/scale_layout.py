@@ -2,7 +2,7 @@
 
 A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
 stores tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
-layout"). ``8x4`` is its variant for few rows. Padding bytes are zero.
+layout"). ``8x4`` is its variant for few rows. Bytes of padding are zero.
 
 The shape of a scale tensor names its layout. For M rows of K elements in blocks of B, the scale of row m and block k
 is at these indices:
@@ -69,7 +69,7 @@ class ScaleLayout:
     # may be ints, tensors or a kernel's integers: use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """Return the part of an offset that depends on the row, for ``blocks`` scales per row."""
+        """Return the part of a scale's offset that depends on the row, if a row has ``blocks`` scales."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -79,7 +79,7 @@ class ScaleLayout:
         return tile_row + row * TILE_BLOCKS
 
     def block_offset(self, block: Any) -> Any:
-        """Return the part of an offset that depends on the block."""
+        """Return the part of a scale's offset that depends on the block."""
         if self.is_linear:
             return block
         return block // TILE_BLOCKS * (self.tile_rows * TILE_BLOCKS) + block % TILE_BLOCKS
@@ -99,8 +99,8 @@ def row_count(lead: Sequence[int]) -> int:
 
 
 def weight_layout(layout: ScaleLayout) -> ScaleLayout:
-    """Return the layout of a weight's scales, given the layout of the activations' scales: never 8x4, which is for few
-    rows."""
+    """Return the layout of a weight's scales, given the layout of the activations' scales. It is never 8x4, which is
+    for few rows."""
     return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
 
 
@@ -119,8 +119,8 @@ def resolve_scale_layout(name: str) -> ScaleLayout:
 def layout_of_operand(scale: torch.Tensor) -> ScaleLayout:
     """Return the layout of the scales of a GEMM's operand, by the number of dimensions.
 
-    An operand has at most three dimensions (a stack of experts' weights), and linear scales have as many. The sizes are
-    not checked.
+    Scales with more than three dimensions are tiled: an operand has at most three dimensions (a stack of experts'
+    weights), and linear scales have as many dimensions as their operand. The sizes are not checked.
     """
     return _BY_DIMENSIONS.get(len(scale.shape), SCALE_LAYOUTS["linear"])
 
@@ -139,8 +139,8 @@ def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layou
     r"""Return the reason that ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
-    For stacked matrices, whose ``lead`` has two dimensions, the scales may also have a first dimension for the matrices
-    if no matrix needs padding rows, because the bytes are then the same.
+    Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices, provided
+    that no matrix needs padding rows: the bytes are then the same.
     """
     tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
     count = row_count(tiles)
@@ -317,7 +317,7 @@ def convert_scales(
 
 
 def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
-    """Return advice to view uint8 scales as NVFP4's dtype if the number of scales fits NVFP4, or an empty string."""
+    """Return advice to view uint8 scales as float8_e4m3fn if their number fits NVFP4, or an empty string."""
     if scale.dtype != torch.uint8 or k % 16:
         return ""
     counts = [row_count(layout.shape((rows,), k // 16)) for layout in SCALE_LAYOUTS.values()]

@@ -19,8 +19,8 @@ class Output(NamedTuple):
         shape: shape; sizes may be symbols.
         dtype: dtype.
         strides: strides of a new tensor, or None for a contiguous tensor.
-        scale_layouts: layouts in which the op can write FP8 block scales into a given tensor, by name; or None for an
-            output that must be contiguous.
+        scale_layouts: names of the layouts in which the op can write FP8 block scales into a given tensor, or None for
+            an output that must be contiguous.
     """
 
     shape: Shape
@@ -48,7 +48,7 @@ def fp8_outputs(
         shape: shape of the codes.
         fmt: format.
         layout: layout of new scales.
-        scale_layouts: layouts of given block scales.
+        scale_layouts: names of the layouts that block scales in a given output may have.
     """
     *lead, width = shape
     y = Output((*lead, width), torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Call path of GEMMs, shared by GEMMs with and without a gate."""
+"""Code that leads from a GEMM op's CUDA call to a backend, shared by GEMMs with and without a gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,7 +49,7 @@ class BackendPath(CallPath[Call]):
             holds the call's ``global_scale``.
 
     Attributes:
-        over: dimension of the problem along which experts lie, as in ``gemm.problem.Grouping``.
+        over: dimension of the GEMM that experts divide, as in ``gemm.problem.Grouping``.
         b_name: name of the op's weight argument.
     """
 
@@ -75,7 +75,7 @@ class BackendPath(CallPath[Call]):
         raise NotImplementedError
 
     def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
-        """Return a launcher for a problem, a choice, its kernels and a target."""
+        """Return a launcher of the chosen backend for a problem on a target."""
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
@@ -224,7 +224,7 @@ class BackendLauncher(Launcher[Call]):
 
     Attributes:
         b_scale_shape: shape of the tiles of an FP4 weight's scales, as kernels take them; None for other scales.
-        views_b_scale: True if the calls pass these tiles in another library's shape.
+        views_b_scale: True if the calls pass the weight's scales in another library's shape.
     """
 
     views_b_scale: bool = False
@@ -254,8 +254,8 @@ class BackendLauncher(Launcher[Call]):
             self.y_scales = ScaleRows.of(quantised.scale_layout, problem.n // quantised.format.block_size)
 
     def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
-        """Return the scales of ``rows`` rows of activations in the shape that kernels take, or None for an unaccepted
-        shape.
+        """Return the scales of ``rows`` rows of activations in the shape that kernels take, or None if their shape is
+        not accepted.
 
         If the call names the layout, the fast path calls this function for tiles in another library's shape.
         """
@@ -268,7 +268,7 @@ class BackendLauncher(Launcher[Call]):
         return scale.view(count, *scales.tail)
 
     def stored_scales(self, a_scale: Tensor | None, b_scale: Tensor, rows: int, fmt: FP4Format) -> Any:
-        """Return checked FP4 scales in the form that kernels take: contiguous tiles in the format's dtype."""
+        """Convert checked FP4 scales to the form that kernels take: contiguous tiles in the format's dtype."""
         b_scale = aligned(seen_as(b_scale, fmt.scale_dtype))
         if self.b_scale_shape is not None:
             b_scale = b_scale.view(self.b_scale_shape)
@@ -282,7 +282,7 @@ class ScaleRows(NamedTuple):
 
     Attributes:
         tile_rows: rows of a tile; 1 for linear scales.
-        columns: second extent of the scales: number of tiles along k, or for linear scales of blocks per row.
+        columns: second extent of the scales: number of tiles along k; for linear scales, number of blocks per row.
         tail: all extents except the first.
         strides: strides of contiguous scales.
         is_linear: True for linear scales.
@@ -335,8 +335,8 @@ def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def gemm_package() -> ModuleType:
-    """Import and return the package of backends. Its import loads all kernel configurations, so it waits for the first
-    GEMM."""
+    """Import and return the package of backends. The import loads all kernel configurations, so it is deferred to the
+    first GEMM."""
     import torch_cute_ops.gemm as gemm
     import torch_cute_ops.gemm.cost
     import torch_cute_ops.gemm.problem

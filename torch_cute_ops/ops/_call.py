@@ -2,8 +2,8 @@
 
 ``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls it.
 The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before it launches
-anything. After a refusal, and for the first call with a key, ``run_checked`` checks every argument, reports errors in
-words, copies tensors that a kernel cannot read in place, and plans and compiles kernels.
+anything. After a refusal, and for the first call with a key, ``run_checked`` checks every argument, explains errors,
+copies tensors that a kernel cannot read in place, and plans and compiles kernels.
 """
 
 import abc
@@ -84,7 +84,7 @@ class CallPath(abc.ABC, Generic[Call]):
         hints: arguments whose contents do not affect results, so that outputs may share memory with them.
         any_address: outputs that need no alignment to 16 bytes.
         integer_outputs: names of integer outputs, which cannot require grad.
-        verifier: checks of calls in debug mode, a ``torch_cute_ops.verification.Verifier``.
+        verifier: object that checks calls in debug mode, a ``torch_cute_ops.verification.Verifier``.
         has_backends: True if several backends can compute a call.
     """
 
@@ -102,7 +102,7 @@ class CallPath(abc.ABC, Generic[Call]):
         self.launchers: dict[tuple[Any, ...], Launcher[Call]] = {}
 
     def bind(self, signature: Signature) -> None:
-        """Bind the path to the op of this signature."""
+        """Bind the path to the op with this signature."""
         self.signature = signature
         self.op = signature.name
         self.is_single = len(signature.outputs) == 1
@@ -170,7 +170,8 @@ class CallPath(abc.ABC, Generic[Call]):
         return [Output(*each) for each in shapes]
 
     def for_outputs(self, call: Call, out: Any) -> Call:
-        """Return the call with the layouts of given outputs; ``out`` is one tensor, or a tuple of several."""
+        """Return the call with the layouts that the given outputs have; ``out`` is one tensor, or a tuple of
+        several."""
         return call
 
     def fill_without_work(self, call: Call, out: Outputs) -> bool:
@@ -216,7 +217,7 @@ class CallPath(abc.ABC, Generic[Call]):
             device: index of the first tensor's device, or None. The look-up takes 0.07 µs.
             values: fields of the call.
         """
-        # ``call_type._make`` takes twice as long.
+        # not ``call_type._make``, which takes twice as long
         call = tuple.__new__(self.call_type, values)
         try:
             if device is None:

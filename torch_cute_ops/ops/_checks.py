@@ -41,7 +41,7 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` is dense, with strides, and not quantised by torch."""
+    """Check that ``tensor`` is a dense tensor with strides, and not one of torch's quantised tensors."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
@@ -88,10 +88,10 @@ def check_fp4_scale(
         scale: block scales.
         matrix: shape (..., K) of the unpacked tensor.
         fmt: FP4 format.
-        layout: layout that the call names, or else the layout that the shape of the argument ``name`` or ``follows``
-            shows.
+        layout: layout that the call names, or else the layout that follows from the shape of the argument ``name`` or
+            ``follows``.
         given: ``scale_layout`` of the call. If it is not None, tiles may have another library's shape.
-        follows: argument whose shape showed the layout, if it is not ``name``.
+        follows: argument from whose shape the layout was derived, if it is not ``name``.
     """
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
     expected = layout.shape(lead, blocks)
@@ -246,10 +246,10 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return the number of a tensor's memory, and the tensor's first byte and end byte in this memory. Return None for
-    symbolic sizes.
+    """Return an identifier of a tensor's memory, and the tensor's first byte and end byte in this memory. Return None
+    for symbolic sizes.
 
-    For tensors with addresses, the memory is 0 and bytes are addresses.
+    For tensors with addresses, the identifier is 0 and bytes are addresses.
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
         return None
@@ -420,7 +420,7 @@ def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> Non
 
 
 def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, max_rows: int) -> None:
-    """Check that CPU ``counts`` are not negative, and that each expert's rows fit the rows reserved for it.
+    """Check that CPU ``counts`` are not negative, and at most the numbers of rows reserved for the experts.
 
     Args:
         op: name of the op.

@@ -1,4 +1,4 @@
-"""Definition of an op from its typed Python function: everything that PyTorch calls.
+"""Definition of an op from its typed Python function: generates all functions of the op that PyTorch calls.
 
 ``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
 overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. A generic
@@ -53,7 +53,7 @@ class OpSpec:
         path: code that leads from a CUDA call to a kernel launch.
         function: typed Python function with the op's name.
         generate: function that generates the code of ``function``, ``bind`` and the entries below. The first call of
-            any of these functions calls ``generate`` if nobody has.
+            any of these functions calls ``generate``, unless it was called before.
         bind: function that converts the op's arguments to the path's ``Call``.
         cuda, cuda_out: CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
             further keyword arguments. Both entries check their arguments.
@@ -114,9 +114,10 @@ class OpSpec:
 
     @property
     def defined(self) -> Callable[..., Outputs] | None:
-        """Function that replaces output elements which the op leaves unspecified, such as padding, by zeros.
+        """Function that sets output elements that the op leaves unspecified, such as padding, to zero.
 
-        The function takes a tuple of all outputs and the op's arguments. None if the op leaves no element unspecified.
+        The function takes a tuple of all outputs and the op's arguments. The property is None if the op specifies all
+        elements.
         """
         given = self._of_outputs("defined")
         return given if given is not None or self.written is None else self._zeroed
@@ -125,12 +126,13 @@ class OpSpec:
     def written(self) -> Callable[..., Outputs] | None:
         """Function that returns, for each output, a mask of the elements that the op writes.
 
-        The function takes a tuple of all outputs and the op's arguments. None if the op writes all elements.
+        The function takes a tuple of all outputs and the op's arguments. The property is None if the op writes all
+        elements.
         """
         return self._of_outputs("written")
 
     def merge(self, outputs: Sequence[torch.Tensor], values: Outputs, arguments: Mapping[str, Any]) -> Outputs:
-        """Return ``values``, but with the elements of ``outputs`` wherever the op writes nothing."""
+        """Return ``values``, with elements that the op does not write taken from ``outputs``."""
         written = getattr(self._reference, "written", None)
         if written is None:
             return values
@@ -279,7 +281,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
     """Return the functions of ``_TEMPLATE`` for an op by name, and a function that generates their code.
 
     Compilation takes a millisecond per op, so it is deferred to the op's first call. ``torch.compile`` does not see the
-    stubs, since the registry generates all code when somebody imports ``torch._dynamo``.
+    stubs, because the registry generates all code when ``torch._dynamo`` is imported.
     """
     functions: dict[str, Any] = {}
 
@@ -288,7 +290,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     def generate() -> None:
         source = _source(signature, path)
-        # The source has a file name and stays in memory, so that a traceback shows its lines.
+        # Register the source under a file name, so that a traceback shows its lines.
         filename = f"<torch_cute_ops {signature.name}>"
         text = _in_closure(source, values)
         with _generating:
@@ -299,7 +301,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        # Without debug mode, the checks cost a call no time.
+        # The checks of debug mode are added only in debug mode, so that other calls do not pay for them.
         "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,
@@ -319,8 +321,8 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
 @functools.cache
 def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ...]]:
-    """Return a substitute for ``make`` of ``_in_closure``: it returns stubs, which generate their code when first
-    called."""
+    """Return a substitute for the function ``make`` of ``_in_closure``. It returns stubs, which generate their code
+    when first called."""
     stubs = "\n".join(_STUB.format(name=name, closure="{closure}") for name in _NAMES)
     return _made(_in_closure(stubs, names), "<torch_cute_ops>")
 
@@ -329,7 +331,8 @@ def _in_closure(source: str, names: Iterable[str]) -> str:
     """Return the source of a function ``make`` that takes these names as parameters and returns the functions of
     ``source``.
 
-    ``torch.compile`` would look for globals in a module, but finds variables of an enclosing function. A function's
+    ``torch.compile`` finds variables of an enclosing function, but looks for globals in an imported module, which
+    generated code does not have. A function's
     code can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
     """
     body = source.replace("{closure}", ", ".join(names))
@@ -393,16 +396,15 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
 
 
 def _is_plain(name: str) -> str:
-    """Return an expression that is true for plain tensors. It tests the type ``Tensor`` first, because few
-    arguments are an ``nn.Parameter``."""
+    """Return an expression that is true for plain tensors. The expression tests for ``Tensor`` before ``nn.Parameter``,
+    because few arguments are parameters."""
     return f"(type({name}) is Tensor or type({name}) in PLAIN)"
 
 
 def refuse_gradient(signature: Signature, tensors: Sequence[torch.Tensor | None], outputs: Outputs = ()) -> None:
     """Check that no tensor requires grad while gradients are on, and that no tensor has a tangent.
 
-    Raises:
-        ValueError: if a tensor does, because the ops are for inference and have no derivative.
+    Raises: ValueError: if a tensor requires grad or has a tangent: the ops are for inference and have no derivative.
     """
     names = (*(parameter.name for parameter in signature.tensors), *signature.out_names)
     given = [(name, one) for name, one in zip(names, (*tensors, *outputs), strict=False) if one is not None]

@@ -159,7 +159,7 @@ class GatedGemm(BackendPath[GatedCall]):
                 f"({experts},)"
             )
 
-    # What is computed, and by which backend
+    # Problem and backend
 
     def problem(self, call: GatedCall) -> "GemmProblem":
         p = gemm_package().problem

@@ -1,7 +1,7 @@
-"""Static properties of an op's calls, by which ``warmup``, deployment files and the command line name a kernel.
+"""Static properties of an op's calls. ``warmup``, deployment files and the command line use them to name a kernel.
 
-Each op declares its properties once, in ``CallPath.declare``; the properties of a call, examples of calls and the
-options of the command line follow from the declaration.
+Each op declares its properties once, in ``CallPath.declare``. The properties of a call, example calls and the options
+of the command line are derived from the declaration.
 """
 
 import inspect
@@ -22,7 +22,7 @@ _KINDS: Final[dict[str, type]] = {"int": int, "bool": bool, "str": str, "ScalarT
 
 
 def size_in_words(value: Any) -> str:
-    """Return the expected kind of size, as an error message about ``value`` names it."""
+    """Return the words that an error message about ``value`` uses for a valid size."""
     return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
@@ -35,8 +35,8 @@ class Property:
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
         choices: all possible strings; empty if any string is possible.
-        of: function that returns the property of a call. It returns None if an error message's ``warmup`` call need not
-            name the property.
+        of: function that returns the value for a call. It returns None if the ``warmup`` call in an error message need
+            not name the property.
     """
 
     kind: type
@@ -85,6 +85,6 @@ def choice(literal: Any, of: Callable[[Any], str | None]) -> Property:
 
 
 def argument(parameter: Parameter) -> Property:
-    """Return the property that is an argument of the op."""
+    """Return the property for an argument of the op."""
     kind, of = _KINDS[parameter.type], attrgetter(parameter.name)
     return Property(kind, parameter.default, parameter.is_optional, parameter.choices, of)

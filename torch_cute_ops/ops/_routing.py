@@ -24,7 +24,7 @@ number of rows; the margin to 2^31 covers this."""
 
 
 class ChoiceCall(NamedTuple):
-    """Arguments of an op that chooses experts by logits, with defaults for arguments that an op lacks."""
+    """Arguments of an op that chooses experts by logits. Arguments that an op lacks have defaults."""
 
     logits: Tensor
     topk: int
@@ -74,7 +74,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
 
 
 def expert_choice(call: ChoiceCall) -> "ExpertChoice":
-    """Return the parameters of the choice in the form that kernels are planned for."""
+    """Return the parameters of the choice for planning kernels."""
     from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
@@ -144,12 +144,12 @@ def check_order(op: str, tokens: int, topk: int, experts: int, alignment: int, m
 
 
 def is_number(scaling_factor: float) -> bool:
-    """Return True if an unchecked factor is finite."""
+    """Return True if an unchecked factor is a finite number."""
     return -math.inf < scaling_factor < math.inf
 
 
 def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
-    """Return the rows of the permutation of an unchecked call, or None if its arguments are wrong."""
+    """Return the number of rows in the experts' buffer of an unchecked call, or None if its arguments are wrong."""
     if alignment < 1 or (max_rows is not None and max_rows < 1):
         return None
     rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
@@ -167,6 +167,6 @@ def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outp
 
 
 def workspace_of(config: Any, slots: int, rows: int, sms: int, new: New, order: Outputs) -> Tensor:
-    """Return the workspace of a call's kernels, or any int32 tensor if they need no workspace."""
+    """Return the workspace of a call's kernels. If they need none, return some int32 tensor, which they ignore."""
     words = config.workspace_words(slots, rows, sms)
     return new((words,), (1,), torch.int32) if words else order[-1]

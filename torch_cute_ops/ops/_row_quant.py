@@ -1,4 +1,4 @@
-"""Call path and checks of the ops that quantise or round rows, up to the row-quantising kernel."""
+"""Checks and call path, up to the kernel ``row_quant``, of ops that quantise rows, or normalise or gate them."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -27,7 +27,7 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Tensor = torch.Tensor
 
-# A global of this module is read faster than an attribute of another module.
+# Reading a global of this module is faster than reading an attribute of another module.
 _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
 _BLOCK: Final = FP8_BLOCK128.granularity
@@ -145,7 +145,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
-            # Reached if rows or the weight do not start at multiples of 16 bytes.
+            # This line is reached if rows or the weight do not start at multiples of 16 bytes.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
                 for tensor in (rows, sums, weight)
@@ -174,7 +174,7 @@ class RowQuant(KernelPath[RowCall]):
     call_type = RowCall
     launcher_type = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
-    # The kernel stores these one element at a time.
+    # The kernel stores these outputs one element at a time, so they need no alignment.
     any_address = frozenset(("scale_linear", "scale_out"))
 
     def __init__(
@@ -216,7 +216,7 @@ class RowQuant(KernelPath[RowCall]):
     ) -> Any:
         """Compute a call as ``CallPath.run`` does, with ``key`` and the launch inlined.
 
-        On an H200's host, calls of separate functions take 1.2 µs longer (``benchmarks host``).
+        On the host of an H200, a call that calls separate functions takes 1.2 µs longer (``benchmarks host``).
         """
         result = None
         try:
@@ -272,7 +272,7 @@ class RowQuant(KernelPath[RowCall]):
                     )
                     # fmt: on
                     result = outputs
-        except Exception:  # as in CallPath.run
+        except Exception:  # the same errors as in CallPath.run
             result = None
         if result is None:
             gate = alpha, beta, limit
@@ -333,7 +333,7 @@ class RowQuant(KernelPath[RowCall]):
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,
-            # FP4 rows consist of whole blocks, and therefore of whole units.
+            # FP4 rows consist of whole blocks, and therefore of whole units of ``FP8_UNIT`` elements.
             width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
@@ -374,7 +374,7 @@ class RowQuant(KernelPath[RowCall]):
         weight_dtype = getattr(given, "weight_dtype", None) or given.dtype
         return vars(given) | {
             "input": row,
-            # Not ``ones_like``: on the meta device it imports sympy, which takes 0.5 s.
+            # Do not use ``ones_like``: on the meta device it imports sympy, which takes 0.5 s.
             "residual": torch.ones(row.shape, dtype=row.dtype, device=device),
             "weight": torch.ones(given.hidden, dtype=weight_dtype, device=device),
             "global_scale": factor,

@@ -84,7 +84,8 @@ class Parameter(NamedTuple):
         return self.type == "Tensor"
 
     def schema(self, alias: str) -> str:
-        """Return the parameter as in a schema; ``alias`` is the letter of an updated tensor."""
+        """Return the parameter in the syntax of a schema; ``alias`` is the letter for a tensor that is updated in
+        place."""
         type_ = f"Tensor({alias}!)" if self.is_updated else self.type
         text = f"{type_}{'?' if self.is_optional else ''} {self.name}"
         if self.default is inspect.Parameter.empty:
@@ -158,7 +159,7 @@ class Signature:
 
     @cached_property
     def _usual_types(self) -> tuple[frozenset[type], ...]:
-        """Python types per parameter whose values need no further check."""
+        """For each parameter, the Python types whose values need no further check."""
         return tuple(
             frozenset(
                 (*(kind for kind in _KINDS[each.type][0] if kind is not int), *([NoneType] if each.is_optional else []))
@@ -194,10 +195,10 @@ class Signature:
     def tags(self) -> tuple[torch.Tag, ...]:
         """Tags of the functional op.
 
-        Inductor passes tensors with the strides of the traced program: strides are the layout of FP8 block scales.
-        For tensors that are updated in place, Inductor keeps only the order of strides. To keep exact strides, Inductor
-        would copy a tensor that has a dimension of one element; torch 2.11 to 2.13 then fails (``KeyError`` in
-        ``compute_ancestors``).
+        A tag makes Inductor pass tensors with the strides of the traced program, because the strides of FP8 block
+        scales define their layout. Ops that update tensors in place get a tag that keeps only the order of strides. To
+        keep exact strides, Inductor would copy a tensor that has a dimension of one element, and torch 2.11 to 2.13
+        then fails (``KeyError`` in ``compute_ancestors``).
         """
         return (torch.Tag.needs_fixed_stride_order if self.updated else torch.Tag.needs_exact_strides,)
 

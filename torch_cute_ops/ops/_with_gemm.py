@@ -41,7 +41,8 @@ def gates_with_gemm(rows: int, device: torch.device) -> bool:
 
 
 def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gated: bool = False) -> bool:
-    """Return True if one op replaces a quantisation to FP4, ``gated`` or not, and the following GEMM.
+    """Return True if a compiled model fuses a quantisation to FP4, ``gated`` or not, and the following GEMM into one
+    op.
 
     The answer is True for few rows in NVFP4, on GPUs that can compute both in one launch.
     """
@@ -50,7 +51,8 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
 
 
 def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Return True if a GEMM of this many rows should prefetch a matrix into L2. Only some GPUs' kernels can.
+    """Return True if a GEMM of this many rows should prefetch a matrix into L2. Only the kernels of some GPUs can
+    prefetch.
 
     The limit is higher for an FP8 weight.
     """

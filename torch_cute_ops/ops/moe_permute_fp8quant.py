@@ -123,7 +123,7 @@ def _inverse(permuted_to_expanded: Tensor, tokens: int, topk: int) -> Tensor:
     pairs = tokens * topk
     inverse = permuted_to_expanded.new_full((pairs + 1,), -1)
     rows = torch.arange(len(permuted_to_expanded), dtype=torch.int32, device=inverse.device)
-    # The last element receives the rows of padding, and of pairs that do not exist.
+    # The last element takes the writes of padding rows, and of pairs that do not exist.
     is_pair = (permuted_to_expanded >= 0) & (permuted_to_expanded < pairs)
     places = torch.where(is_pair, permuted_to_expanded, pairs)
     return inverse.scatter_(0, places.long(), rows)[:pairs].view(tokens, topk)

@@ -131,7 +131,7 @@ class _Gate(KernelPath[_Call]):
 
 
 def _has_large_table(call: _Call) -> bool:
-    """Return True if the kernel has the larger table of experts' rows."""
+    """Return True if the call needs the kernel with the larger table of experts' rows."""
     return call.counts is not None and call.counts.numel() > USUAL_EXPERTS
 
 

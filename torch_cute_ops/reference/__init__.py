@@ -1,1 +1,1 @@
-"""Executable specification: each op in plain torch. The references are also the registered CPU kernels."""
+"""Executable specification of the ops in plain torch. These functions are also the ops' CPU implementations."""

@@ -35,7 +35,8 @@ def quantize_rows(
 def _block_scale(
     amax: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored scale of blocks with this ``amax``, and the fp32 factor that scales their values to e2m1."""
+    """Return the stored scale of blocks with this ``amax``, and the fp32 factor that brings their values into e2m1's
+    range."""
     if fmt == MXFP4:
         # Compute 2^ceil(log2(amax / 6)) from the bits. 6 = 1.5 · 2^2, so subtract 2 from amax's exponent, and add 1 if
         # the significand exceeds 1.5. Subnormals get the smallest scale.

@@ -22,7 +22,8 @@ def quantize_fp8_rows(
     # Zeros after a short block change neither its amax nor its scale.
     blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1)
-    # Divide by a tensor: for a Python number, torch on a GPU multiplies with the reciprocal.
+    # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
+    # reciprocal.
     block_scale = amax / torch.full_like(amax, E4M3_MAX)
     # A block without a finite, nonzero scale stores zeros with positive sign.
     live = amax.isfinite() & (block_scale != 0)

@@ -56,8 +56,8 @@ def fp4_gemm(
 ) -> torch.Tensor:
     """Compute ``alpha · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit numbers ``a`` (M, K) without scales.
 
-    The product is accumulated in float64 and rounded to float32: the order of the additions matters only if large terms
-    cancel. ``apply_epilogue`` then applies ``alpha`` and ``bias``.
+    The product is accumulated in float64 and rounded to float32, so that the order of the additions matters only if
+    large terms cancel. ``apply_epilogue`` then applies ``alpha`` and ``bias``.
     """
     assert b_layout is not None
     total = matmul_rows(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
@@ -91,7 +91,7 @@ def apply_epilogue(
 def matmul_rows(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``left @ weight.T`` for float64 matrices (M, K) and (N, K)."""
     total = left.new_empty(len(left), len(weight))
-    # Row by row, because the order of torch.mm's additions may depend on the number of rows.
+    # Multiply row by row, because the order of torch.mm's additions may depend on the number of rows.
     for row, result in zip(left, total, strict=True):
         torch.mv(weight, row, out=result)
     return total

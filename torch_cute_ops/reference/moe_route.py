@@ -1,4 +1,4 @@
-"""Reference of ``moe_route``, and of the two steps of this op: choice of experts, and order of rows."""
+"""Reference of ``moe_route``, and functions for its two steps: choice of experts, and order of rows."""
 
 from typing import Any
 

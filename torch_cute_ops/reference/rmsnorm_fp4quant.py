@@ -13,7 +13,7 @@ def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
-    # Contiguous, so that the order in which a row is summed does not depend on the input's strides.
+    # Make the input contiguous, so that the order in which a row is summed does not depend on the strides.
     value = input.float().contiguous()
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     return value * rstd * weight.float()
