@@ -153,7 +153,7 @@ class Files:
         return f"{self._in_file.get(name, name)} in {self.file_of.get(name, self.path)}"
 
     def _slice(self, name: str) -> Any:
-        """Return a handle to a tensor without reading its data."""
+        """Return safetensors' handle of a tensor, without reading the tensor's data."""
         return self._open[self.file_of[name]].get_slice(self._in_file[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -184,6 +184,6 @@ class Files:
         return bool(self._slice(name).get_dtype() == "U8")
 
     def read_slice(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Return the slice from ``begin`` to ``end`` of dimension ``dim``; the rest of the tensor is not read."""
+        """Return the slice from ``begin`` to ``end`` of dimension ``dim``, without reading the rest of the tensor."""
         tensor: Tensor = self._slice(name)[(*[slice(None)] * dim, slice(begin, end))]
         return tensor

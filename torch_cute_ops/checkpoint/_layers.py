@@ -1,4 +1,5 @@
-"""Names and meaning of the stored tensors of quantised layers, and construction of layers from these tensors."""
+"""Names and meaning of the tensors that checkpoints store for quantised layers, and construction of layers from these
+tensors."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def _one_row(n: int, k: int) -> tuple[int, ...]:
 
 
 class Field(NamedTuple):
-    """One stored tensor of a layer with a weight (N, K).
+    """One tensor that a checkpoint stores for a layer with a weight (N, K).
 
     Attributes:
         stored: last component of its name in the checkpoint.
@@ -165,7 +166,7 @@ def read_layer(
 def lacks_input_scale(files: Files, name: str, scheme: LayerScheme) -> bool:
     """Return True if a layer for NVFP4 or static FP8 activations has no input scale, or an input scale of 0.
 
-    Calibration did not reach this layer; this happens to experts.
+    This happens to experts to which the calibration data routed no token.
     """
     if scheme.style == "torchao" or scheme.activations not in ("fp4", "fp8_static"):
         return False
@@ -180,7 +181,7 @@ def _is_uncalibrated(files: Files, stored: str, field: Field) -> bool:
         return True
     value = files.read(stored)
     if value.numel() != 1 or value.dtype not in field.dtypes:
-        return False  # reading the scale raises an error
+        return False  # a bad scale: reading it will raise an error
     return bool(value == 0) or (field.is_reciprocal and bool(value == torch.inf))
 
 
@@ -295,10 +296,9 @@ def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """Return the float32 number whose reciprocal is exactly ``value`` if one exists, otherwise the nearest to ``1 /
-    value``.
+    """Return the float32 number whose reciprocal is ``value``, or if there is none the nearest to ``1 / value``.
 
-    The number nearest to ``1 / value`` can be off by one ulp: its reciprocal would not be ``value``.
+    The two can differ by one ulp, because the reciprocal of the number nearest to ``1 / value`` need not be ``value``.
     """
     nearest = value.reciprocal()
     up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))

@@ -86,7 +86,8 @@ def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -
 
 
 def e8m0_numbers(codes: Tensor) -> Tensor:
-    """Decode e8m0 scales, given as uint8, to float32. Every scale is exact: byte 0 is 2^-127, a subnormal number."""
+    """Decode e8m0 scales, given as uint8, to float32. Every scale is exact, including byte 0, which is 2^-127, a
+    subnormal number."""
     bits = codes.to(torch.int32) << 23
     return torch.where(codes == 0, 1 << 22, bits).view(torch.float32)
 

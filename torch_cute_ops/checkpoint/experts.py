@@ -123,7 +123,8 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
 
 
 def fused_names(files: Files, stored: str, part: str) -> list[str]:
-    """Return the last components of the names of the quantised tensors of a parameter, without its bias."""
+    """Return the last components of the names under which the quantised tensors of a parameter are stored, without its
+    bias."""
     return [each for each in files.suffixes(stored) if each.startswith(part) and not each.endswith("_bias")]
 
 

@@ -374,7 +374,7 @@ class Loader:
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
             lacks = self._note_uncalibrated(sources, schemes)
-            # If the model's layer has no input scale, its activations do not use one, and it can be overwritten in
+            # If the model's layer has no input scale, its activations need none, so the layer can be overwritten in
             # place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
@@ -423,7 +423,7 @@ class Loader:
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become a quantised layer: {reason}")
 
     def stored(self, name: str) -> str:
-        """Return the checkpoint's name of the module ``name``."""
+        """Return the name that the checkpoint uses for the module ``name``."""
         for ours, theirs in self.renamed:
             name = f".{name}.".replace(ours, theirs)[1:-1]
         return name

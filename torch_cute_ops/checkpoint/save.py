@@ -24,7 +24,7 @@ PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
 
 
 class _Entry(NamedTuple):
-    """Tensors that are created when they are written.
+    """Tensors that are created only when they are written.
 
     Attributes:
         size: size in bytes.
@@ -181,7 +181,7 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
     total = 0
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: each for entry in shard for name, each in entry.make().items()}
-        # Copies: two tensors of a file must not share memory.
+        # Copy the tensors, because two tensors of a file must not share memory.
         tensors = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
         load_safetensors().torch.save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(tensors, file)
@@ -216,8 +216,8 @@ def _document(config: Any) -> dict[str, Any]:
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # An input scale marks a checkpoint for FP4 activations; only MXFP4 supports them without one. In FP8 it marks
-    # static activations.
+    # In FP4 formats, an input scale means that the checkpoint is for FP4 activations; only MXFP4 supports FP4
+    # activations without an input scale. In FP8 formats, an input scale means static activations.
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"

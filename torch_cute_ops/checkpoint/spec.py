@@ -23,8 +23,9 @@ class LayerScheme:
             or ``"torchao"``.
         activations: format of the activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"``
             (scales computed at run time), or ``"fp8_static"`` (FP8 with a calibrated input scale). In NVFP4, ``"fp4"``
-            means that the layer stores input scales. The caller of ``load_`` chooses the format that is computed,
-            except for static FP8 with FP8 weights. Input scales for static FP8 with FP4 weights are not used.
+            means that the layer stores input scales. The caller of ``load_`` chooses the format in which activations
+            are computed, except for static FP8 with FP8 weights. Input scales for static FP8 with FP4 weights are not
+            used.
     """
 
     format: str
@@ -72,7 +73,8 @@ class QuantSpec:
 
     @functools.cached_property
     def _targets(self) -> tuple[dict[str, LayerScheme], list[tuple[str, LayerScheme]]]:
-        """Return the schemes of targets that are names, and pairs of another target and its scheme, in order."""
+        """Return the scheme of each target that is a plain name, and the other targets as (target, scheme) pairs, in
+        order."""
         named: dict[str, LayerScheme] = {}
         patterns: list[tuple[str, LayerScheme]] = []
         for scheme, targets in self.groups:
@@ -261,7 +263,8 @@ def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
 def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
-    # One compressed-tensors format can stand for several strategies, and each strategy is a scheme.
+    # One of compressed-tensors' formats can have several strategies; each strategy corresponds to a scheme of this
+    # package.
     of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
     if not of_strategy:
         expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))
@@ -379,7 +382,7 @@ def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "gpt-oss", (), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# torchao: the files' metadata describes each tensor
+# torchao: the configuration says little; the metadata of the safetensors files describes each tensor
 
 TORCHAO_CONFIGS = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
 """Configurations that quantise weights to NVFP4."""

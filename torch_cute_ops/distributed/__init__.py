@@ -3,8 +3,9 @@
 Importing this package registers a sharding strategy for every op with DTensor.
 """
 
-# Import this module before torch does so lazily, for example inside a dispatch mode. With a late import, default
-# arguments of its functions hold the default group for ever, and a surviving gloo thread aborts the process at exit.
+# Import this module before torch does so lazily, for example inside a dispatch mode. If it is imported late, default
+# arguments of its functions keep the default process group alive, and a surviving gloo thread aborts the process at
+# exit.
 import torch.distributed.nn.functional  # noqa: F401
 
 from torch_cute_ops.distributed.collectives import Sent, all_gather, count_traffic, gather_rows, reduce_scatter

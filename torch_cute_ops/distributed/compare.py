@@ -1,4 +1,5 @@
-"""Compare facts among the hosts of a group's ranks through the store, without collectives or device synchronisation."""
+"""Comparison of facts among the processes of a group through the group's store, without collectives or device
+synchronisation."""
 
 import json
 import logging
@@ -62,7 +63,7 @@ class Members(NamedTuple):
 def members(group: Group | None = None) -> Members | None:
     """Return the ranks of a group, or of the default group for None; None if this rank is alone."""
     everyone = ranks()
-    if everyone is None or dist.get_backend(group) == "fake":  # one process simulates all ranks
+    if everyone is None or dist.get_backend(group) == "fake":  # "fake": one process simulates all ranks
         return None
     if group is None:
         return Members(everyone, [*range(everyone.world)])
@@ -167,7 +168,7 @@ def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) 
             f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s or kept its number of rows; "
             "expected equally many rows on all ranks"
         )
-    state.comparisons += 1  # even if rows differ, because the next call must not read these posts
+    state.comparisons += 1  # count even if rows differ, because the next call must not read these posts
     counts = {who.numbers[rank]: tuple(json.loads(each)) for rank, each in found.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"rank {number} has {_counted(each)}" for number, each in sorted(counts.items()))

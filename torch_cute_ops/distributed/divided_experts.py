@@ -42,7 +42,7 @@ class _Experts(Divided):
         dtype = hidden_states.dtype
         check_routing(top_k_index, top_k_weights, module.experts * (self.world if self.style.by == "expert" else 1))
         own = top_k_index - self.first
-        own = torch.where(own < module.experts, own, -1)  # experts of later ranks
+        own = torch.where(own < module.experts, own, -1)  # -1 also for experts of later ranks
         y: Tensor = module.summed(hidden_states, own, top_k_weights, self.style.sums or dtype)
         return all_reduce(y, self.group).to(dtype)
 
@@ -139,6 +139,6 @@ class DividedExperts(Style):
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
         """Connect experts that are already sharded to the other ranks."""
-        # With partial sums on every rank, only the first rank adds the bias.
+        # If every rank computes partial sums, only the first rank adds the bias.
         fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)
         self.bind(module, mesh).first = mesh.get_local_rank() * module.experts if self.by == "expert" else 0

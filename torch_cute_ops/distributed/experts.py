@@ -263,11 +263,11 @@ class ExpertParallel(nn.Module):
         return (sums if residual is None else sums + residual).to(x.dtype)
 
     def _rows(self, x: Tensor, permuted: Tensor, expanded: Tensor, topk: int) -> tuple[Tensor, ...]:
-        """Return codes and scales, as bytes, of each pair's row, in the order of the experts."""
+        """Return the codes and scales of each pair's row, as bytes, in the order of the experts."""
         if self.wire == "fp8":
             codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
             return as_bytes(codes), scale.contiguous()
-        if not len(x):  # with max_rows a rank without tokens sends padding
+        if not len(x):  # with max_rows, a rank without tokens sends padding
             x = x.new_zeros(1, x.shape[1])
         codes, scale = fp4_quantize(x, scale_layout="linear")
         token = permuted.clamp(min=0) // topk
@@ -298,7 +298,7 @@ class ExpertParallel(nn.Module):
         if self.max_rows is None:
             ends = received.flatten().cumsum(0)
             run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
-            # Rows after the last run belong to pairs without an expert; only a rank without a group receives them.
+            # Rows after the last expert's rows belong to pairs without an expert; they occur only without a group.
             ids = torch.where(run < ends.numel(), run % self.experts, -1)
             return ids.to(torch.int32).unsqueeze(1)
         place = torch.arange(self.max_rows, device=received.device)

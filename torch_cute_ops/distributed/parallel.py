@@ -109,7 +109,7 @@ def shard_range(
 def shard_(layer: QuantLinear | nn.Linear, shard: WeightShard) -> None:
     """Replace a layer's weight by a rank's shard, in place.
 
-    In a merged layer, the rows of each part are sharded separately.
+    In a merged layer, such as q, k and v, the rows of each part are sharded separately.
 
     Raises:
         ValueError: for sizes that cannot be sharded.
@@ -155,8 +155,8 @@ def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
 
 
 def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_added: bool) -> None:
-    """Convert the bias of a layer with partial sums to a dtype that its GEMM accepts with a result in ``sums``, in
-    place.
+    """Convert, in place, the bias of a layer that computes partial sums to a dtype that its GEMM accepts if the result
+    is in ``sums``.
 
     Args:
         layer: layer with or without a bias.
@@ -231,7 +231,8 @@ class _Column(Divided):
     """A layer whose weight is sharded by rows: each rank computes columns of the result.
 
     Attributes:
-        whole_parts: rows of each part of the undivided layer; ``gather_output`` returns these columns.
+        whole_parts: number of rows of each part of the undivided layer, and of the columns that ``gather_output``
+            returns.
     """
 
     style: "ColumnParallel"
@@ -336,7 +337,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
-    amax = torch.where(amax.isfinite(), amax, torch.inf)  # the maximum of a NaN and a number depends on the backend
+    amax = torch.where(amax.isfinite(), amax, torch.inf)  # backends differ in max(NaN, x)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     scale = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     is_zero = (scale == 0) | scale.isnan()
@@ -500,5 +501,5 @@ class RowParallel(LinearStyle):
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
         """Connect a sharded layer to the other ranks; see ``LinearStyle.bind_layer``."""
-        fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added once
+        fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added on one rank only
         self.bind(layer, mesh)

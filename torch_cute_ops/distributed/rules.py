@@ -1,6 +1,6 @@
 """Sharding rules of the ops for one dimension of a device mesh, as pure functions of a call's shapes and arguments.
 
-A rule says along which dimension each tensor is sharded, or that a result is a partial sum.
+A rule gives the dimension along which each tensor is sharded, or declares a result to be a partial sum.
 :mod:`torch_cute_ops.distributed.sharding` passes the rules to DTensor.
 """
 

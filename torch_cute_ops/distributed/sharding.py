@@ -88,14 +88,14 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 class _Choice:
-    """One rule per mesh dimension, with the cost of redistributing a call's tensors to it."""
+    """One rule per mesh dimension, with the cost of redistributing a call's tensors as these rules require."""
 
     def __init__(
         self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int], hints: Collection[str]
     ) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
-        # An argument that is only a hint keeps its placement, because no result depends on it.
+        # An argument that is only a hint, such as ``prefetch``, keeps its placement, because no result depends on it.
         self.inputs |= {name: spec.placements for name, spec in given.items() if name in hints}
         self.moved = [
             name
@@ -178,7 +178,7 @@ class _Seen:
 
 def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     """Return the single sharding strategy of a call: the permitted combination of rules that moves the fewest bytes."""
-    schema: OpSchema = given_by_torch[-1]  # some torch versions pass a mesh before it
+    schema: OpSchema = given_by_torch[-1]  # the last argument: some torch versions pass a mesh before it
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}
     mesh = next(iter(given.values())).mesh
@@ -200,7 +200,7 @@ def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     inputs = [
         DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta) for name, placements in chosen.inputs.items()
     ]
-    # torch compares costs of several strategies; a single strategy needs none.
+    # torch uses costs to compare several strategies; a single strategy needs none.
     costs = [[0.0] for _ in inputs]
     return OpStrategy([Strategy(outputs if len(outputs) > 1 else outputs[0], inputs, costs)])
 

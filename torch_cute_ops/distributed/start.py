@@ -1,4 +1,5 @@
-"""Errors that name mismatching or dead ranks instead of a hang."""
+"""Checks of ranks at the start and during a run: errors name mismatching or dead ranks, where the program would
+otherwise hang."""
 
 import contextlib
 import json
@@ -51,7 +52,7 @@ def check_ranks(
 
 
 def versions() -> dict[str, Any]:
-    """Return the facts that are equal on all ranks for any model."""
+    """Return the facts that must be equal on all ranks, for any model."""
     return {
         "torch_cute_ops": __version__,
         "sources": source_digest(),
@@ -62,8 +63,8 @@ def versions() -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the facts that are equal on all ranks of a divided model: class, shape and dtype of each tensor by name,
-    and the division of each module."""
+    """Return the facts that must be equal on all ranks of a divided model: class, shape and dtype of each tensor by
+    name, and the division of each module."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         divided = getattr(module, "divided", None)
@@ -142,7 +143,8 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Describe the dead ranks, whose signs no longer change, or return an empty string if all ranks are alive."""
+        """Describe the dead ranks, whose signs of life no longer change, or return an empty string if all ranks are
+        alive."""
         try:
             before = self._states()
             time.sleep(max(4 * self.pause, 1.0))
@@ -189,7 +191,8 @@ class _Watch:
                 log.error("rank %d (%s) %s; collectives with it will not end", rank, who, found)
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Return the state of each rank that gave a sign, with a text that names the rank's host and process."""
+        """Return the state of each rank that gave a sign of life, with a text that names the rank's host and
+        process."""
         found = {}
         for rank in range(self.world):
             if self.store.check([self._key(rank)]):

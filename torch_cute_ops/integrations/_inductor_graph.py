@@ -111,7 +111,7 @@ def fake_results(op: Any, named: dict[str, Any]) -> Any:
         if "residual" in values:
             values["residual"] = torch.empty_like(
                 values["residual"]
-            )  # a new tensor: the op must not write the fake tensor of another node
+            )  # copied, because the op must not write the fake tensor of another node
         return op(**values)
 
 

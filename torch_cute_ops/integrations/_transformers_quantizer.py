@@ -79,7 +79,7 @@ def unregister() -> None:
 
 
 class CuteConfig(QuantizationConfigMixin):
-    """A checkpoint's ``quantization_config``, unchanged."""
+    """Holder of a checkpoint's ``quantization_config``, unchanged."""
 
     def __init__(self, quant_method: str, **stored: Any) -> None:
         self.quant_method: Any = quant_method
@@ -214,7 +214,7 @@ class CuteQuantizer(HfQuantizer):
     def _refuse_others(self, loader: Loader) -> None:
         """Raise for quantised tensors of modules that have no quantised form here: transformers would not decode them.
 
-        Experts are an example if they compute something else than our experts.
+        An example are experts with another gate than this package's experts.
         """
         inside = {each for name in self.pending for each in (name, loader.stored(name), *loader.sources(name))}
         for name in loader.files.file_of:

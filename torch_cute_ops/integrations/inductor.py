@@ -1,4 +1,4 @@
-"""Inductor pass that replaces norms, gates and quantisations in models by our fused ops.
+"""Inductor pass that replaces norms, gates and quantisations in models by fused ops of this package.
 
 It fuses norms and gates with a following quantisation, computes norms before 16-bit GEMMs with our ops, moves gates of
 one row and FP4 quantisations of few rows into a GEMM's prologue, and makes GEMMs of few rows prefetch the next weight.
@@ -97,8 +97,9 @@ class FuseQuantization(CustomGraphPass):
     - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that gates in the prologue.
       The number of rows must be static in the graph. On other GPUs the gate stays, because Inductor's own kernel is as
       fast.
-    - On Hopper in NVFP4, ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, moves into the prologue
-      of its only reader, an ``mm_fp4``. Codes and scales are the same; the order of additions in the GEMM can differ.
+    - On Hopper, for NVFP4: ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, moves into the
+      prologue of its only reader, an ``mm_fp4``. Codes and scales are the same; the order of additions in the GEMM can
+      differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
 
     Recognised patterns:
@@ -152,7 +153,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`; compiled code stays as it is.
+    """Undo :func:`enable`. Code that is already compiled does not change.
 
     Raises:
         RuntimeError: if another pass has replaced ours.

@@ -1,7 +1,6 @@
 """LoRA adapters of PEFT for quantised layers.
 
-``register`` tells a ``LoraConfig`` how to adapt the layers of this package. The other calls are the usual calls of
-PEFT::
+``register`` tells a ``LoraConfig`` how to adapt the layers of this package. Otherwise PEFT is used as usual::
 
     config = torch_cute_ops.integrations.peft.register(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     model = get_peft_model(model, config)
@@ -93,11 +92,11 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         )
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
-        """Return K and N of a quantised layer; PEFT would warn that it does not know the class."""
+        """Return K and N of a quantised layer. PEFT's own function would warn that it does not know the class."""
         return module.in_features, module.out_features
 
     def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
-        """Return the device and dtype of new adapters; PEFT would take the dtype of the codes."""
+        """Return the device and dtype of new adapters. PEFT's own method would return the dtype of the codes."""
         return base_layer.weight.device, torch.float32
 
     def __repr__(self) -> str:
@@ -107,8 +106,8 @@ class LoraQuantLinear(nn.Module, LoraLayer):
 def register(config: LoraConfig) -> LoraConfig:
     """Let a LoRA configuration adapt quantised layers of this package, and return it.
 
-    Saved configurations do not contain this: pass ``register(LoraConfig.from_pretrained(path))`` as ``config`` to
-    ``PeftModel.from_pretrained``.
+    Saved configurations do not contain this setting: pass ``register(LoraConfig.from_pretrained(path))`` as ``config``
+    to ``PeftModel.from_pretrained``.
     """
     config._register_custom_module({QuantLinear: LoraQuantLinear})
     return config

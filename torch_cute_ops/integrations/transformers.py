@@ -66,7 +66,7 @@ def from_pretrained(
 
     Supports any decoder that ``AutoModelForCausalLM`` builds from ``nn.Linear`` layers, such as Llama, Mistral, Qwen2
     and Qwen3, and from experts in two parameters, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3. Experts become
-    :class:`torch_cute_ops.nn.QuantExperts`. The formats are the same as in :func:`torch_cute_ops.checkpoint.load_`. No
+    :class:`torch_cute_ops.nn.QuantExperts`. It supports the same formats as :func:`torch_cute_ops.checkpoint.load_`. No
     weight is ever decoded, and peak memory is the model plus twice its largest layer.
 
     ``generate(cache_implementation="static")`` compiles the decode step without graph breaks. Call
@@ -105,7 +105,7 @@ def from_pretrained(
         _refuse_unless_name(path)
         files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
         folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
-    spec = read_spec(folder)  # refuses an unsupported checkpoint before the model is built
+    spec = read_spec(folder)  # now, so that an unsupported checkpoint is refused before the model is built
     if quantize is not None and spec.style is not None:
         raise ValueError(
             f"from_pretrained: quantize is {quantize!r}, but {folder} is quantised already, by {spec.style}; leave "
@@ -183,7 +183,7 @@ def from_config(
         if isinstance(module, QuantLinear):
             continue
         for name, buffer in module._buffers.items():
-            # An example is the bias with which DeepSeek-V3 selects experts.
+            # One example is the bias with which DeepSeek-V3 selects experts.
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
@@ -272,7 +272,7 @@ def _fill_buffers(model: Any) -> None:
         # The innermost model that contains the module, such as a vision tower, initialises its buffers.
         owner = next(inits[each] for each in (name, *reversed(_names.parents(name)), "") if each in inits)
         results = []
-        for value in (torch.nan, 1.0):  # a buffer that is not initialised keeps the value, or is not a number
+        for value in (torch.nan, 1.0):  # a buffer that is not initialised keeps the value, or contains NaN
             for key in own:
                 fill = value if module._buffers[key].is_floating_point() else float(value == 1.0)
                 module._buffers[key] = torch.full_like(module._buffers[key], fill, device="cpu")
