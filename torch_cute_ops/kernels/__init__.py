@@ -1,1 +1,2 @@
-"""CuTe DSL device code, with the configurations that it is compiled for. Kernels know tensors and layouts, not ops."""
+"""CuTe DSL kernels, and the configurations that they are compiled for. Kernels work on tensors and layouts, and do not
+depend on ops."""

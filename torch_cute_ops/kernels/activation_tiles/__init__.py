@@ -1,7 +1,7 @@
 """Rearrange activations in memory for the CTAs of ``kernels.fp4_wgmma``.
 
-``kernels.common.fp4.activations`` describes the layout. Tokens from M on are not written. The kernel also clears the
-flags with which CTAs of the GEMM announce their partial sums. A thread writes 64 bytes.
+``kernels.common.fp4.activations`` describes the layout. Places of tokens that do not exist, from M on, are not written.
+The kernel also clears the flags with which CTAs of the GEMM announce their partial sums. A thread writes 64 bytes.
 """
 
 from typing import TYPE_CHECKING

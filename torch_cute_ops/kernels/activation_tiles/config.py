@@ -17,7 +17,7 @@ class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8, codes.
         scale: scales of codes, (M, K/B) or tiles (``ScaleLayout.shape``); e4m3, or uint8 for ue8m0. None for 16-bit
             activations.
-        tiles: uint8, written: ``Config.token_bytes`` per k tile and token. M is rounded up to whole m tiles.
+        tiles: uint8, written: ``Config.token_bytes`` bytes per k tile and token, with M rounded up to whole m tiles.
         flags: int32, set to 0.
         alpha: (M, experts) float32, any strides, or None.
         factors: (tile_m, experts, m tiles) float32, to which ``alpha`` is copied, or None.

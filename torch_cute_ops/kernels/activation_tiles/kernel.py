@@ -35,13 +35,13 @@ class ActivationTilesKernel:
         self.launch(ctas, a, scale_matrix(scale, self.config.layout), tiles, flags, alpha, factors, stream)
 
     def ctas(self, a):
-        """Return the number of CTAs for these activations."""
+        """Return the number of CTAs that rearrange the activations ``a``."""
         k_tiles = cute.ceil_div(self.activations.width(a), self.config.k_tile)
         return cute.ceil_div(a.shape[0] * k_tiles * self.activations.k_groups, THREADS)
 
     @cute.jit
     def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
-        """Launch ``ctas`` CTAs without a check for overlaps, for a GEMM that checks itself."""
+        """Launch ``ctas`` CTAs. Overlaps are not checked, because the GEMM that calls this function checks them."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -66,7 +66,7 @@ class ActivationTilesKernel:
             tile_m, experts, _ = factors.shape
             for i in range(thread, cute.size(factors), ctas * THREADS):
                 expert, token = i % experts, i // experts
-                # Zero for tokens that do not exist
+                # The factor is zero for tokens that do not exist.
                 value = Float32(0.0)
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]

@@ -1,1 +1,1 @@
-"""Device code that kernels share: each instruction, conversion and address formula once."""
+"""Device code that kernels share, so that each instruction, conversion and address formula is written only once."""

@@ -59,7 +59,7 @@ class FP4DequantKernel:
                 store_words(pack(values, self.out_dtype), self._block(out, row, block, self.out_dtype, c.width))
 
     def _block(self, tensor, row, block, dtype, row_elements: int) -> cute.Tensor:
-        """Return the words of a block in a contiguous matrix with ``row_elements`` elements a row."""
+        """Return the words of a block in a contiguous matrix with ``row_elements`` elements per row."""
         words = words_per(row_elements // self.config.blocks, dtype)
         start = tensor.iterator + cute.assume(Int64(row) * row_elements, divby=row_elements // self.config.blocks)
         layout = cute.make_layout((words, self.config.blocks), stride=(1, words))

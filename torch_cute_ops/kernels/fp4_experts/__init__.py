@@ -24,10 +24,10 @@ pipeline computes one m tile at a time, so that a CTA computes up to four m tile
 | pipeline | weight, activations, pairs | producer warp | consumer warps | 2 | 4 * k_warps | stages |
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
-K tiles span 256 elements. If the accumulators leave too little shared memory, as with 512 tokens, k tiles span 128
-elements. If both sizes fit, k tiles of 128 elements are 20 % slower. With linear scales, a k tile of 128 elements is
-too narrow, because a TMA box takes at least 16 bytes of a row of scales. Then a CTA runs only two pipelines, and two
-warps or warpgroups share the k of the same rows.
+K tiles span 256 elements, or 128 elements if the accumulators leave too little shared memory, as with 512 tokens. Where
+both sizes fit, the kernel is 20 % slower with k tiles of 128 elements. With linear scales, a k tile of 128 elements is
+too narrow, because a TMA box takes at least 16 bytes of a row of scales. With linear scales, a CTA therefore runs only
+two pipelines, and two warps or warpgroups divide the k of the same rows.
 
 A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
 by the factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared memory.
@@ -41,12 +41,12 @@ the second half of the first.
 
 Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its index
 modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one per SM, in equal contiguous ranges.
-A range consists of some classes of one n tile, or of two consecutive n tiles. In the latter case, the CTA begins with
-the second n tile and writes its partial sums to the workspace. The CTA with an n tile's last class adds up the partial
-sums in the order of the classes, its own partial sums last. A CTA rarely waits, and only for CTAs with lower indices,
-which started earlier.
+A range consists of some classes of one n tile or of two consecutive n tiles. In the case of two, the CTA begins with
+the second n tile and writes that n tile's partial sums to the workspace. The CTA with an n tile's last class adds up
+the partial sums in the order of the classes, its own partial sums last. A CTA rarely has to wait, and it waits only for
+CTAs with lower indices, which started earlier.
 
-A token's result depends only on the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit for bit.
+The bits of a token's result depend only on the tactic, the number of SMs, and the token's rows of ``a`` and ``alpha``.
 
 Bytes moved: weights and scales of touched experts once per token block; ``alpha`` once, or once per CTA if tokens are
 few; activations of a routed token twice per expert in memory (read and written), and once per n tile from L2; 8 bytes

@@ -1,4 +1,4 @@
-"""Accumulators of a token block and an n tile in shared memory, and the code that turns them into the result.
+"""Accumulators of a token block and an n tile in shared memory, and the code that stores the result from them.
 
 A CTA without the last class of an n tile writes its partial sums to the workspace. The CTA with the last class adds up
 the partial sums and stores the result.
@@ -79,7 +79,7 @@ class Smem:
 
 
 class Accumulators:
-    """Accumulators of one ``Config``: float32, (tokens, 64), permuted by ``acc_offset``."""
+    """Device code for the accumulators: float32, (tokens, 64), permuted by ``acc_offset``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -96,10 +96,10 @@ class Accumulators:
 
     @cute.jit
     def finish_n_tile(self, which: int, tid, work, smem):
-        """Finish the CTA's first or second n tile (``which``).
+        """Store the accumulators of the CTA's first or second n tile (``which``).
 
-        If the CTA lacks the n tile's last class, write its partial sums. Otherwise add up the partial sums of other
-        CTAs, and store the result.
+        If another CTA computes the n tile's last class, write this CTA's partial sums to the workspace. Otherwise add
+        the partial sums of other CTAs, and store the result.
         """
         c = self.config
         threads = c.consumer_warps * WARP
@@ -121,7 +121,7 @@ class Accumulators:
                     self._add_partial_sums(work.n_tiles[which], tid, work, smem)
                 self._store_result(work.n_tiles[which], tid, work, smem)
             if const_expr(which == 0):
-                # The second n tile's accumulators replace these accumulators.
+                # The next n tile's accumulators overwrite these accumulators.
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
@@ -152,7 +152,7 @@ class Accumulators:
         last."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
-        # Find the CTA with the n tile's first class. The first work tiles of CTAs are rounded down.
+        # Find the CTA that computes the n tile's first class. The start of each CTA's range was rounded down.
         work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
         first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
         for cta in range(first, work.cta):

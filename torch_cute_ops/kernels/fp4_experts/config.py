@@ -64,7 +64,7 @@ class Config:
         tile_m: number of tokens of an m tile.
         token_block: number of tokens of a token block.
         pipelines: number of m tiles that a CTA computes at a time.
-        k_warps: number of warps that share the k of 16 rows of an m tile.
+        k_warps: number of warps that divide the k of 16 weight rows of an m tile.
         stages: number of stages of all pipelines.
         classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles.
             With one class, a CTA computes all experts of one n tile.
@@ -124,7 +124,8 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the factors themselves, and start to read weights before the lists exist."""
+        """True if CTAs of the GEMM scan the factors themselves, so that they start to read weights before the lists
+        exist."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
@@ -200,7 +201,7 @@ def plan(
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
     """Return the configuration with the first of ``PIPELINE_SHAPES`` that fits into an SM of ``arch`` with two stages
-    per pipeline, and with the largest number of stages that fits. Return None if no shape fits."""
+    per pipeline. Its number of stages is the largest that fits. Return None if no shape fits."""
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES

@@ -35,7 +35,8 @@ class Consumer(NamedTuple):
         row: first of the lane's two rows of the n tile; the second is ``row + 8``.
         leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
         chain_index: index of the warp in its chain. A chain is the warps with the same rows.
-        pipeline, k_warp: index of the warp's pipeline, and index of the warp among the warps that share its k.
+        pipeline, k_warp: index of the warp's pipeline, and index of the warp among the warps that divide k of the same
+            rows.
         turn_chain: mbarriers by which the warps of the chain take turns.
     """
 
@@ -174,7 +175,8 @@ class FP4ExpertsKernel:
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        # Clear the accumulators and the activations: an m tile with fewer tokens overwrites only some rows of a stage.
+        # Clear the accumulators and the activations. An m tile with few tokens overwrites only some rows of a stage,
+        # but the MMAs read all rows.
         clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
             alpha,
@@ -231,7 +233,7 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Pipelines do not share stages or producer warps, so that waits for stages are in order.
+    # Each pipeline has its own stages and producer warp, so that a producer waits for its stages in order.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
@@ -309,7 +311,7 @@ class FP4ExpertsKernel:
     def _consume(self, warp, tid, work, smem):
         """Run a consumer warp: compute 16 rows of every m tile of a pipeline."""
         c = self.config
-        # The warps of a chain run on the same scheduler of the SM, at different points of their m tiles.
+        # The warps of a chain run on the same scheduler of the SM, but at different positions in their m tiles.
         chain_index, n_warp = warp // N_WARPS, warp % N_WARPS
         lane = tid % WARP
         consumer = Consumer(
@@ -408,8 +410,8 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Add a k tile to the accumulators, and release the stage ``before``. If warps share k, a warp multiplies only
-        a part of each lane's codes."""
+        """Add a k tile to the accumulators, and release the stage ``before``. If warps divide k, a warp multiplies only
+        some of each lane's codes."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
@@ -424,8 +426,8 @@ class FP4ExpertsKernel:
     # Accumulators
 
     def _bias(self, expert, n_tile, consumer, work) -> list:
-        """Return an expert's bias of the two rows of a lane. If several warps share k, only the first warp adds the
-        bias."""
+        """Return an expert's bias for the two weight rows of a lane. If several warps divide k, only the first warp
+        adds the bias."""
         n = n_tile * TILE_N + consumer.row
         return [
             load_terms(work.bias, expert, n, 8 * r, 1, (n + 8 * r < work.n) & (consumer.k_warp == 0))[0]
@@ -446,7 +448,8 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _add_to_token_block(self, acc, offsets, factors, bias, consumer, smem):
-        """Add a work tile, with the bias of the two rows, times the factors, to the accumulators of the token block."""
+        """Add the bias of the two weight rows to a work tile's accumulators, multiply by the factors, and add to the
+        token block's accumulators."""
         c = self.config
         scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
         positions = [(i, r) for i in range(c.tile_m // 4) for r in range(2)]

@@ -91,7 +91,7 @@ class GatedEpilogue:
 
     @property
     def block(self) -> int:
-        """Number of columns that are stored together."""
+        """Number of columns that a thread stores together."""
         return self.out.block_size if isinstance(self.out, FP4Format) else 8
 
     def reason_unsupported(self) -> str | None:
@@ -141,12 +141,13 @@ class Config:
 
     @property
     def n_warps(self) -> int:
-        """Number of warps that share the rows of an n tile. Each warp computes 8 rows of gate and 8 rows of up."""
+        """Number of warps among which the rows of an n tile are divided. Each warp computes 8 rows of gate and 8 rows
+        of up."""
         return self.tile_n // 16
 
     @property
     def pipelines(self) -> int:
-        """Number of warps that share the k of the same rows. Each of these warps has its own pipeline and producer
+        """Number of warps that divide the k of the same rows. Each of these warps has its own pipeline and producer
         warp."""
         return CONSUMER_WARPS // self.n_warps
 
@@ -177,7 +178,7 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the routing themselves. Then no lists are made, and the CTAs start to read
+        """True if CTAs of the GEMM scan the routing themselves. No lists are then written, and the CTAs start to read
         weights while the activations are rearranged."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
@@ -286,8 +287,8 @@ def plan(
     pdl: bool,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the most stages that fits into an SM of ``arch``, at most six per pipeline. Return
-    None if two stages per pipeline do not fit."""
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, at most six per
+    pipeline. Return None if two stages per pipeline do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
     sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
     return first_fit((Config(operands, epilogue, *sizes, stages, pdl, max_experts) for stages in every), arch)

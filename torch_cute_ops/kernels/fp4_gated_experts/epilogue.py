@@ -1,8 +1,8 @@
-"""Epilogue of a work tile. Among the warps that share the k of the work tile, the last warp runs the epilogue.
+"""Epilogue of a work tile. The last of the warps that divide the work tile's k runs the epilogue.
 
-A lane holds the accumulators of one column, gate and up, for two tokens per eight tokens. The results are written to
-shared memory as float32 (tokens, columns). Then each thread stores one block: codes and scale, or 16 bytes of 16-bit
-values.
+For each eight tokens, a lane holds the accumulators of gate and up of one column and two tokens. The results are
+written to shared memory as float32 (tokens, columns). Then each thread stores one block: codes and scale, or 16 bytes
+of 16-bit values.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Terms(NamedTuple):
 
 
 class GatedEpilogueOps:
-    """Device code of the epilogue of one ``Config``."""
+    """Device code of the epilogue."""
 
     def __init__(self, config: Config):
         self.config, self.epilogue = config, config.epilogue
@@ -150,7 +150,7 @@ class GatedEpilogueOps:
                 self._store_codes(numbers, token, at, terms.global_scale, outputs)
             else:
                 self._store(pack(numbers, DSL_DTYPES[self.epilogue.out]), token, at, outputs.y)
-        # The next work tile's results overwrite the results of this work tile.
+        # Synchronise, because the next work tile's results overwrite the results of this work tile.
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
 
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
@@ -175,7 +175,7 @@ class GatedEpilogueOps:
 
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
-        """Zero the padding of the scales, with ``threads`` threads; this thread is number ``thread``."""
+        """Zero the padding of the scales, with ``threads`` threads; ``thread`` is the index of this thread."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
         # Walk over the words of the last tiles in memory order, and clear the words of rows that do not exist.
@@ -188,7 +188,7 @@ class GatedEpilogueOps:
             if row >= existing:
                 at = self._scale_at(m - existing + row, i // rows * 4, outputs, divby=4)
                 store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
-        # An expert's columns are whole pairs of blocks.
+        # An expert's number of columns is a multiple of two blocks.
         if blocks % 4 != 0:
             for row in range(thread, m, threads):
                 for i in range_constexpr(2):

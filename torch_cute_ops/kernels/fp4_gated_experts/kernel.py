@@ -48,7 +48,7 @@ class Work(NamedTuple):
         outputs: tensors of the epilogue.
         n_tiles: number of n tiles of an expert.
         partial_sums: partial sums of CTAs, and flags; None without ``split_k``.
-        begin, end: range of parts of k of the CTA and its siblings, over all work tiles.
+        begin, end: range of parts of k that the CTA and its siblings compute, counted over all work tiles.
     """
 
     m: Int32
@@ -299,7 +299,7 @@ class FP4GatedExpertsKernel:
                     # The first warp of a chain does not wait for its first turn.
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
-        # An m tile with fewer tokens overwrites only some rows of the activations.
+        # Clear the activations: an m tile with few tokens overwrites only some rows of them.
         clear(smem.activations, c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
             routing,
@@ -315,7 +315,7 @@ class FP4GatedExpertsKernel:
             waits=c.pdl and not c.scans,
         )
         # If CTAs share a work tile, the CTA with the lower index computes the earlier parts of k, before its other
-        # work. So a CTA waits only for CTAs with lower indices.
+        # work. Therefore a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -329,7 +329,8 @@ class FP4GatedExpertsKernel:
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-                # Clear padding while the first k tiles are in flight. The kernels before the first kernel have ended.
+                # Clear padding while the first k tiles are in flight. This is safe, because the kernels before this
+                # op's first kernel have ended.
                 _, num_blocks, _ = cute.arch.grid_dim()
                 threads, grid_cta = Int32(CONSUMER_WARPS * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
@@ -428,8 +429,8 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # No stage is empty: use the time to wait for the started copies, and signal that these copies
-                        # have arrived.
+                        # If no stage is empty, use the time: wait for the copies that have been started, and signal
+                        # that they have arrived.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued
@@ -467,7 +468,7 @@ class FP4GatedExpertsKernel:
     def _signal_activations(self, first, started, keep: cutlass.Constexpr[int], stage, lane, smem):
         """Wait for the activations of ``started`` k tiles, except the last ``keep``, and arrive at their full barriers.
 
-        ``stage`` follows the stage of the last k tile, in the pipeline's stages from ``first`` on.
+        ``stage`` is the stage after the stage of the last k tile. The pipeline's stages begin at ``first``.
         """
         c = self.config
         depth = c.stages // c.pipelines
@@ -493,12 +494,12 @@ class FP4GatedExpertsKernel:
         return ptx.load_if(words, exists, 1)[0]
 
     def _token_from_word(self, token_word, work, position, lane) -> Int32:
-        """Return the row of an m tile's ``lane``-th token from the words of the warp's lanes. The row is undefined if
-        the token does not exist."""
+        """Compute the row of an m tile's ``lane``-th token from the words that the warp's lanes loaded. The row is
+        undefined if the token does not exist."""
         if not self.config.scans:
             return Int32(token_word)
-        # Bit i says whether the block's i-th token is routed to the expert. Find the bit with ``remaining`` set bits
-        # below it.
+        # Bit i is set if the token block's i-th token is routed to the expert. Find the set bit that has ``remaining``
+        # set bits below it.
         routed = Uint32(cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(token_word))))
         remaining, token = position + lane, Int32(0)
         for step in (16, 8, 4, 2, 1):

@@ -53,8 +53,8 @@ class Config:
         fmt, layout: format and scale layout of the weight.
         epilogue: operations on the finished accumulators.
         tile_m: rows of activations of a CTA.
-        split_k: CTAs of a cluster, which divide the k of a tile.
-        stages: k tiles in flight.
+        split_k: number of CTAs of a cluster, which divide the k of a tile.
+        stages: number of stages, and therefore of k tiles in flight.
         ctas_per_sm: CTAs that fit into an SM.
         pdl: True for programmatic dependent launches.
         a_layout: scale layout of the activations if both operands are FP4 and block-scaled MMAs multiply their codes;
@@ -94,7 +94,7 @@ class Config:
 
     @cached_property
     def a_scale_bytes(self) -> int:
-        """Bytes of the activations' scales in a stage: rows of ``k_tile_blocks``."""
+        """Bytes of the activations' scales in a stage, ``k_tile_blocks`` scales per row."""
         return self.tile_m * self.k_tile_blocks if self.a_layout else 0
 
     @cached_property
@@ -144,6 +144,6 @@ def plan(
     pdl: bool,
     a_layout: ScaleLayout | None = None,
 ) -> Config | None:
-    """Return the configuration with the most stages that fit into an SM of ``arch``, or None if none fits."""
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
     weight, rest = (dtype, fmt, layout), (ctas_per_sm, pdl, a_layout)
     return first_fit((Config(*weight, epilogue, tile_m, split_k, stages, *rest) for stages in STAGES), arch)

@@ -91,7 +91,8 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, stream):
         c = self.config
-        # A one-dimensional grid may have 2^31 CTAs. All n tiles of an m tile come first, then the next m tile's.
+        # Use a one-dimensional grid, which may have 2^31 CTAs: first all n tiles of the first m tile, then all n tiles
+        # of the next m tile.
         tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
         ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias))
         b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
@@ -157,8 +158,8 @@ class FP4MmaKernel:
             if const_expr(not self.native):
                 if i + 1 < count:
                     self._rearrange((i + 1) % c.stages, base, work)
-            # All copies of this k tile are complete. All warps are done with the previous k tile, whose stage is
-            # refilled next.
+            # After this barrier, all copies of this k tile are complete, and no warp uses the previous k tile any more,
+            # whose stage is refilled next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
@@ -257,7 +258,7 @@ class FP4MmaKernel:
         c = self.config
         blocks = c.k_tile_blocks
         if const_expr(c.layout.is_linear):
-            # Rows are multiples of 4 bytes; no larger alignment is known.
+            # The bytes of a row are a multiple of 4; no larger alignment is known.
             for i in range_constexpr(c.scale_bytes // 4 // THREADS):
                 vector = work.tid + i * THREADS
                 row, column = vector // (blocks // 4), vector % (blocks // 4)
@@ -266,7 +267,7 @@ class FP4MmaKernel:
                 source = work.scale.iterator + self._offset(work.first_column + row, work.blocks, begin, exists, 4)
                 ptx.copy_async_4(scales + (row * blocks + column * 4), source, exists)
         else:
-            # Contiguous tiles of 128 rows x 4 blocks, 512 bytes
+            # Scales are contiguous tiles of 128 rows x 4 blocks, 512 bytes each.
             for i in range_constexpr(c.scale_bytes // 16 // THREADS or 1):
                 vector = work.tid + i * THREADS
                 tiles = cute.ceil_div(work.blocks, 4)
@@ -278,7 +279,8 @@ class FP4MmaKernel:
                     ptx.copy_async_16(scales + vector * 16, work.scale.iterator + offset, exists)
 
     def _code_place(self, row, column) -> Int32:
-        """Return the offset of vector ``column`` of a row of codes. Rows read at once are in different banks."""
+        """Return the offset of vector ``column`` of a row of codes. Rows that are read at the same time are in
+        different banks."""
         if const_expr(self.native):
             return code_place(row, column)
         return row * LINE + (column ^ (row % 2 * 4)) * 16
@@ -300,7 +302,7 @@ class FP4MmaKernel:
 
     @cute.jit
     def _multiply(self, k_tile, stage, acc, base, work):
-        """Multiply a k tile and add to ``acc``."""
+        """Multiply a k tile, and add the products to ``acc``."""
         c = self.config
         codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         name = "bf16" if self.dtype is BFloat16 else "f16"
@@ -331,6 +333,6 @@ class FP4MmaKernel:
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
-        # Scales of missing blocks may be anything, and 0 times NaN is not 0.
+        # Scales of missing blocks may have any value. Set them to zero, because 0 times NaN is not 0.
         bytes_ = ptx.select(k_tile * c.k_tile_blocks + block < work.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)

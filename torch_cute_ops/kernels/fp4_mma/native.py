@@ -2,8 +2,8 @@
 
 Four lanes share a row. Per 64 elements of k, lane ``t`` of the four lanes holds two words of codes: eight elements from
 8 t on, and eight elements from 32 + 8 t on. Vectors of 16 bytes are permuted within a row's line, so that the words
-that a warp reads at once are in different banks. The scales of the activations may have any layout in memory. In shared
-memory, each row contains the scales of a k tile's blocks.
+that a warp reads at once are in different banks. The scales of the activations may have any layout in global memory. In
+shared memory, each row contains the scales of one k tile.
 """
 
 import cutlass.cute as cute
@@ -52,7 +52,7 @@ def load_activations(c: Config, k_tile, activations, work):
 
 @cute.jit
 def multiply_codes(c: Config, k_tile, operands, acc, work):
-    """Multiply a k tile and add to ``acc``.
+    """Multiply a k tile, and add the products to ``acc``.
 
     ``operands`` are the addresses of the weight's codes, its scales, and the activations.
     """
@@ -76,7 +76,7 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
 
 
 def _word(codes, row, column, word) -> Uint32:
-    """Load word ``word`` of vector ``column`` of a row."""
+    """Load word number ``word`` of vector ``column`` of a row."""
     at = codes + cute.assume(code_place(row, column) + word * 4, divby=4)
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))[0]
 

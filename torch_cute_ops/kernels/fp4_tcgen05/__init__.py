@@ -15,8 +15,8 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are 
    alternate, because PTX does not make a copy wait for an earlier MMA that still reads the scales. The last commit of a
    tile signals that its accumulator is complete.
 4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread handles a row of the weight,
-   which is a column of the result. The warps finish and store the results while the next tile is multiplied into the
-   other accumulator. If ``tile_m`` is 256, the two accumulators share some columns, which are loaded first.
+   which is a column of the result. The warps apply the epilogue and store the results while the next tile is multiplied
+   into the other accumulator. If ``tile_m`` is 256, the two accumulators share some columns, which are loaded first.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -32,11 +32,11 @@ full, the second CTA signals the first CTA. The first CTA issues all MMAs, and i
 CTAs.
 
 Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA multiplies an equal part of the tile's k tiles.
-The CTAs leave their partial sums in shared memory and add them up in the order of k. A row of the result depends on the
+The CTAs store their partial sums in shared memory and add them up in the order of k. A row of the result depends on the
 tactic, not on M.
 
 Rows outside of ``b`` or ``a`` are copied as zeros. The scales of these rows may be arbitrary, since each row or column
-of the accumulator is scaled separately. If k ends inside a k tile, the MMAs outside of k are skipped.
+of the accumulator is scaled separately. If k ends inside a k tile, the MMAs beyond the end of k are skipped.
 
 Bytes moved: ``b`` and its scales once per m tile (from L2 for tiles that run together); ``a`` once per n
 tile, from L2.

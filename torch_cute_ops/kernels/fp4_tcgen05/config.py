@@ -98,8 +98,8 @@ class Config(BlockScaledConfig):
 
     @property
     def shared_columns(self) -> int:
-        """Number of columns that two accumulators share. The epilogue loads these columns first; then the next tile may
-        begin."""
+        """Number of columns that two accumulators share. The epilogue loads these columns first; the MMAs of the next
+        tile may then begin."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property
@@ -108,8 +108,8 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Number of barriers: one per accumulator; one if the accumulators overlap; none with ``split_k``,
-        which has one tile."""
+        """Number of barriers: one per accumulator; a single one if the accumulators overlap; none with ``split_k``,
+        because a CTA then computes only one tile."""
         if self.split_k > 1:
             return 0
         return self.accumulators if self.shared_columns == 0 else 1
@@ -137,7 +137,7 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits."""
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, epilogue, tile_m, cta_group, split_k, stages, pdl),
         arch,

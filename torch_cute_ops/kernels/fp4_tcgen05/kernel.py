@@ -129,8 +129,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         if const_expr(c.split_k > 1):
             self._reduce_split_k(tid, work, smem)
         else:
-            # All loads from tensor memory have ended. In a pair, MMAs that read the other CTA's shared memory have
-            # ended too.
+            # After this barrier, all loads from tensor memory have ended, and in a pair also the MMAs that read the
+            # other CTA's shared memory.
             self._sync()
         self._free_tmem(tid, tmem)
 
@@ -233,8 +233,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. The columns of
-                # earlier tiles are all loaded then.
+                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. All columns of
+                # earlier tiles have then been loaded, too.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
@@ -262,7 +262,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: finish and store the results of all tiles; with ``split_k``, store partial sums."""
+        """Run an epilogue warp: apply the epilogue and store the results of all tiles; with ``split_k``, store partial
+        sums."""
         c = self.config
         factor = self.epilogue.factor(work.alpha)
         accumulator, parity = Int32(0), Int32(0)
@@ -294,8 +295,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
-        """Load ``count`` columns of the accumulator after ``skipped`` columns; finish and store them, or store
-        partial sums."""
+        """Load ``count`` columns of the accumulator after ``skipped`` columns. Apply the epilogue and store them, or
+        store partial sums."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
             column = skipped + piece * c.columns_per_load
@@ -309,7 +310,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_results(self, values: list, token, row, odd, work):
-        """Store a column of results, for tokens from ``token`` on."""
+        """Store a column of results, for consecutive tokens from ``token`` on."""
         if const_expr(self.out_dtype is Float32):
             for i, value in enumerate(values):
                 if (token + i < work.m) & (row < work.n):
@@ -337,7 +338,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Reduce the partial sums of the cluster's CTAs, and finish and store the results, with the epilogue warps."""
+        """Reduce the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
+        warps."""
         c = self.config
         threads = 32 * EPILOGUE_WARPS
         n_tile, m_tile = self._tile(work.first, work)

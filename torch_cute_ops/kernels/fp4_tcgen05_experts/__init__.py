@@ -2,8 +2,8 @@
 
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
 on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor per expert.
-``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are zeros, which cost no
-memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
+``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are filled with zeros, which
+costs no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
 
 A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
 experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in order, with
@@ -13,7 +13,7 @@ of a work tile does not depend on the CTA that computes it.
 Roles:
 
 1. The producer warp fills stages: codes of both operands by tensor maps, and scale tiles by bulk copies. The last k
-    tile of an expert ends where the expert's k ends.
+    tile of an expert is cut off at the end of the expert's k.
 2. Linear scales are rearranged into 128x4 tiles by four scale-loader warps. Each warp handles every fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
    ``fp4_tcgen05``. Each expert starts one of two accumulators from zero. The expert's last commit signals that the
@@ -30,11 +30,11 @@ Roles:
 | scales_empty | scales in tensor memory | MMA thread | MMA thread | - | 1 | 2 |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-With several classes, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a first
-kernel writes one bit per m tile and expert, set if some token of the m tile is routed to the expert. All roles skip
-experts whose bit is zero, so the weights of these experts are not read.
+With several classes of experts, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a
+first kernel writes one bit per m tile and expert, set if some token of the m tile is routed to the expert. All roles
+skip experts whose bit is zero, so the weights of these experts are not read.
 
-A token's result depends only on the tactic and on its own row of ``a`` and ``alpha``, not on the number of SMs.
+A token's result depends only on the tactic and on the token's rows of ``a`` and ``alpha``, not on the number of SMs.
 
 A scale tile holds four blocks. If an expert's width is an odd multiple of 64 and a block holds 32 elements, every
 second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the

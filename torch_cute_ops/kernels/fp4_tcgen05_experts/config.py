@@ -158,7 +158,7 @@ def plan(
     pdl: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
-    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits."""
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, out_dtype, expert_k, tile_n, classes, routed, stages, pdl, bias_dtype),
         arch,

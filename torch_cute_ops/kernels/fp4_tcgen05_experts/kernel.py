@@ -124,7 +124,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         num_ctas = cutlass.min(num_work_tiles, cutlass.max(num_ctas, Int32(1)))
         if const_expr(c.routed):
-            # A launch of no CTAs fails, which ends the call.
+            # If the number of CTAs is 0, this launch fails and ends the call.
             words_of_tile = ctas_unless_overlapping(words * c.classes, written, read)
             self.touch_kernel(alpha, touched, m).launch(
                 grid=[words_of_tile, m_tiles, 1], block=[MMA_M, 1, 1], stream=stream, use_pdl=c.pdl
@@ -167,7 +167,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
-        # The words of a class are contiguous.
+        # In memory, the words of a class are contiguous.
         words = words_of_tile // c.classes
         expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
         first = m_tile * MMA_M + tid // WARP * WARP
@@ -229,8 +229,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _work_tile(self, number, work) -> WorkTile:
         """Return a work tile. M tiles run together and share the weight in L2.
 
-        The class is the slowest index, so that a CTA computes work tiles of several classes: the number of routed
-        tokens differs between classes.
+        The class is the slowest index, so that a CTA computes work tiles of several classes. This balances the work,
+        because the number of routed tokens differs between classes.
         """
         tile = number % work.tiles
         return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
@@ -405,7 +405,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         ]
 
     def _broadcast_bias(self, biases: list, tid, smem) -> None:
-        """Give all lanes of the warp the bias of all columns. All lanes must have read the previous expert's bias."""
+        """Make the bias of all columns available to all lanes of the warp. All lanes must have read the previous
+        expert's bias."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
             store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))

@@ -1,6 +1,6 @@
-"""A GEMM with an FP4 weight by wgmma, for Hopper: ``out[m, n] = Σ_k a[m, k] · b[n, k]``, through an epilogue.
+"""A GEMM with an FP4 weight by wgmma, for Hopper: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
 
-Over experts: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
+With experts over k: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
 
 The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`` per warpgroup). The activations are on
 the N side, in shared memory. The weight is not repacked in advance. The activations are rearranged at each call: by
@@ -9,18 +9,17 @@ the N side, in shared memory. The weight is not repacked in advance. The activat
 Roles
 -----
 A CTA consists of a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by
-``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k: 128 bytes of codes per row, a cache
-line. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
-``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If schedulers would then run unequal numbers of warps,
-the last group of 16 rows is given to four warps, or each of the last two groups to two warps, on different schedulers.
-These warps take turns at the k tiles.
+``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k, which is a cache line of 128 bytes
+of codes per row. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
+``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If the schedulers of an SM would then run unequal numbers
+of warps, the last group of 16 rows is given to four warps on different schedulers, or each of the last two groups to
+two warps. These warps take turns at the k tiles.
 
 If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode FP4 activations, and write
 them rearranged into the stages. The GEMM then takes one launch and no workspace. For up to 8 tokens, three decoder
-warps take turns at the k tiles; for 16 tokens, three pairs of warps; for 32 tokens, four warps share each k tile. With
-16-bit activations of up to eight tokens, all consumers together rearrange the first k tiles. When 16-bit activations
-are
-rearranged, they may also be gated: gate and up are read, and ``silu(gate) · up`` is rounded.
+warps take turns at the k tiles; for 16 tokens, three pairs of warps take turns; for 32 tokens, four warps divide each k
+tile. With 16-bit activations of up to eight tokens, all consumers together rearrange the first k tiles. 16-bit
+activations may be gated at the same time: the warps read gate and up, and round ``silu(gate) · up``.
 
 Pipelines
 ---------
@@ -36,8 +35,8 @@ Data path
    activations is a k tile, or one or two of its four slices. After ``activation_tiles``, the producer starts to copy
    the weight while that kernel still runs (programmatic dependent launch). This is safe because ``activation_tiles``
    waited for all kernels before it, so the weight is complete. Without that kernel, the producer waits for the previous
-   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early; the limit
-   is one k tile if decoding limits the speed. After its last copy, the producer may prefetch a matrix into L2, such as
+   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to one k
+   tile if the speed is limited by decoding. After its last copy, the producer may prefetch a matrix into L2, such as
    the weight of the next GEMM.
 2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
    once: 64 elements per row, with the scales. A lane decodes eight codes of both rows (two k16 steps), starts the MMAs
@@ -46,21 +45,22 @@ Data path
    stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA is a scale block, and
    scales multiply block sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple of 64, FP8 MMAs of a
    warpgroup compute the tile (``mma.CodeMma``).
-3. Split of k. With stream-K, ``num_ctas`` persistent CTAs share an m tile. The iterations of an m tile are the k tiles
-   of all n tiles. Each CTA takes an equal, contiguous range of iterations. If a range ends inside an n tile, the CTA
-   writes its partial sums to memory, and the CTA with the n tile's last k tile adds them up in the order of k. A CTA
-   first computes the partial sums that another CTA needs, so waits are rare and short. A CTA waits only for CTAs with
-   lower indices, which started earlier. Every CTA must have an iteration, because another CTA waits for its partial
-   sums. With a cluster of ``split_k`` CTAs, each CTA takes an equal range of the k tiles of one n tile. The CTAs reduce
-   partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
-   (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
-   result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
-   rows.
-4. Over experts, with equal ranges of k, a thread holds two sets of accumulators. At the end of an expert's range, or of
+3. k is split in one of two ways. With stream-K, ``num_ctas`` persistent CTAs share an m tile. The iterations of an m
+   tile are the k tiles of all n tiles. Each CTA takes an equal, contiguous range of iterations. If a range ends inside
+   an n tile, the CTA writes its partial sums to memory, and the CTA with the n tile's last k tile adds them up in the
+   order of k. A CTA first computes the partial sums that another CTA needs, so waits are rare and short. A CTA waits
+   only for CTAs with lower indices, which started earlier. Every CTA must have at least one iteration, because another
+   CTA waits for its partial sums. With a cluster of ``split_k`` CTAs, each CTA takes an equal range of the k tiles of
+   one n tile. The CTAs reduce partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other
+   CTAs send their partial sums (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers
+   of the cluster. A row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or
+   ``split_k``), not on M or on other rows.
+4. With experts over k, in equal ranges, a thread holds two sets of accumulators. At the end of an expert's range, or of
    the work tile, the accumulators are multiplied in fp32 by the tokens' factors for the expert. The products are added
    to the total in the order of the experts. The factors are copied with the last activations of a k tile. Factors of
    zero add nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
-5. The epilogue finishes the sums and transposes them in registers, so that a store writes 16 contiguous bytes.
+5. The epilogue is applied to the accumulators, which are then transposed in registers, so that a store writes 16
+   contiguous bytes.
 
 Modules: ``kernel`` launches and assigns the roles; ``load`` defines the CTA's work and fills the pipelines; ``mma``
 contains the consumers and their MMAs; ``epilogue`` turns accumulators into results.

@@ -81,8 +81,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the possible values of ``tile_n``: 64 columns per consumer warpgroup. For clusters, also smaller values,
-    with which the clusters use more SMs."""
+    """Return the possible values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. For clusters,
+    also smaller values, with which more SMs get work."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -103,20 +103,22 @@ def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
 
 
 def sends(tile_m: int, split_k: int) -> bool:
-    """Return True if the CTAs of a cluster send their partial sums instead of reading the other CTAs'.
+    """Return True if the CTAs of a cluster send their partial sums to each other, False if each reads the partial sums
+    of the others.
 
-    Received partial sums need shared memory. With few tokens, shared memory suffices, although one stage less may fit.
-    On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with 32
-    rows.
+    Received partial sums need shared memory. With few tokens there is enough, although the pipeline may get one stage
+    less. On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with
+    32 rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
 
 
 def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
-    """Return the number of slices of a k tile in a stage of activations."""
+    """Return the number of slices of a k tile that a stage of activations holds."""
     if tile_m <= 32:
         return K_SLICES
-    # On an H200, 64 tokens are 1.5 % faster with two slices than with one. Over experts, registers suffice for one.
+    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, there are registers
+    # for only one slice.
     return 2 if tile_m == 64 and expert_k is None else 1
 
 
@@ -147,7 +149,7 @@ class Config:
 
     Attributes:
         operands: formats of the activations and of the weight.
-        epilogue: operations on the finished accumulators. Over experts, only the dtype of the epilogue is used, and
+        epilogue: operations on the finished accumulators. With experts, only the epilogue's dtype is used, and
             ``Arguments.alpha`` is always given.
         expert_k: elements of k of an expert, with one factor per token; None without experts.
         tile_m: rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
@@ -156,10 +158,10 @@ class Config:
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
         pdl: True for programmatic dependent launches.
-        static_weight: True if the weight was complete before the previous launch. Set only if it makes a difference:
-            with ``pdl``, if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. Set only if the CTAs rearrange
-            few tokens.
+        static_weight: True if the weight was complete before the previous launch. It is set only if it affects the
+            kernel: with ``pdl``, if the CTAs rearrange the activations.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. It is set only if the CTAs
+            rearrange the activations, and the tokens are few.
     """
 
     operands: FP4Operands
@@ -250,8 +252,8 @@ class Config:
 
     @cached_property
     def reduces(self) -> bool:
-        """Return True if accumulators are reduced through shared memory: with clusters, warps that divide k, or one
-        row."""
+        """Return True if accumulators are reduced through shared memory: with clusters, if warps divide k, or for tiles
+        of one row."""
         return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
     @cached_property
@@ -266,7 +268,7 @@ class Config:
 
     @cached_property
     def m_atoms(self) -> int:
-        """Groups of eight tokens of a tile."""
+        """Number of groups of eight tokens of a tile."""
         return mma_n(self.tile_m) // ATOM_M
 
     @cached_property
@@ -276,11 +278,12 @@ class Config:
 
     @cached_property
     def ahead(self) -> int | None:
-        """With ``pdl``, k tiles of the weight that are copied before the previous kernel ends, or None if the
+        """With ``pdl``, number of the weight's k tiles that are copied before the previous kernel ends, or None if the
         producer does not wait for that kernel at all.
 
-        If memory bandwidth is the limit, the pipeline is filled. If decoding is the limit, only one k tile is copied:
-        more k tiles would not be used sooner, and would delay the previous kernel's loads and stores.
+        If the speed is limited by memory bandwidth, the whole pipeline is filled. If it is limited by decoding, only
+        one k tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and
+        stores.
         """
         if self.rearranges and not self.static_weight:
             return 0
@@ -290,10 +293,10 @@ class Config:
 
     @cached_property
     def first_k_tiles(self) -> int:
-        """K tiles of activations that all consumers rearrange together before their first k tile of the weight.
+        """Number of k tiles of activations that all consumers rearrange together before they multiply.
 
-        This is one k tile per group of decoders for 16-bit activations, which makes a layer of an 8B model 1 µs faster
-        on an H200. FP4 activations gain nothing.
+        For 16-bit activations, this is one k tile per group of decoders, which makes a layer of an 8B model 1 µs faster
+        on an H200. For FP4 activations it is 0, because they gain nothing.
         """
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
@@ -321,7 +324,7 @@ class Config:
 
     @cached_property
     def slices_per_stage(self) -> int:
-        """Slices of a k tile in a stage of activations."""
+        """Number of slices of a k tile that a stage of activations holds."""
         return slices_per_stage(self.tile_m, self.expert_k)
 
     @cached_property
@@ -340,14 +343,15 @@ class Config:
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA clears when it starts.
 
-        If codes are multiplied, all stages of activations are cleared: only codes and factors are written later.
-        Otherwise only the zeros before the stages are cleared.
+        If codes are multiplied, all stages of activations are cleared, because later only codes and factors are written
+        to them. Otherwise only the zeros before the stages are written.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
     @cached_property
     def a_bytes(self) -> int:
-        """Bytes of the stages of activations and the zeros before them, rounded up because tiles of scales follow."""
+        """Bytes of the stages of activations and of the zeros before them, rounded up to the alignment of the scale
+        tiles that follow."""
         size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
@@ -396,7 +400,7 @@ def plan(
     static_weight: bool = False,
     prefetches: bool = False,
 ) -> Config | None:
-    """Return the configuration with the most stages that fit into an SM of ``arch``, or None if none fits.
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None.
 
     ``tile_n`` is the largest possible if it is None. Other arguments are attributes of ``Config``.
     """

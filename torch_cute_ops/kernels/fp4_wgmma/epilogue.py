@@ -1,4 +1,5 @@
-"""From accumulators to the result: factors of experts, partial sums of CTAs, reduction in a cluster, stores."""
+"""Code that turns accumulators into results: factors of experts, partial sums of CTAs, reduction in a cluster,
+stores."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
@@ -24,7 +25,8 @@ COLLECTED_ATOMS = 8  # groups of eight tokens whose partial sums are added at on
 
 
 class WorkTileEpilogue:
-    """Epilogue of a work tile. ``acc_scale`` is the factor from accumulators to true sums."""
+    """Epilogue of a work tile. ``acc_scale`` is the factor by which accumulators are multiplied to get the true
+    sums."""
 
     def __init__(self, config: Config, epilogue: EpilogueOps, acc_scale: float):
         self.config, self.epilogue, self.acc_scale = config, epilogue, acc_scale
@@ -33,7 +35,8 @@ class WorkTileEpilogue:
     def finish(self, acc, n_tile, first, count, factor, tid, consumer, work, smem):
         """Store a work tile's results, or write its partial sums for the CTA with the n tile's last k tile.
 
-        ``factor`` is the result of ``EpilogueOps.factor``. The work tile is ``count`` k tiles, from ``first`` on.
+        ``factor`` is the result of ``EpilogueOps.factor``. The work tile consists of ``count`` k tiles, from ``first``
+        on.
         """
         c = self.config
         if const_expr(c.reduces):
@@ -69,7 +72,7 @@ class WorkTileEpilogue:
         cute.arch.sync_warp()
 
     def _partial_sums_of(self, cta, consumer, work) -> cute.Tensor:
-        """Return the thread's partial sums of a CTA in the workspace, (4, tile_m / 8)."""
+        """Return the part of a CTA's partial sums in the workspace that belongs to this thread, (4, tile_m / 8)."""
         c = self.config
         slot = (Int64(work.m_tile) * work.num_ctas + cta) * (c.tile_n * c.tile_m)
         start = slot + (consumer.group * WARPGROUP + consumer.thread) * 4
@@ -104,7 +107,7 @@ class WorkTileEpilogue:
         """Add other CTAs' partial sums of this n tile, in the order of k. This CTA's partial sums are the last."""
         c = self.config
         count = c.tile_m // ATOM_M
-        # Find the CTA with the n tile's first k tile. The first iterations of CTAs are rounded down.
+        # Find the CTA that computes the n tile's first k tile. The start of each CTA's range was rounded down.
         start = Int64(n_tile) * work.k_tiles
         first = Int32(((start + 1) * work.num_ctas - 1) // work.iterations)
         for cta in range(first, work.cta):
@@ -112,7 +115,7 @@ class WorkTileEpilogue:
             ready = ptx.load_acquire(flag)
             while ready == Uint32(0):
                 ready = ptx.load_acquire(flag)
-        # Process groups: registers do not suffice for a second copy of all accumulators.
+        # Process a few atoms at a time, because there are not enough registers for a second copy of all accumulators.
         step = min(count, COLLECTED_ATOMS)
         for j in range_constexpr(0, count, step):
             total = cute.make_rmem_tensor((4 * step,), Float32)
@@ -127,7 +130,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _reduce(self, acc, n_tile, factor, tid, consumer, work, smem):
-        """Reduce the partial sums of the cluster's CTAs, and of warps that divide k; finish and store them."""
+        """Reduce the partial sums of the cluster's CTAs and of warps that divide k, apply the epilogue, and store the
+        results."""
         c = self.config
         threads, finishers = c.consumer_warps * 32, c.n_warps * 32
         columns = thread_columns(c.partial_sums, finishers, tid, n_tile * c.tile_n)
@@ -144,7 +148,7 @@ class WorkTileEpilogue:
         tile = c.partial_sums, c.split_k, finishers
         if const_expr(c.sends):
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-            # The other CTAs' mbarriers are initialised.
+            # After this barrier, the mbarriers of the other CTAs are initialised.
             cute.arch.cluster_wait()
             m, n = existing_sizes(c, work)
             own = reduced_rows(c.partial_sums, c.split_k, rank, m)
@@ -170,7 +174,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Finish the accumulators and store them. Over experts, the accumulators are scaled already."""
+        """Apply the epilogue to the accumulators and store the results. With experts, the accumulators are already
+        scaled."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]
@@ -180,7 +185,7 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # A pair holds two rows of one column; other lanes hold the other seven columns.
+                # A word holds two rows of one column. Seven other lanes hold the neighbouring columns of these rows.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

@@ -156,7 +156,7 @@ class FP4WgmmaKernel:
         if const_expr(c.cleared_bytes > 0):
             clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
-            # The CTAs wait for each other before they send partial sums.
+            # The CTAs of the cluster arrive here, and wait for each other before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.consumer_groups:
@@ -172,7 +172,7 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
                 if const_expr(c.static_weight):
-                    # The previous kernel and all before it are complete, so the next may start.
+                    # The previous kernel and all kernels before it are complete, so the next kernel may start.
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.first_k_tiles > 0):
                 self.loads.rearrange_first(tid, work, smem)
@@ -185,7 +185,7 @@ class FP4WgmmaKernel:
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # In the raster, a persistent CTA or a cluster takes the place of an n tile.
+        # In the raster, persistent CTAs, or clusters, are numbered as n tiles would be.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles
@@ -218,7 +218,7 @@ class FP4WgmmaKernel:
         )
 
     def _set_registers(self, count: int) -> None:
-        """Set the registers per thread of the warpgroup."""
+        """Set the number of registers per thread of this warpgroup."""
         if count > REGISTERS // self.config.threads:
             cute.arch.setmaxregister_increase(count)
         else:

@@ -94,7 +94,7 @@ class Smem:
     """Shared memory of a CTA.
 
     Attributes:
-        codes, scales: stages of the weight. Partial sums replace the codes in the end.
+        codes, scales: stages of the weight. At the end, partial sums overwrite the codes.
         activations, factors: stages of the activations.
         received: partial sums that other CTAs of the cluster have sent.
         weight_pipeline, a_pipeline: pipelines of the weight and of the activations.
@@ -136,7 +136,7 @@ class Loads:
 
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations
-        # K groups of a lane: of a group of eight tokens, in a step; and steps of a k tile
+        # Number of k groups that a lane handles per group of eight tokens, and per step; and number of steps per k tile
         self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
         k_groups = self.each * config.m_atoms // config.a_full_arrivals
         self.together = min(config.max_k_groups, k_groups)
@@ -148,8 +148,8 @@ class Loads:
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
         previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because
-        ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static, no
-        wait is needed (``kernels.common.core.launch``), because this warp reads nothing else.
+        ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static and
+        this warp reads only the weight, it needs no wait (``kernels.common.core.launch``).
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -221,7 +221,7 @@ class Loads:
             start = (work.begin % work.k_tiles + use) * K_TILE
             stage = use % c.a_stages
             base = activations_at(c, stage, smem)
-            # Not unrolled, for lack of registers
+            # This loop is not unrolled, for lack of registers.
             for step in cutlass.range(self.steps, unroll=1):
                 items = [
                     ((atom * c.a_full_arrivals + warp) * ATOM_M + lane % rows, lane // rows + first, after)
@@ -229,7 +229,7 @@ class Loads:
                 ]
                 read = []
                 for row, k_group, after in items:
-                    # Missing tokens take the last token's values; their results are not stored.
+                    # For tokens that do not exist, read the last token; the results are not stored.
                     token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
                     left = work.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))
@@ -250,7 +250,7 @@ class Loads:
         index of the first lane's k group. The second term is constant.
         """
         width = self.activations.k_groups // self.each
-        if self.together < self.each:  # gated activations, by groups of several decoders
+        if self.together < self.each:  # with gated activations and several warps per decoder group
             at = [step * self.together + i for i in range(self.together)]
             return [(i // self.each, i % self.each * width, 0) for i in at]
         groups = self.together // self.each
@@ -268,7 +268,7 @@ class Loads:
         with cute.arch.elect_one():
             size = c.a_stage_bytes + (c.factor_bytes if has_factors else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-            # Contiguous in memory: a k tile in the layout for mma.sync, a slice in the layout for wgmma.
+            # In the layout for mma.sync, a k tile is contiguous in memory; in the layout for wgmma, a slice is.
             copies = 1 if c.by_warp else c.slices_per_stage
             size = c.a_stage_bytes // copies
             for i in range_constexpr(copies):
@@ -288,7 +288,7 @@ class Loads:
 
 
 class RowActivations(Activations):
-    """One row of activations for ``mma.RowMma``, in k groups of eight elements: half a block.
+    """Rearrangement of one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
 
     A lane rearranges half a block, and the neighbouring lane the other half. In a stage, the halves are contiguous, as
     float16 in the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``),
@@ -343,18 +343,18 @@ class RowActivations(Activations):
         return codes, ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
 
     def _in_range(self, words: list) -> tuple[list, Float32]:
-        """Convert half a block of bfloat16 to float16.
+        """Scale half a block of bfloat16 into float16's range, and convert it.
 
-        Return the words and the block's factor, a power of two that includes the codes' power. The conversion is exact
-        except for elements below 2^-32 times the block's largest element: they become multiples of 2^-40 times the
-        largest element.
+        Return the words and the block's factor, a power of two. The factor also includes the power of two that decoded
+        codes are multiplied by. The conversion is exact except for elements below 2^-32 times the block's largest
+        element: they become multiples of 2^-40 times the largest element.
         """
         largest = Uint32(0)
         for word in words:
             for half in (word & Uint32(0x7FFF0000), (word << 16) & Uint32(0x7FFF0000)):
                 largest = ptx.select(half > largest, half, largest)
         other = cute.arch.shuffle_sync_bfly(largest, 1)
-        # Exponent field of fp32, clamped so that the exponents of both powers of two fit
+        # Take the exponent field of fp32, clamped so that both powers of two can be represented.
         field = ptx.select(other > largest, other, largest) >> 23
         least, most = Uint32(1 + LARGEST_EXPONENT), Uint32(254)
         field = ptx.select(field < least, least, field)
@@ -366,7 +366,7 @@ class RowActivations(Activations):
 
 
 class CodeActivations(RowActivations):
-    """One row of FP4 activations for ``mma.CodeMma``, in k groups as in ``RowActivations``.
+    """Rearrangement of one row of FP4 activations for ``mma.CodeMma``. K groups are as in ``RowActivations``.
 
     The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. All other
     elements of a stage stay zero.

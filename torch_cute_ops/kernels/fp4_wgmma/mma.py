@@ -5,21 +5,22 @@
 **One row.** With one row of activations, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the
 columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of the four lanes holds four blocks of a k
 tile. Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks.
-The third and fourth blocks follow in separate accumulators. An accumulator is thus a block's sum of products of codes,
-without scales. The same lane also loaded the block's scale, and adds the scaled sum to its total. This takes one fma
-per 16 products, whereas decoding would take one multiplication per two codes.
+The third and fourth blocks are multiplied in the same way, into separate accumulators. An accumulator is thus the sum
+of products of one block's codes, without scales. The lane that holds it has also loaded the block's scale, and adds the
+scaled sum to its total. This takes one fma per 16 products, whereas decoding would take one multiplication per two
+codes.
 
 ``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two to fit into float16's
-range; an FP4 block keeps its scale. The power or the scale is a float32 factor that multiplies the scales of the
-weight.
+range; an FP4 block keeps its scale. The inverse of this power, or the FP4 block's scale, is a float32 factor that
+multiplies the scales of the weight.
 
-**One row of codes.** e2m1 numbers are e4m3 numbers, so ``CodeMma`` multiplies the codes of both operands by FP8 MMAs
-without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q`` holds
-two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these two blocks. From a
-word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its last four.
-A block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any order. The
-sum is multiplied by both scales and added as in ``RowMma``, in the same order. The results are bit-identical to
-``RowMma``, except for columns whose k tiles are divided among several warps in ``RowMma``.
+**One row of codes.** Every e2m1 number is an e4m3 number, so ``CodeMma`` multiplies the codes of both operands by FP8
+MMAs without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q``
+holds two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these two blocks.
+From a word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its
+last four. A block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any
+order. The sum is multiplied by both scales and added as in ``RowMma``, in the same order. The results are bit-identical
+to ``RowMma``, except for columns whose k tiles are divided among several warps in ``RowMma``.
 """
 
 from collections.abc import Callable
@@ -113,7 +114,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, factor, tid, work, smem):
-        """Multiply a warp's columns in all work tiles of the CTA.
+        """Run a consumer warp: multiply its columns in all work tiles of the CTA.
 
         ``factor`` is the result of ``EpilogueOps.factor``.
         """
@@ -135,13 +136,14 @@ class Consumers:
         )
         start = self.mma.start_of(smem)
         acc = cute.make_rmem_tensor((c.acc_size,), Float32)
-        # Over experts, ``total`` adds up each expert's accumulators times its factor.
+        # With experts, ``total`` is the sum of all experts' accumulators, each multiplied by its factor.
         total = cute.make_rmem_tensor((c.acc_size,), Float32) if c.expert_k is not None else acc
         stages = Stages(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         iteration = work.end
         while iteration > work.begin:
             n_tile, first, count = work_tile_before(iteration, work)
-            # Over experts the first MMAs overwrite the accumulators, but ptxas spills without this.
+            # With experts, the first MMAs overwrite the accumulators anyway, but without this initialisation ptxas
+            # spills.
             acc.fill(0.0)
             own = consumer._replace(scale_row=consumer.column + self.weight.first_scale_row(n_tile))
             if const_expr(c.expert_k is None):
@@ -185,10 +187,10 @@ class Consumers:
 
 
 class Mma:
-    """Interface of all MMAs. Methods that do nothing here are for some kinds of MMAs.
+    """Interface of all kinds of MMAs. Methods that do nothing here are overridden by some kinds.
 
     Attributes:
-        acc_scale: factor from accumulators to true sums, a power of two.
+        acc_scale: factor by which accumulators are multiplied to get the true sums, a power of two.
     """
 
     def __init__(self, config: Config, weight: WeightStages, acc_scale: float):
@@ -216,7 +218,7 @@ class Mma:
         raise NotImplementedError
 
     def skip(self, stages: Stages, consumer: Consumer, smem) -> Stages:
-        """Leave a k tile to another warp of these columns.
+        """Skip a k tile that another warp multiplies for the same columns.
 
         The warp still waits for the stages and releases them: a wait by parity is correct only if the warp has seen
         every phase of the barrier.
@@ -243,7 +245,7 @@ class Mma:
         """Wait for the MMAs of a work tile, and release the stages that they read."""
 
     def reduce(self, acc) -> None:
-        """Reduce a work tile's accumulators, if several hold parts of a sum."""
+        """Reduce a work tile's accumulators, if several accumulators hold parts of one sum."""
 
     def _existing(self, k_tile, consumer: Consumer, work) -> Uint32:
         """Return the mask of a lane's scales of a k tile, for ``WeightStages.factors``."""
@@ -251,7 +253,7 @@ class Mma:
 
 
 class TileMma(Mma):
-    """MMAs with several rows of activations: codes are decoded and multiplied by their scales first."""
+    """Base of MMAs with several rows of activations, which decode codes and multiply them by their scales first."""
 
     def __init__(self, config: Config, weight: WeightStages):
         super().__init__(config, weight, acc_scale(config.operands.fmt, config.operands.decodes_both))
@@ -315,8 +317,8 @@ class WarpgroupMma(TileMma):
                 smem.a_pipeline.wait_full(a_stage, a_parity)
             start(pairs, word % words, a_stage, adds if word == 0 else True, acc)
             if word == self.weight.words // 2:
-                # All lanes have read their codes, because this wgmma takes a word of the last load. (An arrival does
-                # not wait for loads whose results are not used yet: on an H200, copies overtook these loads.)
+                # All lanes have read their codes, because this wgmma uses a word of the last load. (An arrival does not
+                # wait for loads whose results have not been used: on an H200, copies overtook these loads.)
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
@@ -345,14 +347,15 @@ class RowMma(Mma):
     ``column + 8``.
 
     Attributes:
-        exponent: accumulators of products of codes are true sums times 2 to the minus ``exponent``.
+        exponent: exponent of the factor of accumulators: they contain the true sums times 2^-``exponent``.
     """
 
     exponent = 2 * CODE_EXPONENT
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # For bfloat16, the factors include the codes' power of two. For FP4, both operands are codes.
+        # For bfloat16 activations, the factors include the power of two that decoded codes are multiplied by. For FP4,
+        # both operands are decoded codes.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent

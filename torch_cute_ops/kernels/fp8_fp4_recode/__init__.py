@@ -8,26 +8,26 @@ The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 | --- | --- | --- | --- | --- | --- | --- |
 | stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
 
-The main loop of a tile depends on its weight rows. If all k tiles of all rows use the rows' units (see below), the tile
-uses the main loop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If some k tile of a row uses
-its own exponent, the tile uses another loop: scale loaders load the exponents, and consumers bring the results of each
-k tile to the units (``common.fp8.units``). If the weight is recoded while the GEMM runs, the warps that copy the weight
-and read its notes wait until the tile's weight rows are recoded. Consumers release dependents only after the end of the
-recoding kernel. More row tiles run at the same time than in other kernels, so that the GEMM needs the next weight rows
-later.
+A tile uses one of two main loops, depending on its weight rows. If all k tiles of all rows use the rows' units (see
+below), the tile uses the main loop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If some k
+tile of a row uses its own exponent, the tile uses another loop: scale loaders load the exponents, and consumers bring
+the results of each k tile to the units (``common.fp8.units``). If the weight is recoded while the GEMM runs, the warps
+that copy the weight and read its notes (``Notes``) first wait until the tile's weight rows are recoded. Consumers
+release dependents only after the end of the recoding kernel. More row tiles run at the same time than in other kernels,
+so that the GEMM needs the next weight rows later.
 
 The kernel that recodes the weight (``weight_kernel.py``) writes it in e4m3, divided by powers of two, as
-``reference.mm_fp8_fp4`` is defined. Each row has a unit, a power of two that follows from the scales of the row's first
-k tile. The numbers of the row are divided by the unit. If the numbers of a k tile do not fit the unit, they are divided
-by the k tile's own ``2^t`` (``common.fp8.fp4_tables`` says when, and why the product is the same). The kernel also
-writes units and exponents (``Notes``).
+``reference.mm_fp8_fp4`` is defined. Each row has a *unit*, a power of two that is computed from the scales of the row's
+first k tile. The numbers of the row are divided by the unit. If the numbers of a k tile do not fit the unit, they are
+divided by the k tile's own ``2^t`` instead. (``common.fp8.fp4_tables`` describes the condition, and why the product is
+the same.) The kernel also writes units and exponents (``Notes``).
 
 A thread recodes 16 elements of a k tile at a time: it loads 8 bytes of codes and a scale, makes a table of eight bytes,
 looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row. A *team* of 256 threads
 recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. Two schedules exist:
 
-- One launch of CTAs with one team each recodes the whole weight, and the GEMM waits for that kernel.
-- This launch recodes only the rows that the GEMM's first tiles need, and a second launch, which overlaps the GEMM,
+- One launch, of CTAs with one team each, recodes the whole weight, and the GEMM waits for the end of that kernel.
+- Two launches: the first recodes only the rows that the GEMM's first tiles need; the second, which overlaps the GEMM,
   recodes the other rows. The second launch consists of a few CTAs on separate SMs. The teams take work tiles in the
   order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the counts of their
   rows (``Notes.done``), not for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel

@@ -1,4 +1,4 @@
-"""Configurations of the GEMM by a recoded weight, and of the kernel that recodes the weight. No device code."""
+"""Configurations of the GEMM with a recoded weight, and of the kernel that recodes the weight. No device code."""
 
 import functools
 from collections import namedtuple
@@ -43,7 +43,7 @@ an H100, four teams, with spills, recode 1.13 times as fast as three, and the GE
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` is the weight's
+    """Static properties of the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` is the weight's
     notes.
 
     Attributes:
@@ -67,12 +67,13 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot's factors that change units: after the scales of ``a``."""
+        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of
+        ``a``."""
         return self.tile_m
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if consumers need the expert of a tile: for the units of its rows."""
+        """Return True if consumers need the index of a tile's expert, here to find the units of the tile's rows."""
         return not self.rows.is_plain
 
     @property
@@ -103,7 +104,7 @@ class Notes:
 
     @staticmethod
     def owns(range_: Any) -> Any:
-        """Return the offset of a range's words of bits."""
+        """Return the offset of the words with the bits of a range of k tiles."""
         return NOTE_ROWS + range_ * (NOTE_ROWS // WARP_ROWS)
 
     @classmethod
@@ -152,7 +153,7 @@ class WeightArguments(namedtuple("WeightArguments", "b b_scale weight notes firs
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """Everything static about the kernel that recodes the weight.
+    """Static properties of the kernel that recodes the weight.
 
     Attributes:
         fmt, layout: format and scale layout of the weight.
@@ -169,20 +170,20 @@ class WeightConfig:
 
     @property
     def teams(self) -> int:
-        """Teams of a CTA."""
+        """Number of teams of a CTA."""
         return OVERLAP_TEAMS if self.overlaps_gemm else 1
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return self.teams * TEAM
 
     @property
     def at_once(self) -> int:
-        """K tiles that are recoded without a branch, limited by registers."""
+        """Number of k tiles that a thread recodes at once, without a branch in between. Registers limit this number."""
         return 2 if self.overlaps_gemm else 4
 
     @property
     def tile_scales(self) -> int:
-        """Scales of a row in a k tile."""
+        """Number of scales of a row in a k tile."""
         return K_TILE // self.fmt.block_size

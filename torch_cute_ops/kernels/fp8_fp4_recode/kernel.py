@@ -1,4 +1,4 @@
-"""Device code of the GEMM by a recoded weight; the package's docstring describes roles, data path and pipelines."""
+"""Device code of the GEMM with a recoded weight; the package's docstring describes roles, data path and pipelines."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ class RecodedWeight:
 
     @cute.jit
     def await_rows(self, expert, column, work):
-        """Wait until the tile's weight rows have been recoded, if that happens while this kernel runs."""
+        """Wait until the tile's weight rows have been recoded, if they are recoded while this kernel runs."""
         if const_expr(self.config.overlaps_recode):
             at = work.b_scale.iterator + (notes_of(expert, column, work) + Notes.done(work.k_stages))
             done = ptx.load_acquire(at)
@@ -97,8 +97,8 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source of a recoded weight. It stores the scales of the rows of ``a``. For k tiles with their own
-    exponents, it also stores factors from the notes."""
+    """Scale source of a recoded weight. It stores the scales of the rows of ``a``. For k tiles that use their own
+    exponents, it also stores the factors that convert results to the rows' units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
@@ -142,7 +142,7 @@ class NoteScales:
         votes = Uint32(cute.arch.vote_ballot_sync(has_own))
         flags = Uint32(HAS_OWN)
         for group in range_constexpr(NOTE_ROWS // 32):
-            # A group of 32 rows belongs to eight lanes.
+            # Eight lanes handle a group of 32 rows.
             changed = (votes & Uint32(0xFF << 8 * group)) != Uint32(0)
             flags |= ptx.select(changed, Uint32(1 << group), Uint32(0))
         for i in range_constexpr(WARP_ROWS):

@@ -69,7 +69,7 @@ class RecodeWeightKernel:
         ranges = Notes.ranges(cute.ceil_div(2 * half, K_TILE))
         if const_expr(c.overlaps_gemm):
             left = experts * cute.ceil_div(n, NOTE_ROWS) - first
-            # At least one CTA: the GEMM starts after this launch.
+            # Launch at least one CTA, because the GEMM's launch depends on this launch.
             ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * RANGE_WORK, c.teams)), Int32(1))
             along_k = 1
         else:
@@ -109,7 +109,8 @@ class RecodeWeightKernel:
             self._recode(codes, scale, weight, notes, cta // RANGE_WORK, cta % RANGE_WORK, range_, tid)
 
     def _tell_done(self, notes, tile, k_tiles, team, tid) -> None:
-        """Count a work tile that the team has recoded, after a fence: the GEMM copies it through the async proxy."""
+        """Count a work tile that the team has recoded. A fence precedes the count, because the GEMM copies the work
+        tile through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
         at = notes.iterator + (Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles))
@@ -152,7 +153,7 @@ class RecodeWeightKernel:
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
-                    # Of two k tiles, the first exists if the second does.
+                    # If the second of two k tiles exists, the first exists, too.
                     fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
                     of_row = scale, n, half, expert, row, notes_at
@@ -203,7 +204,7 @@ class RecodeWeightKernel:
         return loaded
 
     def _note(self, notes_at: cute.Pointer, k_tiles, place, row, exponent) -> None:
-        """Store an exponent of a row."""
+        """Store an exponent of a row in the notes."""
         at = cute.recast_ptr(notes_at + Notes.exponents(k_tiles, place), dtype=Int16) + row % NOTE_ROWS
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 

@@ -1,7 +1,7 @@
 """GEMMs of few rows of FP8 activations with block scales and codes of an MXFP4 weight by wgmma, plain or grouped by
 expert. For Hopper: ``out[m, n] = Σ_j a_scale[j, m] · (Σ_b 2^s[n, b] · (Σ_{k of b} a[m, k] · code[n, k]))`` through an
 epilogue, for the k tiles ``j`` and their scale blocks ``b`` of 32 elements. ``reference.mm_fp8_fp4`` defines the
-result; step 4 says when it rounds codes.
+result; step 4 below describes the codes that it rounds.
 
 Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two teams of two
 decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``.
@@ -25,9 +25,9 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
     changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders
     replace the codes of these blocks by rounded codes with a larger scale.
 
-With few rows of ``a``, a block has few accumulators. Scaling them takes less time than scaling codes or making tables,
-as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6 would be
-rounded.
+With few rows of ``a``, a block has few accumulators, and scaling them takes less time than making look-up tables of
+scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6
+would be rounded.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

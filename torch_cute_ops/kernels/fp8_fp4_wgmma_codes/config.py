@@ -28,7 +28,7 @@ TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16, 24) for split_k 
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
         layout: scale layout of the weight.
@@ -53,13 +53,13 @@ class Config(FP8GemmConfig):
 
     @property
     def amounts_at(self) -> int:
-        """First word of a slot that says how codes are rounded: after the scales of ``a`` and one factor per weight row
-        and block."""
+        """First word, in a stage's slot of scales, of the amounts by which codes are rounded. They follow the scales of
+        ``a`` and one factor per weight row and block."""
         return self.tile_m + BLOCKS * self.tile_n
 
     @property
     def flags_at(self) -> int:
-        """Word of a slot with the flags."""
+        """Index of the word with the flags in a stage's slot of scales."""
         return self.amounts_at + self.tile_n
 
     @property

@@ -108,7 +108,7 @@ class CodeScales:
         if lane == 0:
             store_words([flags], self.flags(slot, smem))
 
-    # Words of a slot
+    # Words of a stage's slot of scales
 
     def row_factors(self, slot, row, smem) -> cute.Tensor:
         """Return the factors of the blocks of a weight row."""
@@ -241,8 +241,8 @@ class CodeLoop:
         return of_blocks, swapped_token_scales(self.config.mma_n, self.stages.scales(slot, smem), consumer)
 
     def _promote(self, acc, partial, factors: tuple) -> None:
-        """Add up the blocks' results times the blocks' factors, and add the sum times the scales of ``a`` to the
-        accumulators."""
+        """Multiply the blocks' results by the blocks' factors and add them up. Multiply the sum by the scales of ``a``,
+        and add it to the accumulators."""
         of_blocks, of_tokens = factors
         size = self.config.mma_n // 2
         for i in range(size):

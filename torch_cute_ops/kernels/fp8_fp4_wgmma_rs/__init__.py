@@ -14,10 +14,10 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 
 1. A stage holds two k tiles, so that codes are copied in whole cache lines of 128 bytes. Each K group takes one k tile
    of every stage. After the last stage, the accumulators of the second group are added to the accumulators of the first
-   group. So each scheduler runs four warps that multiply, and one warp can decode while another warp waits.
+   group. Each scheduler thus runs four warps that multiply, so that one warp can decode while another waits.
 2. Consumers decode by look-up tables and keep the results in registers, as the A operand. Each of the four lanes that
-   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. So a lane needs only
-   the look-up tables of two blocks.
+   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. A lane therefore needs
+   the look-up tables of only two blocks.
 3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take turns at the
     stages, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
 

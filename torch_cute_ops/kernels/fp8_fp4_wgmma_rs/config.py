@@ -26,7 +26,7 @@ TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16) for split_k in S
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
         layout: scale layout of the weight.
@@ -57,8 +57,8 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot for factors that change units: after the scales of ``a`` and the records of the weight
-        rows."""
+        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of ``a``
+        and the records of the weight rows."""
         return self.tile_m + 4 * self.copied_n
 
     @property

@@ -189,8 +189,8 @@ class DecodingLoop:
         return self.units.flags(slot, consumer, smem)
 
     def _bytes(self, slot, row, which: int, consumer, smem) -> Uint32:
-        """Load the bytes of a lane's blocks from the first or second word of a row's record that belongs to the
-        quarter's half of the k tile."""
+        """Load the bytes of a lane's two blocks. A row's record has two words per half of a k tile; ``which`` selects
+        the first or second of the words for the half in which the lane's quarter lies."""
         record = cute.recast_ptr(record_words(self.config, self.stages, slot, row, smem).iterator, dtype=Uint8)
         at = consumer.quad // 2 * 8 + which * 4 + consumer.quad % 2 * BLOCKS
         pointer = cute.recast_ptr(record + cute.assume(at, divby=BLOCKS), dtype=Uint16)
@@ -206,7 +206,7 @@ class DecodingLoop:
                 table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
                 self._set_table(tables, r, block, table)
         if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
-            # The record holds the scales themselves, and the k tile's own exponent.
+            # The row's record holds the scales themselves, and the exponent of the k tile's own unit.
             for r in range_constexpr(ROWS):
                 exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
                 for block in range_constexpr(BLOCKS):
@@ -244,7 +244,7 @@ class KGroupConsumers:
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
-            # Alpha and bias are loaded before the MMAs, which hide the latency.
+            # Load alpha and bias before the MMAs, which hide the latency.
             finish = self.results.finish(column, expert, consumer, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
             if k_group > 0:
@@ -280,5 +280,5 @@ class KGroupConsumers:
         arrive(smem.k_groups.empty, consumer.lane)
 
     def _left(self, i: int, consumer, smem) -> cute.Tensor:
-        """Return the place of four of a thread's accumulators, from the ``i``-th on."""
+        """Return the address in shared memory of four of a thread's accumulators, from the ``i``-th on."""
         return piece_at(smem.workspace, (i // 4 * GROUP_THREADS + consumer.tid) * VECTOR_BYTES)

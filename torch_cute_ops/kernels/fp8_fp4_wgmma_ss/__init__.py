@@ -13,11 +13,11 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 
 1. The producer copies ``a`` and the weight's codes: 64 bytes per weight row of a k tile. The scale loaders load
    the block scales, and store the bytes from which the decoders make their tables (``common.fp8.units``).
-2. The accumulators of a weight row are divided by its unit, a power of two that follows from the scales of the row's
-   first k tile. A k tile is decoded with the row's unit if the numbers then have the same values as with the k tile's
-   own unit ``2^t``. If that fails for a row, its group of 32 rows is decoded with ``2^t``, and consumers multiply the
-   results of that k tile by powers of two that the scale loaders leave in the stage. After the last k tile, consumers
-   multiply all accumulators by the units of their rows.
+2. The accumulators of a weight row are divided by its unit, a power of two that is computed from the scales of the
+   row's first k tile. A row's k tile is decoded with the row's unit if the numbers then have the same values as with
+   the k tile's own unit ``2^t``. If the values differ for any row of a group of 32 rows, this group is decoded with
+   ``2^t``, and consumers multiply the results of that k tile by powers of two that the scale loaders leave in the
+   stage. After the last k tile, consumers multiply all accumulators by the units of their rows.
 3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row: for each block scale it makes a
    table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
    thread's instructions depend on each other; several teams hide that latency.
@@ -25,9 +25,9 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
    weight rows, and sends the decoded rows to the other CTA's shared memory by bulk copies.
-6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. Each CTA finishes the rows of one consumer
+6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. Each CTA stores the rows of one consumer
     warpgroup: a thread of this warpgroup adds the accumulators that the thread with the same index in the other CTA
-    sends.
+    sends, and applies the epilogue.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

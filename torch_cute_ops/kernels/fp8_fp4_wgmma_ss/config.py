@@ -29,7 +29,7 @@ TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (LEAST, WGMMA_M) for split_k in SPLITS),
     # Under random routing with a mean of 32 or 64 rows per expert, most experts have at most this many rows.
     *((tile_m, WIDE, 1) for tile_m in (48, 80, 96, MANY, PAIR)),
-    # Two CTAs share K; each CTA finishes the rows of one consumer warpgroup.
+    # Two CTAs divide K; each CTA adds up and stores the rows of one consumer warpgroup.
     *((MANY, tile_n, 2) for tile_n in (WGMMA_M, WIDE)),
     *((tile_m, WGMMA_M, split_k) for tile_m in (LEAST, 48, WGMMA_M, 80, 96) for split_k in NARROW_SPLITS),
 )
@@ -38,7 +38,7 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
         layout: scale layout of the weight.
@@ -56,13 +56,13 @@ class Config(FP8GemmConfig):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each CTA decodes half of
-        the rows, and each thread half of a row."""
+        """Number of threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each CTA
+        decodes half of the rows, and each thread decodes half of a row."""
         return self.cluster_m
 
     @property
     def decoder_teams(self) -> int:
-        # The number that leaves enough registers for the accumulators, in whole warpgroups
+        # Largest number, in whole warpgroups, that leaves enough registers for the accumulators
         if self.tile_n < WIDE:
             return 4
         return 3 if self.is_swapped else 2
@@ -94,8 +94,8 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word of a slot for factors that change units: after the scales of ``a`` and the records of the weight
-        rows that this CTA decodes."""
+        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of ``a``
+        and the records of the weight rows that this CTA decodes."""
         return self.tile_m + 4 * self.copied_n
 
     @property
@@ -107,6 +107,6 @@ class Config(FP8GemmConfig):
 
 
 def plan(*, tile_m: int, **given: Any) -> Config | None:
-    """Return the configuration with the most stages for one of ``TILES``, or None."""
+    """Return the configuration of one of ``TILES`` with the largest number of stages, or None."""
     cluster_m = 2 if tile_m == PAIR else 1
     return with_most_stages(Config, tile_m=tile_m // cluster_m, cluster_m=cluster_m, **given)

@@ -80,7 +80,8 @@ class SmemDecoder:
 
     @cute.jit
     def _decode_half(self, is_own, stage, row, tile_row, half, smem):
-        """Decode half of a row: row ``row`` among the rows that the CTA decodes, ``tile_row`` in the tile."""
+        """Decode half of a weight row. Its index is ``row`` among the rows that the CTA decodes, and ``tile_row`` in
+        the tile."""
         c = self.config
         record = record_words(c, self.stages, stage, row, smem)
         at = record.iterator + cute.assume(Int32(half) * 2, divby=2)

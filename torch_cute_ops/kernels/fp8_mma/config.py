@@ -17,7 +17,7 @@ TILES: Final = {16: (1, 4), 64: (4, 2)}
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. N, K, R and the number of experts are run-time values.
+    """Static properties of a kernel. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
@@ -37,33 +37,33 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Number of warps of a CTA."""
         down, across = TILES[self.tile_m]
         return down * across
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return 32 * self.warps
 
     @property
     def warp_m(self) -> int:
-        """Rows of ``a`` of a warp."""
+        """Number of rows of ``a`` that a warp multiplies."""
         return self.tile_m // TILES[self.tile_m][0]
 
     @property
     def warp_n(self) -> int:
-        """Rows of ``b`` of a warp."""
+        """Number of rows of ``b`` that a warp multiplies."""
         return TILE_N // TILES[self.tile_m][1]
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a k tile of both operands."""
+        """Bytes of shared memory for a k tile of both operands."""
         return (self.tile_m + TILE_N) * K_TILE
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self.stages * self.stage_bytes + self.warps * STORE_TILE_BYTES + self.rows.table_bytes
 
     def reason_unsupported(self, arch: Arch) -> str | None:
@@ -76,5 +76,5 @@ class Config:
 
 
 def plan(*, rows: ExpertLayout, epilogue: Epilogue, tile_m: int, arch: Arch, pdl: bool) -> Config | None:
-    """Return the configuration with the most stages that fit on an SM of ``arch``, or None if none fits."""
+    """Return the configuration with the largest number of stages that fits on an SM of ``arch``, or None."""
     return first_fit((Config(rows, epilogue, tile_m, stages, pdl) for stages in range(4, 1, -1)), arch)

@@ -24,7 +24,7 @@ class Work(NamedTuple):
     """Work of a thread, with the operands.
 
     Attributes:
-        tid, lane: index of the thread in its CTA and in its warp.
+        tid, lane: index of the thread in its CTA, and index in its warp.
         row, column: first row and column of the warp in a tile.
         n, k: sizes of the GEMM.
         k_tiles: number of k tiles; the last k tile may have 64 elements.
@@ -110,15 +110,15 @@ class FP8MmaKernel:
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 factors = self._factors(k_tile, tile, work)
                 cute.arch.cp_async_wait_group(c.stages - 2)
-                # All copies of this k tile have arrived. All warps have read the previous k tile, whose stage is
-                # refilled next.
+                # After this barrier, all copies of this k tile have arrived, and all warps have read the previous k
+                # tile, whose stage is refilled next.
                 cute.arch.sync_threads()
                 ahead = k_tile + c.stages - 1
                 if ahead < work.k_tiles:
                     self._load(ahead, ahead % c.stages, base, tile, work)
                 cute.arch.cp_async_commit_group()
                 self._multiply(k_tile % c.stages, factors, acc, base, work)
-            # All warps have read the last k tile; the next tile may use its stage.
+            # After this barrier, all warps have read the last k tile, so the next tile may use its stage.
             cute.arch.sync_threads()
             epilogue = self.epilogue.of_tile(*terms, n, None if const_expr(c.rows.is_plain) else tile.expert)
             for i in range_constexpr(c.warp_m // 16):
@@ -164,11 +164,11 @@ class FP8MmaKernel:
 
     @cute.jit
     def _factors(self, k_tile, tile, work) -> list:
-        """Return the products of both scales for a lane's rows: two rows per 16."""
+        """Return the products of both operands' scales for a lane's rows: two of each 16 rows."""
         scale = work.b_scale[tile.column // K_TILE, k_tile, tile.expert]
         factors = []
         for i in range_constexpr(self.config.warp_m // 8):
-            # Missing rows take the factor of the expert's last row; their results are not stored.
+            # For rows that do not exist, load the factor of the expert's last row; their results are not stored.
             row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
             factors.append(ptx.mul_rn(work.a_scale[k_tile, Int64(tile.row) + row], scale))
         return factors
@@ -176,7 +176,7 @@ class FP8MmaKernel:
     # MMAs
 
     def _words(self, at: cute.Pointer, row, lane) -> list:
-        """Load a lane's words of a row: two pieces of four words."""
+        """Load a lane's words of a row, as two vectors of four words."""
         words = []
         for piece in (lane % 4, lane % 4 + PIECES // 2):
             place = at + cute.assume(self._place(row, piece), divby=PIECE)

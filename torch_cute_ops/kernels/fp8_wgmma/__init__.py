@@ -19,26 +19,29 @@ the current tile is multiplied.
    warps waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static weight before
    the previous kernel has ended.
 2. A consumer multiplies 64 rows of the M side by all of the N side, in four MMAs of 32 elements of K, into registers.
-   Tensor cores add up e4m3 products with less than fp32's precision. So the results of each k tile are multiplied by
-   both scales and added to accumulators in fp32 (promotion). The MMAs of two k tiles are started together. The results
-   of the first k tile are promoted while the MMAs of the second k tile run. The results of the second k tile are
-   promoted while the other consumer's MMAs run. In the largest tiles, one iteration of the loop is a whole round of the
-   pipeline, so that addresses are constants. (If power limits the clock, every instruction less saves time.)
+   Tensor cores add up e4m3 products with less than fp32's precision. Therefore the results of each k tile are
+   multiplied by both scales and added to accumulators in fp32 (promotion). The MMAs of two k tiles are started
+   together. The results of the first k tile are promoted while the MMAs of the second k tile run. The results of the
+   second k tile are promoted while the other consumer's MMAs run. In the largest tiles, one iteration of the loop is a
+   whole round of the pipeline, so that addresses are constants. (If the power limit lowers the clock, every saved
+   instruction saves time.)
 3. A consumer whose rows of the M side do not exist only releases the stages.
-4. The epilogue finishes the accumulators. They are stored in whole cache lines, only in rows that the expert owns. With
-    ``a`` on the M side, the accumulators are stored while the first MMAs of the next tile run. On an H200, this makes M
-    x N x K = 32,768 x 7,168 x 2,048 (sixteen k tiles) 0.7 % faster.
-5. If tiles are few, the CTAs of a cluster share a tile: each multiplies a part of K (``split_k``) and finishes a part
-   of the rows of ``a``. The CTAs send each other their partial sums of these rows (``st.async``); each CTA's full
-   barrier counts the bytes. Each CTA adds up the partial sums in the order of the CTAs, stores the results, and then
-   arrives at the empty barriers, so that the next tile's partial sums may be sent. In swapped tiles (see below), a CTA
-   finishes every ``split_k``-th row. Tiles of 128 rows are shared only in kernels with an FP4 weight: each of two CTAs
-   finishes the rows of one consumer warpgroup, and receives the accumulators of these rows from the other CTA.
+4. The epilogue is applied to the accumulators, and the results are stored in whole cache lines, only in rows that the
+    expert owns. With ``a`` on the M side, the results are stored while the first MMAs of the next tile run. On an H200,
+    this makes M x N x K = 32,768 x 7,168 x 2,048 (sixteen k tiles) 0.7 % faster.
+5. If tiles are few, the CTAs of a cluster share a tile: each multiplies a range of K (``split_k``), and reduces and
+   stores some of the rows of ``a``. The CTAs send each other their partial sums of these rows (``st.async``); each
+   CTA's full barrier counts the bytes. Each CTA adds up the partial sums in the order of the CTAs, stores the results,
+   and then arrives at the empty barriers, so that the next tile's partial sums may be sent. In swapped tiles (see
+   below), a CTA reduces and stores every ``split_k``-th row. Tiles of 128 rows are shared only in kernels with an FP4
+   weight: each of two CTAs reduces and stores the rows of one consumer warpgroup, and receives the accumulators of
+   these rows from the other CTA.
 
 In tiles of 128 rows of ``a``, the rows of ``a`` are the M side of the MMAs. In smaller, *swapped*, tiles, the rows of
 ``b`` are the M side: the weight is then read once, and the MMAs multiply only a few padding rows. If a swapped tile
 has 64 instead of 128 rows of ``b``, each consumer multiplies all of them by half of the rows of ``a``. In all tiles, an
-element is summed in the order of K within a part of K, so the result does not depend on the rows of its tile.
+element is summed in the order of K within a CTA's range of K, so the result does not depend on the tile's number of
+rows.
 
 Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2;
 the result once.

@@ -18,7 +18,8 @@ __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (
     *((tile_m, 128, split_k) for tile_m in (16, 32, 64) for split_k in SPLITS),
-    # More CTAs for few weight rows. With clusters of more than two CTAs, fewer CTAs run at once than would fit.
+    # For few weight rows, more CTAs divide K. But with clusters of more than two CTAs, fewer CTAs run at once than
+    # would fit on the GPU.
     *((tile_m, 64, split_k) for tile_m in (16, 32, 64) for split_k in NARROW_SPLITS),
     *((MANY, tile_n, 1) for tile_n in (64, 128)),
 )
@@ -27,7 +28,7 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about a kernel."""
+    """Static properties of a kernel."""
 
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 1, -1)
@@ -42,8 +43,8 @@ class Config(FP8GemmConfig):
 
     @property
     def unrolls(self) -> bool:
-        # In these tiles, the tensor cores are the limit: power limits the clock, and fewer instructions allow a higher
-        # clock.
+        # These tiles keep the tensor cores busy: the power limit lowers the clock, and fewer instructions allow a
+        # higher clock.
         return not self.is_swapped and self.tile_n == K_TILE
 
     @property

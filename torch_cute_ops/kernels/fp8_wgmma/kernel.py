@@ -55,13 +55,14 @@ class BlockScales:
 
 
 class BlockScaled:
-    """Promotion by the products of both scales."""
+    """Promotion rule: the results of a k tile are multiplied by the products of both operands' scales."""
 
     def __init__(self, config: Config, stages: Stages):
         self.config, self.stages = config, stages
 
     def factors(self, stage, consumer, smem) -> list:
-        """Return the products of both scales for a lane's rows, or, in swapped tiles, for the lane's columns."""
+        """Return the products of both operands' scales for a lane's rows, or, in swapped tiles, for the lane's
+        columns."""
         c, scales = self.config, self.stages.scales(stage, smem)
         if c.is_swapped:
             first = consumer.token + consumer.quad * 2

@@ -27,7 +27,7 @@ class Config:
         has_residual: True with a residual.
         few: largest number of tokens for which loads of rows bypass L1.
         threads: number of threads of a CTA.
-        more_threads: number of threads of a CTA with few tokens, if larger CTAs balance the SMs.
+        more_threads: number of threads of a CTA with few tokens, if larger CTAs balance the work of the SMs.
         pdl: True for programmatic dependent launches.
     """
 
@@ -77,7 +77,7 @@ def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: boo
 
 
 def _even_threads(vectors: int, max_threads: int) -> int:
-    """Return the number of threads, at most ``max_threads``, with which all rounds of a row are equal to within a
-    warp."""
+    """Return a number of threads, at most ``max_threads``, with which the rounds of a row differ by at most a warp in
+    size."""
     rounds = -(-vectors // max_threads)
     return -(-vectors // (rounds * WARP)) * WARP

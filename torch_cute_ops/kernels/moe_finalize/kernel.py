@@ -52,7 +52,7 @@ class MoeFinalizeKernel(TokenKernel):
             may_alias=() if residual is None else ((out, residual),),
         )
         if tokens <= c.few:
-            # Launch larger CTAs if each CTA runs one round, and if larger CTAs leave the busiest SM less work.
+            # Launch larger CTAs if each CTA runs one round, and the busiest SM then gets less work.
             is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
             if is_less & (slices == c.rounds(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))
@@ -61,7 +61,8 @@ class MoeFinalizeKernel(TokenKernel):
             self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
     def _busiest_sm_work(self, tokens, sms, threads: int):
-        """Return the number of vectors on the busiest SM if CTAs of ``threads`` threads run one round each."""
+        """Return the number of vectors that the busiest SM processes if CTAs of ``threads`` threads run one round
+        each."""
         return (tokens * self.config.rounds(threads) + sms - 1) // sms * threads
 
     @cute.jit

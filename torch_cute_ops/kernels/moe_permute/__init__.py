@@ -8,12 +8,12 @@ the token. A warp stores whole cache lines. If the last block of a token holds 6
 are idle. No shared memory
 is used, and CTAs are not persistent: persistent CTAs, and bulk stores from shared memory, take 3 % longer.
 
-Scales are stored in column-major order, and a token's rows are far apart, so each scale is an L2 request. Stored this
-way, the scales take a quarter of the codes' requests for a thirtieth of the codes' bytes. Hence:
+Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request. The
+scales are a thirtieth of the codes' bytes, but would take a quarter of the codes' number of requests. Therefore:
 
 - Few tokens: one kernel stores codes and scales.
 - More tokens: the first kernel stores scales once per token, in a workspace. A second kernel runs one thread per row of
-    the buffer. The thread reads the scales of the row's token. A warp stores the scales of 32 rows, a column at a time.
+    the buffer, which reads the scales of the row's token. A warp then stores the scales of 32 rows, a column at a time.
 
 Bytes moved: tokens and indices read once, codes and scales written per row. With the second kernel, the tokens' scales
 are written once, and read once per row together with the indices, mostly from L2.

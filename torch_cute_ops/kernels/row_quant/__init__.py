@@ -14,10 +14,10 @@
   contains no padding between experts, and the rows are the range from the first offset to the last offset.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows at
-a time if a row needs less than a warp. A CTA runs one or more groups, which share only the weight. A row that is too
-wide for a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is also cut; the
-slices are then independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate kernel.) CTAs are
-persistent: the groups of the grid take turns at the rows.
+a time if a row needs less than a warp. A CTA runs one or more groups, which have only the norm's weight in common. A
+row that is too wide for a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is
+also cut; the slices are then independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate
+kernel.) CTAs are persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
    ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once per CTA and then kept in
@@ -28,8 +28,8 @@ persistent: the groups of the grid take turns at the rows.
    results to all CTAs (``st.async`` on an mbarrier). The group's barrier also releases the row's buffer. Sums with the
    residual overwrite the residual in the buffer. After the barrier, one thread stores the sums in bulk, and the buffer
    is free when the bulk store has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers,
-   in which each thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic is the
-   limit, the other warps skip the last block's instructions.
+   in which each thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic limits the
+   speed, the other warps skip the last block's instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
    pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme
@@ -38,11 +38,11 @@ persistent: the groups of the grid take turns at the rows.
    is stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of
    some of the blocks that it shares, and passes the scales to the other threads by shuffles (``codes.SharedBlocks``).
 4. Scales. The scales of a row in the 128x4 layout occupy 4 bytes of every 512. If they were stored row by row, every 4
-   bytes would be an L2 request, which costs 6 % of the time at large sizes on an H200. So a group processes the four
-   rows whose scales share 16 bytes (a *quad*) in sequence, collects the scales in shared memory, and stores 16 bytes at
-   a time, one row later. Rows that do not fill a round of quads over the whole grid, such as all rows of a small batch,
-   are distributed one by one, and their scales are stored as single bytes. Scales of padding rows are zeroed while the
-   first copies are in flight.
+   bytes would be a separate L2 request, which costs 6 % of the time at large sizes on an H200. Therefore a group
+   processes the four rows whose scales share 16 bytes (a *quad*) in sequence, collects the scales in shared memory, and
+   stores 16 bytes at a time, one row later. Rows that do not fill a round of quads over the whole grid, such as all
+   rows of a small batch, are distributed one by one, and their scales are stored as single bytes. Scales of padding
+   rows are zeroed while the first copies are in flight.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

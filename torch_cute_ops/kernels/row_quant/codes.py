@@ -15,13 +15,14 @@ from torch_cute_ops.kernels.row_quant.config import Config
 
 
 class SharedBlocks:
-    """Blocks that neighbouring lanes of a warp share. One lane computes the values of a whole block, not all lanes.
+    """Blocks that neighbouring lanes of a warp share. Each block's scale is computed by one of these lanes instead of
+    by all.
 
     ``lanes`` neighbouring lanes share ``count`` blocks, and each lane holds a part of every block. With butterfly
     reductions, every lane would get the amax of every block, and would compute all scales. Here the lanes divide the
-    blocks among themselves while they reduce (recursive halving), and each lane ends up with one block. So a lane
-    computes the two divisions for a scale once, not ``count`` times. The other lanes receive each result by a shuffle.
-    All lanes of a warp must call the methods, and pass their index as ``lane``.
+    blocks among themselves while they reduce (recursive halving), and each lane ends up with one block. A lane
+    therefore computes the two divisions for a scale once instead of ``count`` times. The other lanes receive each
+    result by a shuffle. All lanes of a warp must call the methods, and pass their index as ``lane``.
     """
 
     def __init__(self, lanes: int, count: int):
@@ -69,7 +70,7 @@ class SharedBlocks:
 
 
 class Encoder:
-    """Arithmetic of one ``Config``."""
+    """Arithmetic that converts a thread's blocks to codes and scales."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -80,7 +81,7 @@ class Encoder:
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """Return ``amax`` times the row factor, if the values still lack the factor."""
+        """Return ``amax`` times the row factor, unless the values are already multiplied by it."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
     def rounded(self, products, rstd) -> list:

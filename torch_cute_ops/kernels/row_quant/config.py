@@ -58,7 +58,7 @@ class RowQuantSpec:
         dtype: dtype of the input: bfloat16, float16 or float32.
         weight_dtype: dtype of the norm's weight, or None without a norm.
         width: elements of a row of values.
-        norm_width: number of elements over which the mean square is taken; the other elements of a row are zero
+        norm_width: number of elements over which the mean square is computed; the other elements of a row are zero
             padding.
         fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
         also_linear: True if the scales are written a second time, in the linear layout.
@@ -168,8 +168,8 @@ class RowQuantSpec:
 
     @property
     def folds(self) -> bool:
-        """True if the norm's row factor may be applied to whole blocks. False for fp32: a norm in fp32 would show the
-        bits that ``v · w`` lost in the subnormal range, and all ops of a dtype must give the same codes."""
+        """True if the norm's row factor may be applied to whole blocks. False for fp32: an fp32 norm would show that
+        ``v · w`` lost bits in the subnormal range, and all ops of a dtype must give the same codes."""
         return self.normalises and self.dtype != torch.float32
 
     @property
@@ -251,7 +251,7 @@ class Config:
         without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to NVFP4 runs at 0.93 of a copy's
         bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single row takes 0.1 µs longer if warps
         skip, because the instructions of the last block no longer interleave with the instructions of the other blocks.
-        Sums, and rows without norm or gate, gain nothing.
+        Additions of a residual, and rows without norm or gate, gain nothing.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -341,7 +341,7 @@ class Config:
 
     @property
     def has_enough_groups(self) -> bool:
-        """True if another group would not speed up the CTA, even if there is room for it.
+        """True if another group would not speed up the CTA, even if shared memory has room for it.
 
         A CTA that adds a residual moves many bytes for little arithmetic, and more rows in flight only congest the
         memory system. On an H200 at width 8,192, an addition of a residual reaches 0.94 of a copy's bandwidth with one
@@ -397,7 +397,8 @@ class Config:
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
-            # A thread without a block must read another block instead, and only a short block allows this.
+            # A thread without a block must read another block instead, which is possible only if the row has a short
+            # block.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
                 return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
@@ -487,12 +488,12 @@ def ceil_div(a: int, b: int) -> int:
 def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     """Return the configuration for ``spec`` on ``arch``.
 
-    Except for few rows, the choices are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536
-    to 32,768). Few threads with many blocks each are faster than many threads with few blocks each, because the
-    instructions for a thread's blocks are independent. 50 to 100 KB in flight per SM are faster than more bytes, which
-    only queue in the memory system. For experts' rows, twice the threads and the largest number of groups that
-    fits are faster: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. Without a table of
-        experts' rows, they are another 4 % faster.
+    Except for few rows, the choices are the fastest for 2^26 elements on an H200 (bfloat16 to NVFP4 with 128x4 scales;
+    widths 1,536 to 32,768). Few threads with many blocks each are faster than many threads with few blocks each,
+    because the instructions for a thread's blocks are independent. Keeping 50 to 100 KB in flight per SM is faster than
+    more, which would only queue in the memory system. For experts' rows, it is faster to double the threads and to use
+    as many groups as fit: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. Without a table of
+        experts' rows, the kernel is another 4 % faster.
 
     Raises:
         ValueError: No configuration fits; the message says why.
@@ -501,7 +502,7 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     doubled = [2**i for i in range(most_splits.bit_length())]
     if spec.reductions or spec.rows == "experts":
         return _fitting(spec, arch, pdl, doubled)
-    # Cut rows whose slices are independent: few rows then take less time, and many rows take the same time.
+    # Cut rows whose slices are independent: this makes few rows faster, and many rows take the same time.
     most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
     config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
     if isinstance(spec.fmt, FP4Format):

@@ -1,8 +1,9 @@
 """Dense numbering of the experts' rows in a buffer with padding.
 
 Expert ``e`` owns ``counts[e]`` rows from row ``offsets[e]`` on. Without ``offsets``, all experts own equally many rows
-of the buffer. Per expert, a table in shared memory contains the dense number of the first row, and the difference
-between the index of a row in the buffer and the row's dense number.
+of the buffer. The experts' rows are numbered consecutively, without the padding; this is a row's *dense number*. Per
+expert, a table in shared memory contains the dense number of the first row, and the difference between the index of a
+row in the buffer and the row's dense number.
 """
 
 from typing import NamedTuple

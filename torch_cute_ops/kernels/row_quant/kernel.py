@@ -117,7 +117,8 @@ class RowQuantKernel:
             may_alias=() if residual is None else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # TVM-FFI does not check this extent. A launch of no CTAs fails, as for overlapping tensors.
+            # TVM-FFI does not check this extent. If it is wrong, launch no CTAs, which fails, as for overlapping
+            # tensors.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
@@ -135,8 +136,8 @@ class RowQuantKernel:
         """Launch the kernel if ``allowed`` is 1. Otherwise launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
-        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one CTA
-        # alone would take 14 µs to zero it (H200, width 7,168).
+        # A CTA gets a second row only when every CTA has one. Even a single row needs several CTAs, which zero the
+        # padding: one CTA alone would take 14 µs for it (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
             wanted = cutlass.max(wanted, WARP)
@@ -193,7 +194,8 @@ class RowQuantKernel:
         if const_expr(spec.rows != "experts"):
             self.rows.distribute(thread)
         smem = self._allocate(thread)
-        # The thread that initialises the barriers starts its group's copies at once; others wait for a CTA barrier.
+        # The thread that initialises the barriers immediately starts its group's copies; the other threads wait for a
+        # CTA barrier.
         early = const_expr(c.group_rows == 1)
         if tid == 0:
             self._init_barriers(smem)
@@ -207,7 +209,7 @@ class RowQuantKernel:
             thread.rows = smem.experts.total[0]
             self.rows.distribute(thread)
         elif const_expr(spec.rows == "experts"):
-            # Clip to the buffer.
+            # Clip the range of rows to the buffer.
             thread.first_row = cutlass.max(offsets[0], Int32(0))
             thread.rows = cutlass.max(
                 cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
@@ -274,8 +276,8 @@ class RowQuantKernel:
                 if const_expr(spec.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                 if const_expr(spec.fmt in (FP8_TOKEN, FP8_BLOCK128)):
-                    # Rows that share a warp recompute their amax together; a row that does not need it gets the same
-                    # amax.
+                    # If several rows share a warp, all of them recompute their amax together. A row that did not need
+                    # it gets the same amax again.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -382,7 +384,7 @@ class RowQuantKernel:
         values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
         if spec.source == "add":
             if c.has_short_block:
-                # Some threads have read the half of a short block that other threads overwrite now
+                # Synchronise first: some threads have read the half of a short block that other threads overwrite now
                 # (``Rows._safe_block``).
                 cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
@@ -450,12 +452,13 @@ class RowQuantKernel:
         whole blocks.
 
         The two products differ by rounding, and they differ more if v · w overflows or is subnormal (weights are
-        assumed to be below 2^88). So the sum of squares ``total`` must be of ordinary magnitude, and so must the source
-        of the scales: the given ``scale`` of FP8, or ``other``, which is the row's amax or the number of its blocks of
-        unusual amax. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its
-        row. An element that is tiny compared to its own block gets code 0 either way, and a norm in bf16 or fp16 is too
-        coarse to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) ·
-        rstd is more exact. A block of zeros counts as unusual, so that its row takes longer.
+        assumed to be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude, and so must
+        the number from which scales are computed: the given ``scale`` of FP8, or the row's amax (``other``). With block
+        scales, ``other`` is instead the number of the row's blocks whose amax is unusual, which must be 0. NVFP4 needs
+        no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element that is
+        tiny compared to its own block gets code 0 either way, and a norm in bf16 or fp16 is too coarse to show the
+        difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is more exact. A
+        block of zeros counts as unusual, so that its row takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -468,7 +471,7 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Return True if an amax of products v · w is of ordinary magnitude."""
+        """Return True if the amax of a block of products v · w has an ordinary magnitude."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
@@ -496,7 +499,7 @@ class RowQuantKernel:
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
-        # An amax comes last.
+        # If one of the values is an amax, it is the last.
         num_sums = len(values) - c.spec.reduces_amax
         combine = [(lambda a, b: a + b) if i < num_sums else ptx.max_abs_nan for i in range(len(values))]
         values = [

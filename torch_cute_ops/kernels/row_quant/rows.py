@@ -32,7 +32,7 @@ def sync_group(config: Config, thread) -> None:
 
 
 class Rows:
-    """Row distribution and loads of one ``Config``. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
+    """Distribution of rows over groups, and loads of rows. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config, scales: FP4Scales):
         self.config, self.scales = config, scales
@@ -42,7 +42,7 @@ class Rows:
 
     @cute.jit
     def distribute(self, thread):
-        """Distribute the rows over the walkers: quads first, then single rows; see ``row_at``."""
+        """Distribute the rows over the walkers (see ``Thread``): first quads, then single rows."""
         c = self.config
         thread.quads = Int32(0)
         thread.quad_iterations = Int32(0)
@@ -117,7 +117,7 @@ class Rows:
         return row + cute.assume(thread.first_block * self.config.spec.block_elements, divby=16)
 
     def input_row(self, i: int, row, thread) -> cute.Pointer:
-        """Return the i-th row in global memory of a row of values."""
+        """Return the address in global memory of the i-th input row of a row of values."""
         spec = self.config.spec
         tensor = thread.residual if spec.source == "add" and i == 1 else thread.input
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
@@ -217,7 +217,7 @@ class Rows:
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):
-        """Write the thread's j-th block into a row in shared memory, which is stored in bulk later."""
+        """Write the thread's j-th block into a row in shared memory, which a bulk copy stores later."""
         c = self.config
         block = thread.column + j * c.threads_per_row
         layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))

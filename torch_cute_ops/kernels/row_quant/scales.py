@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """Scale stores of one ``Config``. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
+    """Stores of FP4 block scales. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -50,7 +50,7 @@ class FP4Scales:
 
     @cute.jit
     def clear_quads(self, thread, smem):
-        """Zero the quads' buffers: no later store writes the padding."""
+        """Zero the quads' buffers, because no later store to them writes the bytes of padding."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(smem.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(thread.tid, words, thread.threads):

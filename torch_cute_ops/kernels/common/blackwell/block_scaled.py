@@ -66,8 +66,8 @@ class BlockScaledMma:
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return a tensor map with boxes of ``rows`` rows of a k tile.
 
-        ``codes`` is (rows, bytes), or (rows, bytes, experts); the last k tile of an expert ends where the expert's k
-        ends.
+        ``codes`` is (rows, bytes), or (rows, bytes, experts). The last k tile of an expert is cut off at the end of the
+        expert's range of k.
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
@@ -81,7 +81,7 @@ class BlockScaledMma:
         return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
-        """Return the matrix divided into boxes: (tiles of rows, k tiles), and experts."""
+        """Return the matrix divided into boxes, indexed by tile of rows, k tile and expert."""
         rank = len(map[1].shape)
         return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
 
@@ -100,7 +100,8 @@ class BlockScaledMma:
 
     @cute.jit
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
-        """Start the copies of up to ``count`` rows of scale tiles, in one thread. ``exist`` rows exist.
+        """Start the copies of up to ``count`` rows of scale tiles, in one thread. Rows from ``exist`` on do not exist
+        and are not copied.
 
         ``row_tile`` is the first tile along the rows. The function copies ``size`` bytes from each row of tiles,
         starting at tile ``first``.
@@ -121,10 +122,10 @@ class BlockScaledMma:
     def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
         """Write a k tile's linear scales, in the layout of tiles, to a stage that is ``empty``. One warp calls this.
 
-        A lane handles every 32nd row of each 128 rows; the words of these rows are adjacent in a tile.
+        A lane handles rows 32 apart in each group of 128 rows; the words of these four rows are adjacent in a tile.
 
         Args:
-            m_side, n_side: scales of each operand, first row of the lane, and number of existing rows.
+            m_side, n_side: for each operand: its scales, first row of the lane, and number of existing rows.
             first: first block of the k tile.
             blocks: number of blocks of a whole row.
         """
@@ -146,9 +147,9 @@ class BlockScaledMma:
         ptx.arrive_if(full, Uint32(lane == 0))
 
     def _load_scales(self, scales, row, rows, used: int, first, blocks) -> list:
-        """Return a k tile's scales of every 32nd of 128 rows, each as a list of words.
+        """Return a k tile's scales of every 32nd row of 128 rows, as a list of words per row.
 
-        Scales outside of the matrix are zero, and so are the scales of rows from ``used`` on.
+        Scales outside of the matrix, and scales of rows from ``used`` on, are returned as zero.
         """
         tiles = range(self.stage.scale_tiles)
         loaded = []
@@ -172,10 +173,11 @@ class BlockScaledMma:
             num_mmas: number of MMAs of the k tile.
             first_n: first row of the operand on the N side.
             adds: True if the first MMA adds to the accumulator.
-            phase: number of MMAs of the first scale tile that belong to the previous expert, or None if always 0.
+            phase: number of MMAs in the first scale tile that belong to the previous expert, or None if this number is
+                always 0.
         """
         c = self.stage
-        # With fewer rows than a scale tile has, the first row's position in the tile is a lane and a column.
+        # If the MMA has fewer rows than a scale tile, its first row may lie inside the tile, at some lane and column.
         lane, column = Uint32(0), Uint32(0)
         if const_expr(c.mma_n < MMA_M and not c.has_scale_loaders):
             first = first_n % MMA_M
@@ -247,7 +249,8 @@ class ScaleTiles(NamedTuple):
 
 
 class MmaState(NamedTuple):
-    """Position of the MMA thread in its pipelines: a stage, and a set of tensor-memory columns for scales."""
+    """Position of the MMA thread in its pipelines: current stage, and current set of tensor-memory columns for
+    scales."""
 
     stage: Int32
     parity: Int32
@@ -321,7 +324,7 @@ class BlockScaledKernel:
 
     @cute.jit
     def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
-        """Set up the CTA, and run the role of the thread's warp.
+        """Set up the CTA, and run the code of the warp's role.
 
         All warps except the MMA warp first wait for the previous kernels.
 
@@ -369,8 +372,9 @@ class BlockScaledKernel:
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
         """Start the copies of a stage's tiled scales.
 
-        The stage's barrier expects all bytes of the stage. ``size`` is the number of bytes of each row of scale tiles,
-        from tile ``first`` on. With linear scales, the barrier expects the codes only.
+        With tiled scales, the stage's barrier expects all bytes of the stage. ``size`` bytes of each row of scale tiles
+        are copied, from tile ``first`` on. With linear scales, nothing is copied, and the barrier expects the codes
+        only.
         """
         stage = self.stage
         if const_expr(stage.has_scale_loaders):
@@ -391,8 +395,8 @@ class BlockScaledKernel:
     def _load_linear_scales_of_k_tile(
         self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
     ) -> tuple:
-        """Write a k tile's linear scales to the k tile's stage in the layout of tiles, if it is this scale-loader
-        warp's ``turn``.
+        """If it is this scale-loader warp's ``turn``, write a k tile's linear scales to the k tile's stage, in the
+        layout of tiles.
 
         The warps take turns, so that several k tiles are in flight.
 
@@ -412,11 +416,11 @@ class BlockScaledKernel:
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
-        """Issue the MMAs of a k tile, in the MMA thread, when the operands of the k tile and a set of columns for
-        scales are ready.
+        """Issue the MMAs of a k tile, in the MMA thread, after the operands have arrived and a set of columns for
+        scales is free.
 
-        Commits release the stage and the columns when the MMAs have ended. ``BlockScaledMma.multiply`` describes the
-        arguments from ``acc`` on.
+        The commits make the stage and the columns empty when the MMAs have ended. ``BlockScaledMma.multiply`` describes
+        the arguments from ``acc`` on.
 
         Returns:
             Next position in the pipelines.

@@ -1,4 +1,4 @@
-"""Host side of kernels with block-scaled ``tcgen05.mma``: a stage of operands, and the base of configurations. No
+"""Host side of kernels with block-scaled ``tcgen05.mma``: layout of a stage, and base class of configurations. No
 device code."""
 
 from collections.abc import Callable
@@ -39,7 +39,8 @@ class BlockScaledStage:
     Attributes:
         fmt, layout: format and scale layout of both operands.
         mma_n: rows of the operand on the N side: columns of the accumulator.
-        cta_group: number of CTAs of an MMA. Each CTA copies the codes of an equal part of the N side.
+        cta_group: number of CTAs that compute an MMA together. Each of them copies the codes of an equal number of rows
+            of the N side.
         spread: True if k tiles may begin in the middle of a scale tile.
     """
 
@@ -127,12 +128,12 @@ class BlockScaledConfig:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators in tensor memory. One accumulator is stored while the next accumulator is computed."""
+        """Number of accumulators in tensor memory. With two, one accumulator is stored while the next is computed."""
         raise NotImplementedError
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Number of barriers that say that an accumulator may be overwritten."""
+        """Number of barriers that signal that an accumulator may be overwritten."""
         raise NotImplementedError
 
     @property
@@ -183,7 +184,7 @@ Config = TypeVar("Config", bound=BlockScaledConfig)
 
 
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
-    """Return the configuration with the most stages that fits into an SM of ``arch``, or None if none fits.
+    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None.
 
     ``config`` returns the configuration with a given number of stages.
     """

@@ -1,7 +1,7 @@
 """``tcgen05`` instructions: tensor memory and tensor cores of data-center Blackwell, as PTX.
 
 One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). The operations are asynchronous.
-Copies of scales and MMAs of that thread execute in order, and ``commit`` makes an mbarrier signal when they have ended.
+Copies of scales and MMAs of this thread execute in order. ``commit`` makes an mbarrier signal when they have ended.
 (PTX ISA, "TensorCore 5th generation".)
 """
 
@@ -21,7 +21,7 @@ def operand_descriptor(address) -> Uint64:
     """Return the descriptor of an operand that starts at a shared-memory address: K-major rows of 128 bytes with the
     128-byte swizzle.
 
-    Eight rows take 1,024 bytes. Adding n to the address, a multiple of 32, skips the first n bytes of each row.
+    Eight rows take 1,024 bytes. If n is a multiple of 32, adding n to the address skips the first n bytes of each row.
     """
     return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
 
@@ -33,12 +33,12 @@ def scale_descriptor(address) -> Uint64:
 
 def _descriptor(address, stride: int) -> Uint64:
     start = Uint64(Uint32(address) >> 4)
-    # The hardware ignores the stride of the leading dimension if a row is one swizzle atom wide, or 16 bytes.
+    # The hardware ignores the stride of the leading dimension if a row is one swizzle atom, or 16 bytes, wide.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 
 def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) -> int:
-    """Return the descriptor of an MMA of ``rows`` x ``columns`` x 64 with e2m1 operands.
+    """Return the descriptor of an MMA with e2m1 operands whose M, N and K are ``rows``, ``columns`` and 64.
 
     The scales of both operands begin at byte ``scale_id`` of their words.
     """
@@ -90,7 +90,8 @@ def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> No
 def multiply(
     acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds``, with a scale per ``block`` elements of a row."""
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, with one scale per ``block`` elements of a
+    row."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
@@ -116,7 +117,7 @@ def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load(address, columns: int, *, loc=None, ip=None) -> list:
-    """Load this thread's row of some columns, as words. The words are valid after ``wait_for_loads``."""
+    """Load ``columns`` words of this thread's lane of tensor memory. The words are valid after ``wait_for_loads``."""
     result = llvm.StructType.get_literal([T.i32()] * columns)
     names = ", ".join(f"${i}" for i in range(columns))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"

@@ -35,8 +35,8 @@ class ColumnTerms(NamedTuple):
 class EpilogueOps:
     """Epilogue of a GEMM: loads alpha and the bias, and applies them.
 
-    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. The thread
-    finishes each sum with the function that ``finisher`` returns.
+    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. Then it
+    applies the epilogue to each accumulator with the function that ``finisher`` returns.
     """
 
     def __init__(self, epilogue: Epilogue):
@@ -58,7 +58,8 @@ class EpilogueOps:
         return alpha, TensorArg(DSL_DTYPES[self.epilogue.bias_dtype].__name__, *vector, align=16)
 
     def factor(self, alpha, expert=None) -> Float32 | None:
-        """Return the factor of all sums of a tile, or None without alpha or with an alpha per column."""
+        """Return the factor that all accumulators of a tile are multiplied by, or None without alpha or with an alpha
+        per column."""
         if self.epilogue.alpha not in ("one", "expert"):
             return None
         return alpha[0 if self.epilogue.alpha == "one" else expert]
@@ -75,7 +76,7 @@ class EpilogueOps:
         return ColumnTerms(*(load_terms(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
-        """Return the function that finishes sums in the columns of ``terms``.
+        """Return the function that applies the epilogue to accumulators of the columns of ``terms``.
 
         The function multiplies by ``scale``, a power of two, then applies alpha and bias. ``scale`` is for accumulators
         of decoded FP4 numbers (``kernels.common.fp4.codes.acc_scale``).
@@ -102,9 +103,9 @@ class EpilogueOps:
 def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:
     """Load neighbouring elements of a vector over the columns, or of an expert's vector, as fp32.
 
-    Elements that do not exist are zero. Large tiles of FP8 GEMMs are stored while MMAs run. ptxas does not overlap MMAs
-    with branches, so loads are predicated. Accumulators leave few registers in aligned groups of four: with loads of
-    four words, these tiles spilled.
+    Elements that do not exist are returned as zero. Large tiles of FP8 GEMMs are stored while MMAs run. ptxas does not
+    overlap MMAs with branches, so loads are predicated. They load single words: the accumulators leave few aligned
+    groups of four registers, and loads of four words made the kernels with these tiles spill.
     """
     if vector is None:
         return None
@@ -133,7 +134,7 @@ def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
 
 
 def factor_counts(factor):
-    """Return True if a pair of a token and an expert is computed: False for a factor of zero of either sign, True for
+    """Return True if a pair of a token and an expert is computed, given its factor. False for 0 and -0, True for
     NaN."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 

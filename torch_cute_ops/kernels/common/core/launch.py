@@ -1,9 +1,9 @@
 """Launches: refusing overlapping tensors, programmatic dependent launch, and the raster of a GEMM's tiles.
 
-The overlap check is host code, compiled into the launching function: about a hundred integer instructions, so that the
-fast path of a call does not look at addresses in Python. A refused call launches a grid of no CTAs. CUDA reports an
-error before anything runs, the compiled function raises, and the op's thorough checks then name the tensors that
-overlap.
+The overlap check is host code that is compiled into the launching function. It takes about a hundred integer
+instructions, and spares the fast path of a call from looking at addresses in Python. A refused call launches a grid of
+no CTAs. CUDA reports an error before anything runs, the compiled function raises, and the op's thorough checks then
+name the tensors that overlap.
 
 Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel released its dependents or
 ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The wait
@@ -12,7 +12,8 @@ a kernel's wait returns, and the kernel may read data that was complete before t
 writes nothing before its wait because the previous kernel may still read the memory.
 
 The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel,
-which does not touch that memory and itself waited. ``fp4_gated_experts`` zeroes the padding of scales that early.
+which does not touch this memory, and whose own wait has returned. For example, ``fp4_gated_experts`` zeroes the padding
+of scales before its wait.
 
 ``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
 previous launch writes is not static. For the same reason, the second kernel of an op may read the op's inputs before
@@ -79,7 +80,7 @@ def ctas_unless_overlapping(
 def ctas_if_adjacent(ctas: Int32, *stacks: cute.Tensor) -> Int32:
     """Return ``ctas``, or 0 if the matrices of a stack (E, rows, columns), in either order, are not adjacent in memory.
 
-    Call this function as ``ctas_unless_overlapping``, for kernels that read a stack as one matrix.
+    Call this function like ``ctas_unless_overlapping``, for kernels that read a stack as one matrix.
     """
     are_apart = Boolean(False)
     for stack in stacks:
@@ -146,7 +147,7 @@ def _rows_overlap(tensor: cute.Tensor) -> Boolean:
 
 
 def _are_same_view(a: _Memory, b: _Memory) -> Boolean:
-    # The stride of a single row means nothing.
+    # If a matrix has a single row, the row's stride is arbitrary.
     is_same_stride = (Int64(a.tensor.shape[0]) <= 1) | (_pitch(a.tensor) == _pitch(b.tensor))
     return (a.begin == b.begin) & is_same_stride
 
@@ -161,9 +162,9 @@ def _are_columns(a: _Memory, b: _Memory) -> Boolean:
 
 
 def pdl_start(pdl: bool) -> None:
-    """Wait for the previous kernels, then let the next kernel start, if launches are programmatic (``pdl``).
+    """If ``pdl``, wait for the previous kernels, then let the next kernel start.
 
-    The next kernel then starts when all work except this kernel's is complete.
+    The next kernel then starts when the work of all kernels except this one is complete.
     """
     if pdl:
         cute.arch.griddepcontrol_wait()

@@ -24,7 +24,7 @@ RASTER_WIDTH: Final = 8
 
 
 class Fits(Protocol):
-    """A configuration that can say on which architectures it runs."""
+    """Configuration that reports which architectures it can run on."""
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Return the reason that this configuration cannot run on ``arch``, or None if it can."""
@@ -45,7 +45,7 @@ class PartialSums:
     Attributes:
         tile_m: number of rows, one per token.
         tile_n: number of columns, one per row of the weight.
-        split_n: number of the last columns whose k tiles are divided among several warps.
+        split_n: number of columns, at the end of the tile, whose k tiles are divided among several warps.
         warp_split_k: number of warps that divide the k tiles of these columns. Each warp stores its own partial sums.
     """
 
@@ -56,7 +56,7 @@ class PartialSums:
 
     @cached_property
     def pitch(self) -> int:
-        """Elements from one row to the next: all columns, and four more elements to avoid bank conflicts."""
+        """Elements from one row to the next: ``tile_n``, plus four elements to avoid bank conflicts."""
         return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
     @cached_property

@@ -105,8 +105,8 @@ def prefetch_argument() -> TensorArg:
 def prefetch(matrix: cute.Tensor, rank, count) -> None:
     """Prefetch every ``count``-th request of a matrix's first bytes into L2, from request ``rank`` on.
 
-    A GEMM of few rows calls this function where its own memory traffic ends, for the next launch. A converged warp
-    calls it. The matrix may be written at the same time.
+    A GEMM of few rows calls this function at the end of its own memory traffic, with a matrix that the next launch
+    reads. All lanes of a converged warp must call it. The matrix may be written at the same time.
     """
     rows, width = matrix.shape
     total = cutlass.min(Int64(rows) * width, Int64(PREFETCH_BYTES)).to(Int32)

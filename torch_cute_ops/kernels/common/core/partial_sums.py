@@ -45,7 +45,7 @@ def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, 
 
 
 def thread_columns(tile: PartialSums, threads: int, tid, first_column) -> tuple:
-    """Return the first column that a thread finishes when it reduces partial sums, and the number of columns.
+    """Return the first column that a thread reduces and stores, and the number of columns.
 
     The epilogue loads its terms for these columns before the cluster's barrier, so that the loads overlap the wait.
     """
@@ -69,8 +69,8 @@ def send_partial_sums(tile: PartialSums, split_k: int, threads: int, base, recei
 
     Args:
         tile: layout of the partial sums.
-        split_k: CTAs of the cluster.
-        threads: threads that send.
+        split_k: number of CTAs of the cluster.
+        threads: number of threads that send.
         base: this CTA's partial sums, as ``store_partial_sums`` stored them.
         received: destination in each CTA's shared memory, ``PartialSums.received_bytes``.
         barrier: mbarrier in each CTA that counts the received bytes.
@@ -89,9 +89,9 @@ def send_partial_sums(tile: PartialSums, split_k: int, threads: int, base, recei
 
 @cute.jit
 def reduce_received(tile: PartialSums, split_k: int, threads: int, finish: Finish, out, received, rank, tid, rows, *at):
-    """Add up received partial sums of this CTA's ``rows`` rows, finish them and store them in ``out``.
+    """Add up received partial sums of this CTA's ``rows`` rows, apply the epilogue and store the results in ``out``.
 
-    ``at`` are the last two arguments of ``reduce_partial_sums``: first row and first column of the tile.
+    ``at`` holds the last two arguments of ``reduce_partial_sums``: first row and first column of the tile.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, rows * width, threads):
@@ -106,7 +106,8 @@ def reduce_received(tile: PartialSums, split_k: int, threads: int, finish: Finis
 def reduce_partial_sums(
     tile: PartialSums, split_k: int, threads: int, finish: Finish, out, base, rank, tid, first_row, first_column
 ):
-    """Add up the partial sums of the ``split_k`` CTAs of the cluster, finish them and store them in ``out``.
+    """Add up the partial sums of the ``split_k`` CTAs of the cluster, apply the epilogue and store the results in
+    ``out``.
 
     Each CTA reduces every ``split_k``-th row. Its threads divide the columns as ``thread_columns`` says. The caller
     ensures that all partial sums are stored before the call and remain until all CTAs return. Without a
@@ -139,7 +140,7 @@ def _own_sums(tile: PartialSums, base, row, column) -> list:
 
 @cute.jit
 def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column):
-    """Finish and store four columns of a row."""
+    """Apply the epilogue to four columns of a row, and store them."""
     m, n = out.shape
     values = [finish(x, i) for i, x in enumerate(acc)]
     to_row, to_column = first_row + row, first_column + column
@@ -163,7 +164,8 @@ def _added(acc: list, sums: cute.Pointer, place) -> list:
 
 @cute.jit
 def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
-    """Send a warpgroup thread's accumulators to the same thread of the CTA of that rank (``add_accumulators``).
+    """Send a warpgroup thread's accumulators to the thread of the same index in CTA ``rank`` of the cluster, which
+    calls ``add_accumulators``.
 
     ``barrier`` in that CTA counts the bytes.
     """
@@ -175,7 +177,7 @@ def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
 
 @cute.jit
 def add_accumulators(acc: cute.Tensor, received, tid) -> None:
-    """Add received accumulators to a thread's own."""
+    """Add the received accumulators to this thread's accumulators."""
     for i in range_constexpr(cute.size(acc) // 4):
         own = [acc[4 * i + j] for j in range(4)]
         for j, total in enumerate(_added(own, _accumulators(received, i, tid), 0)):

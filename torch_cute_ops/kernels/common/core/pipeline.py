@@ -39,8 +39,8 @@ class Pipeline:
         """Initialise the mbarriers, in one thread.
 
         Args:
-            full: arrivals that complete a phase of a full barrier, copies' transactions aside.
-            empty: arrivals that complete a phase of an empty barrier.
+            full: number of arrivals that complete a phase of a full barrier, in addition to the bytes of copies.
+            empty: number of arrivals that complete a phase of an empty barrier.
         """
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full + stage, full)
@@ -97,9 +97,9 @@ def fence_async() -> None:
     """Order this thread's accesses to shared memory before later accesses by the async proxy (wgmma, bulk copies).
 
     The threads must synchronise after the fence. Then wgmma and bulk copies see this thread's stores, and bulk copies
-    do not overwrite data that it is still loading. Loads need the fence if their results are first used after the
-    barrier: on an H200, copies of data in L2 overtook such loads. (PTX ISA, "Memory Consistency Model": generic and
-    async proxy.)
+    do not overwrite data that the thread is still loading. Loads need the fence if their results are first used after
+    the barrier: on an H200, bulk copies whose source was in L2 overtook such loads. (PTX ISA, "Memory Consistency
+    Model": generic and async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -107,6 +107,7 @@ def fence_async() -> None:
 def fence_async_global() -> None:
     """Order this thread's accesses to global memory after earlier, or before later, bulk copies.
 
-    If threads synchronise with each other, both must fence: one before and one after the synchronisation.
+    If one thread's accesses must be ordered with another thread's bulk copies, both threads must fence: one before and
+    one after they synchronise.
     """
     cute.arch.fence_proxy("async.global")

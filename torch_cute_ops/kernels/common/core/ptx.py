@@ -41,7 +41,7 @@ def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
-    """Select four bytes as ``prmt`` does, by the four low nibbles of a word that is not constant."""
+    """Select four bytes as ``prmt`` does, by the four low nibbles of a run-time word."""
     return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
@@ -59,13 +59,13 @@ def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """Return ``a << count``. LLVM cannot move this shift before a mask."""
+    """Return ``a << count``. Unlike a plain shift, LLVM cannot move it before a mask."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
-    """Return ``a if condition else b``. Both are computed, and are of the same type."""
+    """Return ``a if condition else b``, without a branch: both values are computed. They have the same type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
     return type(a)(arith.select(*operands, loc=loc, ip=ip))
 
@@ -217,8 +217,9 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
 def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, loc=None, ip=None) -> list:
     """Return ``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times scales; ``c`` in fp32.
 
-    Scales are bytes of a word, the first one lowest: four of e4m3 for a row of 64 (``nvfp4``), or two of e8m0. Lanes
-    4 i and 4 i + 1 hold the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of column i of ``b``.
+    Scales are bytes of a word, the first scale in the lowest byte: four e4m3 scales per row of 64 elements (``nvfp4``),
+    or two e8m0 scales. Lanes 4 i and 4 i + 1 hold the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of
+    column i of ``b``.
     """
     kind = ("mxf4nvf4", "4X", "ue4m3") if nvfp4 else ("mxf4", "2X", "ue8m0")
     result = llvm.StructType.get_literal([T.f32()] * 4)
@@ -279,7 +280,8 @@ def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
 
 
 def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
-    """Pack fp32 values as narrow numbers into a word, element 0 lowest; two values become ``bits`` bits."""
+    """Convert fp32 values to narrow numbers and pack them into a word, element 0 lowest. Two numbers take ``bits``
+    bits."""
     pairs = range(len(values) // 2)
     registers = ", ".join(f"h{i}" for i in pairs)
     converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)
@@ -338,7 +340,7 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
     """Wait for the end of an mbarrier's phase with this parity, polling about every ``sleep`` nanoseconds.
 
     Only warps that run far ahead should sleep, because sleeping warps wake late. (``cute.arch.mbarrier_wait`` passes a
-    time limit, and ptxas then lets threads sleep, too: FP8 GEMMs were 1 to 6 % slower on an H200.)
+    time limit. ptxas then generates waits that sleep, and FP8 GEMMs were 1 to 6 % slower on an H200.)
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
@@ -351,7 +353,8 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Return True if an mbarrier's phase with this parity is over. Stores before its end are then visible."""
+    """Return True if an mbarrier's phase with this parity is over. Stores that were made before the end of the phase
+    are then visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
     return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)
@@ -367,11 +370,11 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=None) -> None:
-    """Arrive at the mbarrier of the cluster's CTA of that rank, if ``condition``.
+    """Arrive at the mbarrier of CTA ``rank`` of the cluster, if ``condition``.
 
-    If ``tells``, this thread's earlier stores are visible to threads that wait for the mbarrier, which costs a fence.
-    Otherwise they only know that this thread's loads are complete, as after CUTLASS's arrivals at barriers of other
-    CTAs. (By the letter of the memory model, that holds only in the thread's own CTA.)
+    If ``tells``, a fence makes this thread's earlier stores visible to threads that wait for the mbarrier. Otherwise
+    the arrival only tells them that this thread's loads are complete, as CUTLASS's arrivals at barriers of other CTAs
+    do. (Strictly, the memory model guarantees this only within the thread's own CTA.)
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
     order = ".release.cluster" if tells else ""
@@ -384,7 +387,7 @@ def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=N
 
 @dsl_user_op
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
-    """Exchange ``size`` bytes of shared memory with the cluster's CTA of that rank.
+    """Exchange ``size`` bytes of shared memory with CTA ``rank`` of the cluster.
 
     Arrive at this CTA's mbarrier, and make it expect the bytes that the other CTA sends. Start a bulk copy from ``own``
     to the same place in the other CTA, whose mbarrier counts the bytes.
@@ -402,7 +405,7 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
 
 @dsl_user_op
 def address_at(pointer, rank, *, loc=None, ip=None) -> Uint32:
-    """Return the address of the same place in the shared memory of the cluster's CTA of that rank."""
+    """Return the address of the same place in the shared memory of CTA ``rank`` of the cluster."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return _pure(Uint32, text, Uint32, pointer.toint(loc=loc, ip=ip), rank, loc=loc, ip=ip)
 
@@ -411,8 +414,8 @@ def address_at(pointer, rank, *, loc=None, ip=None) -> Uint32:
 def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -> None:
     """Store four words in another CTA of the cluster, ``offset`` bytes after an aligned ``address`` (``address_at``).
 
-    The mbarrier in that CTA with the address ``barrier`` counts the bytes. (With the DSL's ``store_async_dsmem``, the
-    addresses of many stores are computed first and held in registers.)
+    The mbarrier with the address ``barrier`` in the other CTA counts the bytes. (If the DSL's ``store_async_dsmem`` is
+    used instead, the addresses of many stores are computed first and held in registers.)
     """
     operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
     text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"
@@ -469,7 +472,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
     """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
 
-    The store is predicated: other stores would not be moved across a branch.
+    The store is predicated, because the compiler would not move other stores across a branch.
     """
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]

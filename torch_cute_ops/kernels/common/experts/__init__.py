@@ -1,1 +1,1 @@
-"""Which rows, tokens and columns belong to which expert."""
+"""Device code that finds the rows, tokens and columns of each expert."""

@@ -76,7 +76,7 @@ class ExpertChoice:
 
     @property
     def is_choice_looped(self) -> bool:
-        """True if a loop that is not unrolled chooses one expert per iteration, to save registers."""
+        """True if the loop that chooses one expert per iteration is not unrolled, to save registers."""
         return self.lane_keys > MAX_UNROLLED_KEYS or self.scores_groups_first
 
     @property
@@ -92,7 +92,8 @@ class ExpertChoice:
 
     @property
     def computes_softmax_first(self) -> bool:
-        """True if the choice, or the sum over all experts, needs the softmax before experts are chosen."""
+        """True if the softmax must be computed before experts are chosen, for the choice or for the sum over all
+        experts."""
         sums_all = not self.renormalize and (self.num_groups > 1 or self.is_choice_looped)
         return not self.is_sigmoid and (self.has_bias or sums_all)
 
@@ -114,15 +115,15 @@ ROWS_PER_CTA = 8192
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Static properties of the placement of pairs in rows. A *slot* is a token whose pairs name different experts, or a
-    single pair.
+    """Static properties of the assignment of pairs (a token and one of its experts) to rows. A *slot* is a token whose
+    pairs name different experts, or a single pair.
 
     Attributes:
         experts: number of experts.
         slot_pairs: number of pairs of a slot.
         batch: number of slots that a CTA processes at a time, a multiple of 32; a thread handles at most one pair.
         single_cta_slots: largest number of slots for a single CTA, at most ``batch``.
-        slots_per_cta: number of slots per CTA while SMs are still idle.
+        slots_per_cta: number of slots per CTA, as long as this gives no more CTAs than SMs.
         is_masked: True if all experts get the same number of rows, False if an expert gets as many rows as it needs.
     """
 
@@ -197,7 +198,7 @@ class SmemOffsets(NamedTuple):
         before: number of pairs of each expert before the batch.
         begins: first row of each expert, then the end of the last expert's rows.
         sizes: number of rows of each expert.
-        partial_sums: partial sums of each expert's counts: over the CTAs before this CTA, and over all CTAs.
+        partial_sums: partial sums of each expert's counts, over the CTAs before this CTA and over all CTAs.
         warps: one word per warp, for the running sum.
         end: total size.
     """
@@ -225,7 +226,7 @@ class TokenListLayout:
     Attributes:
         token_block: number of tokens of a token block.
         tile_m: number of tokens of an m tile; a list holds whole m tiles.
-        k_tiles: number of k tiles of a token, if the list holds the activations too; otherwise 0.
+        k_tiles: number of k tiles of a token if the list also holds the activations, otherwise 0.
         token_bytes: bytes of a token in a k tile of rearranged activations.
     """
 

@@ -1,22 +1,23 @@
-"""Choose the experts of tokens, give pairs of a token and an expert their rows, and load the words of a token.
+"""Choice of the experts of tokens, assignment of pairs of a token and an expert to rows, and loads of a token's words.
 
-``ExpertChooser``: a warp chooses the experts of one token. Scores become keys, 32-bit integers in the same order. Each
-lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole lanes. If the number of
-groups is not a power of two, a lane may need up to 60 keys. Then a separate pass scores the groups, and all lanes hold
-the same number of keys. ``topk`` times, the warp picks the largest key, the first if several are equal, by two
-warp-wide reductions. With more than 16 keys per lane, this loop is not unrolled.
+``ExpertChooser``: a warp chooses the experts of one token. Scores are converted to keys: 32-bit integers in the same
+order. Each lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole lanes. If the
+number of groups is not a power of two, a lane may need up to 60 keys. Then a separate pass scores the groups, and all
+lanes hold the same number of keys. ``topk`` times, the warp finds the largest key by two warp-wide reductions; of equal
+keys it takes the first. With more than 16 keys per lane, this loop is not unrolled.
 
 ``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
 same expert. A CTA processes its slots (tokens, or single pairs) in batches. Each pair sets a bit of a bitmap (experts x
-slots) in shared memory, and a rank is a population count. So no result depends on the order of events.
+slots) in shared memory, and a rank is a population count. Therefore no result depends on the order in which threads
+run.
 
 - Few slots: one CTA does all the work, in one launch.
 - Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs per
     expert in a workspace. Each CTA of a second kernel takes the same slots, adds up the counts of all earlier CTAs and
     the counts of all CTAs, and gives each pair its row.
 
-Each expert's rows begin at the running sum of the rounded-up counts of earlier experts; if masked, at equal distances.
-The CTAs divide the rows without a pair among themselves and set them to -1.
+Each expert's rows begin at the running sum of the rounded-up counts of earlier experts, or in the masked layout at
+equal distances. The CTAs divide the rows without a pair among themselves and set them to -1.
 """
 
 import itertools
@@ -52,7 +53,7 @@ TINY = 1e-20
 
 
 class ExpertChooser:
-    """Device code of one ``ExpertChoice``."""
+    """Device code that chooses experts as an ``ExpertChoice`` describes."""
 
     def __init__(self, choice: ExpertChoice):
         self.choice = choice
@@ -104,7 +105,7 @@ class ExpertChooser:
                     largest = _value_of(best)
                     if const_expr(not c.renormalize):
                         for key in keys:
-                            # Keys of no expert add zero.
+                            # Keys that stand for no expert add zero.
                             total = total + _exp(_value_of(key) - largest)
                 first = Int32(c.experts)
                 for expert, key in zip(reversed(experts), reversed(keys), strict=True):
@@ -114,7 +115,8 @@ class ExpertChooser:
                 own = ptx.select(lane == j, first, own)
         value = self._logit(logits, token, own)
         if const_expr(c.computes_softmax_first and c.renormalize):
-            # The chosen experts need not include the largest logit, from which the weights of all could round to zero.
+            # Subtract the largest chosen logit: the largest of all logits may not be chosen, and relative to it all
+            # chosen weights could round to zero.
             largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
@@ -167,7 +169,7 @@ class ExpertChooser:
 
     @cute.jit
     def _softmax_terms(self, token, logits, lane):
-        """Return the largest logit, and the sum over all experts of exponentials of the differences to it."""
+        """Return the largest logit, and the sum over all experts of ``exp(logit - largest)``."""
         c = self.choice
         each = -(-c.experts // WARP)
         largest = Uint32(0)
@@ -272,13 +274,13 @@ def _key_of(value: Float32) -> Uint32:
 
 
 def _value_of(key: Uint32) -> Float32:
-    """Return the number of a key: minus infinity for NaN and for no expert."""
+    """Return the number that a key stands for: minus infinity for NaN and for a key of no expert."""
     bits = ptx.select(key >> 31 != Uint32(0), key & Uint32(0x7FFFFFFF), ~key)
     return ptx.select(key > Uint32(NAN_KEY), ptx.float_of(bits), Float32(-math.inf))
 
 
 def _select(condition, a, b):
-    """Return ``ptx.select``, or its result for a condition that is known in the trace."""
+    """Return ``a`` or ``b``, by ``ptx.select`` unless the condition is a constant of the trace."""
     if isinstance(condition, bool):
         return a if condition else b
     return ptx.select(condition, a, b)
@@ -307,7 +309,7 @@ def _sigmoid(value: Float32) -> Float32:
 
 
 class Thread(NamedTuple):
-    """Place of a thread in the grid, and the slots of the thread's CTA: ``first`` up to ``last``."""
+    """Index of a thread and of its CTA, and the range of the CTA's slots: from ``first`` to before ``last``."""
 
     tid: Int32
     lane: Int32
@@ -369,8 +371,8 @@ class ExpertPlacer:
         }
 
     def take_batch(self, batch, inputs, thread: Thread, smem: Smem):
-        """Set the bits of the batch that begins at slot ``batch``, synchronise, and rank the thread's pair of the
-        batch.
+        """Set the bits of the batch that begins at slot ``batch``, synchronise, and compute the rank of the thread's
+        pair.
 
         All threads of the CTA call it. ``inputs`` are the values that the subclass passed to ``launch``.
 
@@ -427,7 +429,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def place_in_single_cta(self, slots: Int32, inputs, expanded, rows, row_multiple: Int32):
-        """Place all pairs of a single batch with one CTA."""
+        """Give all pairs of a single batch their rows, with one CTA."""
         thread, smem = self._begin(slots), self._allocate()
         self._clear(thread, smem)
         expert, rank = self.take_batch(thread.first, inputs, thread, smem)
@@ -438,7 +440,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def rank_pairs(self, slots: Int32, inputs, expanded, workspace):
-        """Store the rank of each pair in its CTA, and the CTA's count of each expert."""
+        """Store each pair's rank among the CTA's pairs, and the CTA's number of pairs per expert."""
         placement = self.placement
         thread, smem = self._begin(slots), self._allocate()
         ranks = self.flat(expanded)
@@ -603,7 +605,8 @@ class ExpertPlacer:
 
     @cute.jit
     def _store_row(self, pair, expert, rank, expanded, rows, row_multiple, smem):
-        """Store a pair's row, or -1 if the pair lacks an expert or the expert lacks room; store the row's pair."""
+        """Store a pair's row, and the row's pair. If the pair has no expert or the expert has no free row, store -1 as
+        the pair's row."""
         permuted = rows.permuted
         known = expert
         if const_expr(self.may_lack_experts):

@@ -1,7 +1,7 @@
-"""Search of the expert that owns a number, and running sums, by the threads of a warp or a CTA.
+"""Search for the expert that owns an index, such as a row, and running sums, by the threads of a warp or a CTA.
 
-Each expert owns the numbers from its start, in a table in shared memory, to the next expert's start. A table has room
-for ``layouts.table_experts`` experts.
+A table in shared memory contains the start of each expert. An expert owns the indices from its start to before the next
+expert's start. A table has room for ``layouts.table_experts`` experts.
 """
 
 import cutlass.cute as cute
@@ -38,7 +38,8 @@ def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
 
 
 def expert_by_votes(starts: cute.Tensor, number, lane, max_experts: int) -> Int32:
-    """Return the last expert that starts at or before ``number``, which is equal in the whole warp. Takes two loads.
+    """Return the last expert that starts at or before ``number``, which is equal in all lanes of the warp. Takes two
+    loads.
 
     ``max_experts``: number of experts for which the table has room.
     """
@@ -51,7 +52,8 @@ def expert_by_votes(starts: cute.Tensor, number, lane, max_experts: int) -> Int3
 
 
 def expert_by_bisection(starts: cute.Tensor, number, max_experts: int) -> Int32:
-    """Return the last expert that starts at or before a thread's own ``number``. Takes nine dependent loads, or ten.
+    """Return the last expert that starts at or before ``number``, which may differ between threads. Takes nine or ten
+    dependent loads.
 
     ``max_experts``: number of experts for which the table has room.
     """

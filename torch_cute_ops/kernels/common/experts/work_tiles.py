@@ -35,7 +35,7 @@ from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_R
 
 
 class TokenLists(NamedTuple):
-    """Lists in the workspace, each tensor contiguous over all token blocks.
+    """Lists of all token blocks in the workspace. Each tensor is contiguous.
 
     Attributes:
         activations: uint8, rearranged activations.
@@ -83,7 +83,7 @@ class TokenLister:
 
     @cute.jit
     def list_tokens(self, factors, lists, block_index, expert, experts, m, number_of):
-        """List the tokens as pairs of ``number_of(token)`` and their factors.
+        """List the expert's tokens as pairs: ``number_of(token)`` and the token's factor.
 
         Returns:
             Tensor in shared memory with the indices of the tokens in the token block, and the number of tokens.
@@ -199,7 +199,7 @@ class ExpertMTiles:
     def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
         self.max_experts = max_experts
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
-        # Number of counts that share a register: a lane lists 16 or 32 experts, and counts are at most 512.
+        # Number of counts packed into one register. A lane lists 16 or 32 experts; counts are at most 512.
         self.packed = 1 if max_experts <= USUAL_EXPERTS else 2
 
     def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
@@ -213,7 +213,7 @@ class ExpertMTiles:
         return lists, at + m_tile_list_bytes(most) // 4
 
     def list_in_cta(self, *arguments, waits: bool) -> None:
-        """Call ``gather``, after a wait for the kernel that lists tokens if ``waits``."""
+        """Call ``gather``; if ``waits``, first wait for the kernel that lists tokens."""
         if waits:
             cute.arch.griddepcontrol_wait()
         self.gather(*arguments)

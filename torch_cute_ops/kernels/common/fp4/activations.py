@@ -1,10 +1,10 @@
 """Activations rearranged for MMAs with an FP4 weight, and decoded if they are in FP4.
 
-A lane reads the weight's codes as they lie in memory and decodes eight at a time into pairs
-(``kernels.common.fp4.codes``). The MMAs therefore see the elements of k in another order, and the activations are
-brought into the same order. Four lanes of a warp, a *quad*, share a row of an operand: quarter ``q`` of its k tile (256
-or 128 elements) belongs to lane ``q`` of the quad. A *k group* is eight elements of each quarter. Two k16 steps of an
-MMA multiply a k group:
+A lane reads the weight's codes in memory order and decodes eight codes at a time into pairs
+(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k, so the activations
+are brought into the same order. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the quad owns
+quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements of each quarter. Two k16
+steps of an MMA multiply a k group:
 
     step = 2 · k_group + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
@@ -45,10 +45,10 @@ K_GROUP_BYTES: Final = 64  # bytes of a k group of a token, rearranged
 
 
 class Activations:
-    """A matrix of activations. A thread rearranges one k group of one token.
+    """Device code that rearranges a matrix of activations. A thread handles one k group of one token at a time.
 
     Attributes:
-        config: format of the activations.
+        config: formats of the activations before and after they are rearranged.
         k_groups: k groups of a k tile.
         spread: True if k tiles may begin in the middle of a scale tile.
         apart: distance in lanes between neighbouring k groups of a token, if activations are quantised.
@@ -112,11 +112,11 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Return the number of elements before a token's row, of ``k`` elements or of gate and up."""
+        """Return the number of elements before a token's row; a row has ``k`` elements, or 2 ``k`` with gate and up."""
         return Int64(token) * (a.shape[1] if self.config.prologue_gate else k)
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
-        """Return the addresses of 16-bit elements at ``offset``: one in a row, or one in gate and one in up."""
+        """Return the addresses of 16-bit elements at ``offset`` in a row: one address, or one in gate and one in up."""
         at = a.iterator + cute.assume(offset, divby=8)
         return [at, at + cute.assume(k, divby=8)] if self.config.prologue_gate else [at]
 
@@ -125,7 +125,7 @@ class Activations:
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
     def gated(self, loaded: list) -> list:
-        """Return eight packed 16-bit elements, gated with ``prologue_gate``, as ``kernels.row_quant`` computes it.
+        """Return eight packed 16-bit elements. With ``prologue_gate``, they are gated as in ``kernels.row_quant``.
 
         ``loaded`` is a result of ``words``.
         """
@@ -181,8 +181,8 @@ class Activations:
     def store_row(self, quarters: list, k_group, base: cute.Pointer) -> None:
         """Convert a k group and store it in a k tile of one token, contiguous from ``base`` on.
 
-        For ``copy_rows``, the lines are stored as in the first row of an atom. For mma.sync, k groups follow each
-        other, for a pitch of an odd number of k groups.
+        For ``copy_rows``, lines of 128 bytes are stored as in the first row of an atom. For mma.sync, k groups follow
+        each other, and the tokens' pitch must be an odd number of k groups.
         """
         words = [self._converted(quarter) for quarter in quarters]
         if not self.config.by_warp:

@@ -1,14 +1,16 @@
 """FP4 codes on the device: decoded to operands of MMAs, and encoded from fp32.
 
-**Decoding** 8 codes for 16-bit MMAs, scale included, takes 14 to 21 instructions. The bits of a code are moved to bits
-of a 16-bit number, which is then the code's value times a power of two. The number is multiplied by the block's scale,
-also a 16-bit number. The product is the true value times ``DECODED_SCALE``. At the end, the accumulators are divided by
-``DECODED_SCALE``. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
+**Decoding** 8 codes for 16-bit MMAs takes 14 to 21 instructions, including the multiplication by the scale. The bits of
+a code are moved into a 16-bit number, which is then the code's value times a power of two. The number is multiplied by
+the block's scale, also a 16-bit number. The product is the true value times ``DECODED_SCALE``. At the end, the
+accumulators are divided by ``DECODED_SCALE``. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
 
-- float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
-  scale times 2^6 gives the number times 2^-8, at least 2^-18. Subnormals of float16 reach down to 2^-24.
-- bfloat16, NVFP4: e2m1 · 2^-126; the scale times 2^118.
-- bfloat16, MXFP4: e2m1 · 2^-126, times 2^126, then times the scale: ue8m0 needs bfloat16's whole range of exponents.
+- float16, NVFP4: the bits of a code (one sign, two exponent, one mantissa bit) fit into the high byte of a float16,
+  which then has the value e2m1 · 2^-14. The scale is multiplied by 2^6, so the product is the true value times 2^-8, at
+  least 2^-18. Subnormals of float16 reach down to 2^-24.
+- bfloat16, NVFP4: the bits give e2m1 · 2^-126, and the scale is multiplied by 2^118.
+- bfloat16, MXFP4: the bits give e2m1 · 2^-126. They are multiplied by 2^126, and then by the scale, because a ue8m0
+  scale needs bfloat16's whole range of exponents.
 
 A shift and a mask move two codes of a word at once. These two codes form a pair; activations are paired in the same
 way. ``e4m3_words`` decodes to FP8, without scales.
@@ -16,14 +18,16 @@ way. ``e4m3_words`` decodes to FP8, without scales.
 **Encoding** rounds to nearest even, saturates, and keeps the sign of zero. ``sm_100`` and later offer
 ``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` lacks an instruction for e2m1, so the rounding is built from the e2m1
 boundaries, 0.25 0.75 1.25 1.75 2.5 3.5 5. A tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75
-and 3.5. The significand distinguishes the two kinds: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up". Hence:
+and 3.5. The significand of the boundary distinguishes the two cases: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up". The
+code is computed in four steps:
 
 1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp exactly if its significand is above 1/0.7 ≈ 1.43, and the
    product with ``1 - 2^-24`` moves every value down by one ulp. After both, values with a low significand are one ulp
-   lower and values with a high significand are unchanged. The comparison with each of the seven boundaries then becomes
-   "at or above", and cutting off low bits no longer changes a result.
+   lower and values with a high significand are unchanged. For each of the seven boundaries, the value then rounds up
+   exactly if it is at or above the boundary, so that truncating low bits no longer changes a result.
 2. The same product scales by 2^-14, so that 1.0 falls on the smallest normal fp16, and subnormals of fp16 give e2m1's
-   even spacing below 1. Two values are truncated into one register: from here on, an instruction serves two elements.
+   even spacing below 1. Two values are truncated to fp16 and packed into one register, so that each later instruction
+   handles two elements.
 3. ``min(|p|, 6)`` saturates; adding half a code step rounds; the code is then bits 11..9 of each half, the sign bit 15.
 4. Byte permutes and masks gather the nibbles.
 
@@ -57,7 +61,7 @@ _HALF_STEP = 0x01010101  # half a code step, in the high byte of each fp16
 
 
 def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
-    """Return the factor from accumulators of decoded numbers to true sums.
+    """Return the factor by which accumulators of decoded numbers are multiplied to get the true sums.
 
     ``decodes_both`` says whether activations are decoded, too.
     """
@@ -80,7 +84,8 @@ def scale_argument(
     if layout.is_linear:
         return TensorArg(dtype, (rows, blocks), (blocks, 1), align)
     tile = math.prod(layout.tile)
-    # TVM-FFI compares an extent with a stride only if they are equal; ``ctas_unless_overlapping`` compares these.
+    # TVM-FFI can only check that an extent equals a stride. ``ctas_unless_overlapping`` checks the strides of these
+    # tiles.
     pitch: Dim | int = Dim(f"{name}tile_pitch", divisibility=tile)
     columns: Dim | int = Dim(f"{name}tile_columns")
     if isinstance(blocks, int):
@@ -125,7 +130,8 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
 
 
 def pair_activations(words: list, dtype) -> list:
-    """Reorder four words with eight activations as ``decode`` pairs codes: two words per k16 step."""
+    """Reorder eight activations, in four words, in the order in which ``decode`` pairs codes: two words per k16
+    step."""
     a, b, c, d = words
     pairs = ((a, c), (b, d)) if dtype is BFloat16 else ((a, b), (c, d))
     return [ptx.prmt(x, y, selector) for x, y in pairs for selector in (0x5410, 0x7632)]
@@ -205,11 +211,11 @@ def _codes_in_bytes(values) -> tuple[Uint32, Uint32]:
 def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Float32]:
     """Return the e4m3 scale byte of a block and the factor that brings its values into e2m1's range.
 
-    ``byte = e4m3_satfinite(amax · g · fp32(1/6))``, NaN for a block that holds NaN or infinity; ``factor = g / scale``.
-    For a byte of zero or NaN, the factor is meaningless: see ``is_live_nvfp4``.
+    ``byte = e4m3_satfinite(amax · g · fp32(1/6))``, or NaN for a block that holds NaN or infinity; ``factor = g /
+    scale``. If the byte is zero or NaN, the factor is meaningless: see ``is_live_nvfp4``.
     """
     scaled = amax if global_scale is None else ptx.mul_rn(amax, global_scale)
-    # 0 · amax turns infinity, which would saturate, into NaN and changes nothing else.
+    # Adding 0 · amax turns an infinite amax, which would saturate, into NaN, and changes no other value.
     byte = ptx.e4m3_of(ptx.fma_rn(amax, Float32(0.0), ptx.mul_rn(scaled, Float32(1 / 6))))
     scale = ptx.float_of_e4m3(byte)
     # Division without div.rn's branch (Markstein 1990): one Newton step rounds 1 / scale correctly, because a scale
@@ -230,8 +236,9 @@ def is_live_nvfp4(byte: Uint32) -> Boolean:
 def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
     """Return the ue8m0 scale byte of a block and the factor that brings its values into e2m1's range.
 
-    ``2^ceil(log2(amax / 6))`` from the bits of ``amax``: 6 = 1.5 · 2^2, so the exponent is the exponent of amax minus
-    2, plus 1 if the significand exceeds 1.5. NaN for a block that holds NaN or infinity.
+    The scale ``2^ceil(log2(amax / 6))`` is computed from the bits of ``amax``. Since 6 = 1.5 · 2^2, its exponent is the
+    exponent of amax minus 2, plus 1 if the significand of amax exceeds 1.5. It is NaN for a block that holds NaN or
+    infinity.
     """
     bits = ptx.bits_of(amax)
     exponent = Int32((bits + Uint32(0x3FFFFF)) >> 23) - 2
@@ -255,9 +262,9 @@ def fp4_block(
         amax: largest magnitude of the block.
         global_scale: the matrix's global scale, or None.
         fmt: format of the block.
-        has_e2m1_cvt: True if the GPU can encode e2m1 by an instruction.
-        after: factor that values and ``amax`` are still to be multiplied by, or None.
-        part: number of given values, a multiple of 8, or None for the whole block.
+        has_e2m1_cvt: True if the GPU has an instruction that encodes e2m1.
+        after: factor by which values and ``amax`` must still be multiplied, or None.
+        part: number of values given, a multiple of 8, if they are only a part of the block; None for the whole block.
     """
     if after is not None:
         amax = ptx.mul_rn(amax, after)

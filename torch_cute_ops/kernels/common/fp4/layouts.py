@@ -43,8 +43,8 @@ class ActivationLayout:
         k_tile: elements of k that are rearranged together.
         prologue_gate: True if a row of ``a`` consists of gate and up, 2K 16-bit elements. A row of activations is then
             ``silu(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
-        prologue_quant: how 16-bit activations are first quantised to FP4 (see ``kernels.row_quant``), or None without
-            quantisation.
+        prologue_quant: description of the quantisation of 16-bit activations to FP4 (see ``kernels.row_quant``), or
+            None without quantisation.
     """
 
     a_dtype: torch.dtype
@@ -84,8 +84,8 @@ class WeightTile:
         fmt, layout: format and scale layout of the weight.
         tile_n: rows of the weight, a multiple of 8.
         k_tile: elements of k, 256 or 128.
-        spread: True if an expert's range of k may begin in the middle of a scale tile. (A weight tile's rows always may
-            begin there.)
+        spread: True if an expert's range of k may begin in the middle of a scale tile. (The rows of a weight tile may
+            always begin in the middle of a scale tile.)
     """
 
     fmt: FP4Format
@@ -96,7 +96,7 @@ class WeightTile:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of codes of a row: a cache line, or half of one."""
+        """Bytes of codes of a row: a cache line of 128 bytes, or half a line."""
         return self.k_tile // 2
 
     @cached_property
@@ -128,7 +128,7 @@ class WeightTile:
 
     @cached_property
     def reason_not_copied(self) -> str | None:
-        """Reason that a tensor map cannot copy the scales, or None if it can or is not needed."""
+        """Reason that a tensor map cannot copy the scales, or None if it can or if none is needed."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
             return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
         return None
@@ -157,7 +157,7 @@ class FP4Operands:
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
         prologue_gate: True if the activations are ``silu(gate) · up``, where gate and up are the two halves of each row
             of ``a``.
-        prologue_quant: how activations are first quantised to ``fmt``, or None without quantisation.
+        prologue_quant: description of the quantisation of the activations to ``fmt``, or None without quantisation.
     """
 
     a_dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""MMAs with an FP4 weight that lanes decode in registers: by a warp (mma.sync) or by a warpgroup (wgmma)."""
+"""MMAs, by a warp (mma.sync) or a warpgroup (wgmma), with an FP4 weight that lanes decode in registers."""
 
 from collections.abc import Callable
 from typing import Final
@@ -19,10 +19,10 @@ WORD_STEPS: Final = 2
 
 
 def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lane, acc: cute.Tensor, dtype) -> None:
-    """Multiply 16 rows of the weight with ``m`` tokens, over the two k16 steps of one word, and add to ``acc``.
+    """Multiply 16 rows of the weight by ``m`` tokens, over the two k16 steps of one word of codes, and add to ``acc``.
 
     Args:
-        pairs: the ``word``-th words of a lane's two rows, decoded (``WeightStages.pairs``).
+        pairs: the ``word``-th word of each of a lane's two rows, decoded (``WeightStages.pairs``).
         word: index of the word in the lane's quarter of a k tile.
         m: number of tokens, a multiple of 8.
         a_at: k tile of activations in shared memory, in the layout for mma.sync (``kernels.common.fp4.activations``).
@@ -146,7 +146,7 @@ class KTileMma:
         """Return the function that starts wgmmas with the stages of activations, or None for MMAs of warps."""
         if self.by_warp:
             return None
-        # All elements of a group of eight tokens, then the next group's
+        # All elements of a group of eight tokens come first, then all elements of the next group.
         return warpgroup_mma(self.dtype, self.tile_m, self.k_tile, self.stages, (1, 0, 2), activations)
 
     def multiply(
@@ -163,7 +163,7 @@ class KTileMma:
             part, parts: index of the range of the lane's words, and number of ranges.
             k_tile, stage: index of the k tile, and index of the stage of its activations.
             adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
-            rows: for each of the lane's two rows, the stage of the weight, the row in it, and the row of its scales.
+            rows: for each of the lane's two rows: stage of the weight, row in the stage, and row of the scales.
             lane: index in the warp.
             acc: accumulators, four per eight tokens.
             smem: object with the pointers ``codes``, ``scales`` and ``activations``.

@@ -1,12 +1,13 @@
-"""K tiles of an FP4 weight in stages of shared memory: copies to them, and loads by lanes.
+"""Copies of k tiles of an FP4 weight to stages in shared memory, and loads by lanes.
 
 A k tile is 256 elements of k of ``tile_n`` rows. The codes of a k tile are 128 bytes per row, which is a cache line,
 and one TMA box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the swizzle 64
-bytes.) Its scales are copied in bulk as whole tiles of 128 rows x 4 blocks, or, in the linear layout, as one TMA box.
+bytes.) The scales of a k tile are copied by bulk copies of whole tiles of 128 rows x 4 blocks, or, in the linear
+layout, as one TMA box.
 
 If k is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends.
 If a range is an odd number of half scale tiles (``WeightTile.spread``), experts begin alternately with the first and
-the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then touches up to one scale tile
+the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then spans up to one scale tile
 more.
 """
 
@@ -181,7 +182,7 @@ class WeightStages:
         self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
 
     def first_scale_row(self, n_tile) -> Any:
-        """Return the row of a stage's first scale tile at which the weight tile begins."""
+        """Return the index of the weight tile's first row within the stage's first scale tile."""
         return (
             0 if self.layout.is_linear or self.tile_n % SCALE_TILE_ROWS == 0 else n_tile * self.tile_n % SCALE_TILE_ROWS
         )
