@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # else torch's CuTe norm replaces the eager baselines
+os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # otherwise torch's CuTe norm replaces the eager baselines
 
 import argparse
 import contextlib
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for benchmark in benchmarks:
             warm_up(benchmark, benchmark.cases(options.sizes), device)
         if "host" in options.what:
-            with contextlib.suppress(Exception):  # an error is reported when host.main repeats it below
+            with contextlib.suppress(Exception):  # host.main below repeats the call and reports the error
                 host.calls(device, with_peers=False)
         for benchmark in benchmarks:
             good &= run_op(benchmark, options, device, peaks)

@@ -1,7 +1,8 @@
 """`python -m benchmarks blackwell`: modelled times of FP4 GEMMs by tcgen05 on a B200. Nothing is measured.
 
 No B200 was available. Shared memory, tensor memory and registers are read from the compiled kernels; clocks and times
-follow from data sheets: see `cost.py`, and the backends `fp4_tcgen05` and `fp4_tcgen05_experts`.
+are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05` and
+`fp4_tcgen05_experts`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Variant:
     Attributes:
         call: `call(i)` runs it on buffer set i and returns the outputs. The caller keeps them alive, so that sets never
             share memory.
-        bytes: Least number of bytes that a call of this implementation moves.
+        bytes: Smallest number of bytes that a call of this implementation must move.
     """
 
     call: Callable[[int], Any]
@@ -109,7 +109,7 @@ class Benchmark(ABC):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Return our other implementations, such as backends by name. `peer` creates them, also in runs without
+        """Return the names of our other implementations, such as backends. `peer` creates them, also in runs without
         peers."""
         return ()
 
@@ -154,7 +154,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return the targets, judged on measured rows."""
+        """Return the targets with the values that were measured."""
 
     @abstractmethod
     def panel(self, case: Case) -> str:
@@ -164,8 +164,8 @@ class Benchmark(ABC):
 def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Return the fraction of elements that differ, in the worst output.
 
-    Elements are e2m1 codes for packed `uint8`, and bytes for FP8. A bfloat16 differs if it is off by more than one ulp,
-    a float32 (a scale) if it is off by more than the rounding of a row sum.
+    Elements are e2m1 codes for packed `uint8`, and bytes for FP8. A bfloat16 number differs if its error exceeds one
+    ulp, a float32 number (a scale) if its error exceeds the rounding of a row sum.
     """
     worst = 0.0
     for a, b in zip(got, expected, strict=True):

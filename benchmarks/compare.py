@@ -52,7 +52,7 @@ class Line:
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Return the reason why the case needs a look, or an empty string."""
+        """Return the reason that a person should look at the case, or an empty string."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""
@@ -70,7 +70,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return a case per precision or way that is ours (bf16, for example, is not)."""
+    """Return a case for each precision or way that this package computes (not for bf16, for example)."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"
@@ -87,7 +87,7 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:
-    """Return the times of a row. `ways` are further variants that are ours."""
+    """Return the times of a row. `ways` names further variants that are our own implementations."""
     variants = row["variants"]
     others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
     return Times(variants["ours"]["us"], others, row["correct"] is not False)
@@ -99,7 +99,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def compared(name: str, old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> tuple[str, int]:
-    """Return the report of one op, and the number of its cases that need a look."""
+    """Return the report of one op, and the number of its cases that a person should look at."""
     before, after = cases_of(old), cases_of(new)
     lines = [Line(case, before[case], after[case]) for case in before if case in after]
     body = [

@@ -22,10 +22,10 @@ def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = (amax * (1 / 6)).clamp(max=E4M3_MAX)
     scale = torch.where(torch.isfinite(amax), scale, float("nan")).to(torch.float8_e4m3fn)
     decoded = scale.to(torch.float32)
-    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 for a zero block and for NaN
+    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 for a block of zeros or with NaN
     scaled = blocks * inverse.unsqueeze(-1)
     magnitude = scaled.abs().clamp(max=6.0)
-    # Round half to even on the grid of each binade: steps of 0.5 below 2, of 1 below 4, of 2 above.
+    # Round half to even, to multiples of 0.5 below 2, of 1 from 2 to 4, and of 2 above 4.
     code = torch.where(
         magnitude < 2,
         torch.round(magnitude * 2),
@@ -56,7 +56,7 @@ def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Packed e2m1 (M, K/2) and row-major block scales (M, K/16) → (M, K), exact in bfloat16 and wider."""
-    step = torch.arange(8, dtype=dtype, device=codes.device)  # computed, since a CUDA graph captures no upload
+    step = torch.arange(8, dtype=dtype, device=codes.device)  # a graph cannot capture an upload
     magnitudes = torch.where(step < 4, step / 2, torch.where(step < 6, step - 2, step * 2 - 8))
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256, device=codes.device)
@@ -169,7 +169,7 @@ def e4m3_quantize(
     amax = blocks.abs().amax(-1)
     scale = torch.where(torch.isfinite(amax), amax / E4M3_MAX, float("nan"))
     divisor = scale.unsqueeze(-1)
-    scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 for a zero block and for NaN
+    scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 for a block of zeros or with NaN
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
     return codes, scale.t().contiguous().t() if scale_layout == "column" else scale
 
@@ -213,7 +213,8 @@ def silu_mul_fp8quant(
 def choose_experts(
     logits: torch.Tensor, topk: int, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (M, topk) float32 and experts (M, topk) int64 of each token; ties in any order."""
+    """Return weights (M, topk) float32 and experts (M, topk) int64 of each token. Experts with equal scores are in any
+    order."""
     scores = logits.to(torch.float32).sigmoid()
     groups = scores.unflatten(1, (num_groups, -1))
     best = groups.topk(2, dim=2).values.sum(2).topk(topk_groups, dim=1).indices
@@ -241,7 +242,7 @@ def moe_route_ids(
     counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
     padded = (counts + alignment - 1) // alignment * alignment
     offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32)
-    firsts = offsets[:-1] - (counts.cumsum(0) - counts)  # an expert's first row, less the pairs before it
+    firsts = offsets[:-1] - (counts.cumsum(0) - counts)  # an expert's first row, minus the number of pairs before it
     row = torch.arange(tokens * topk, device=ids.device) + firsts[expert]
     rows = torch.full((rows_bound(tokens, topk, experts, alignment),), -1, dtype=torch.int32, device=ids.device)
     rows.scatter_(0, row, order.to(torch.int32))

@@ -101,7 +101,8 @@ def row_bytes(fmt: str, width: int) -> int:
 
 
 def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
-    """Return the smallest estimate of any backend; for bf16, the longer time of bytes and operations."""
+    """Estimate the time of a GEMM: the smallest estimate of any backend, or for bf16 the time of its bytes or of its
+    operations, whichever is longer."""
     activations, weight = OPERANDS[fmt]
     if weight is None:
         moved = 2 * (n * k + m * (n + k))
@@ -116,7 +117,7 @@ def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
 
 
 def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLAMA_70B, ranks: int = RANKS) -> Layer:
-    """Return the figures of a dense decoder layer for `tokens` tokens of all ranks."""
+    """Return the figures of a dense decoder layer, if all ranks together hold `tokens` tokens."""
     others = (ranks - 1) / ranks
     gathered = 2 * tokens * row_bytes(fmt, sizes.hidden) * others
     scattered = 2 * tokens * sizes.hidden * SUMS[sums] * others

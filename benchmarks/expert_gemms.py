@@ -1,4 +1,5 @@
-"""Base of the benchmarks of an expert layer's second GEMM: sizes, routings, bytes and operations of routed pairs."""
+"""Base class of the benchmarks of an expert layer's second GEMM: sizes, routings, and the bytes and operations of
+routed pairs."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tenso
 
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
-    """Return `alpha` (M, E), float32 on the CPU, equal in each call. `name` is a key of `SIZES[…]`.
+    """Return `alpha` (M, E), float32 on the CPU, with the same values in each call. `name` is a key of `SIZES[…]`.
 
     Factors are powers of two, so that products with bfloat16 activations are exact.
     """
@@ -95,7 +96,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"{super().panel(case)}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: `GemmProblem` does not know the routing, and estimates ---
+    # --- formulas: exact for a routing, which `GemmProblem` can only estimate ---
 
     def bytes_moved(self, case: Case) -> int:
         """Return the bytes of the touched experts' weights and the pairs' activations with their scales, `alpha`, and

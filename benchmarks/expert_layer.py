@@ -93,8 +93,8 @@ def run(
     settings: Settings,
     copy_tbps: float,
 ) -> None:
-    """Fill a row: time of each way in µs, its floor (weights of the experts in use at the copy rate), and reasons for
-    missing times."""
+    """Fill a row: time of each way in µs, lower bound of the time (reading the weights of the experts in use at the
+    copy rate), and reasons for missing times."""
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
     absent, size = row["absent"], {name: WAYS[name].expert_bytes(model) for name in names}
     flops = 6 * m * model.topk * model.intermediate * model.hidden
@@ -136,10 +136,12 @@ def faster(row: Mapping[str, Any]) -> float | None:
 
 
 def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: float) -> float:
-    """Return the time that `m` tokens with `moved` bytes of expert weights may take, from times with uniform routing.
+    """Return the longest acceptable time, in µs, for `m` tokens that read `moved` bytes of expert weights, from times
+    measured with uniform routing.
 
-    The longer of two estimates counts. The first estimate interpolates linearly over bytes between two measured numbers
-    of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. This estimate is for many tokens,
+    The result is the longer of two estimates. The first estimate interpolates linearly over bytes between two measured
+    numbers of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. This estimate is for many
+    tokens,
     which touch nearly all experts: with more tokens, the time grows and the bytes do not.
 
     Args:
@@ -295,7 +297,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
                 row, where = blank(MODELS[model], routing, m), f"{model}, {routing}, M = {m}"
                 try:
                     run(prepared, row, names, backend, l2_bytes, settings, peaks.copy_tbps)
-                except Exception as error:  # an error may show only at the end of the replays
+                except Exception as error:  # a CUDA error may be raised only at the end of the replays
                     row["absent"] |= {name: describe(error) for name in names if name not in row["absent"]}
                 result["rows"].append({"model": model, **row})
                 failed = "".join(f"\n    {name}: {why}" for name, why in row["absent"].items())

@@ -159,7 +159,8 @@ class Few(Way):
     activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        # `Few` shares the weights of the other implementations; only the second layers are concatenated.
+        # `Few` shares the weights of the other implementations, except that the experts' second layers are
+        # concatenated.
         own = QuantExperts(
             *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
         )
@@ -233,7 +234,7 @@ WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "ma
 
 
 def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
-    """Return the layer of the package. Its router is empty because the router's GEMM is not measured."""
+    """Return this package's `ExpertLayer`. Its router is empty because the router's GEMM is not measured."""
     router = torch.empty(model.experts, model.hidden, dtype=DTYPE, device=experts.down_proj.weight.device)
     return ExpertLayer(router, experts, model.topk, **model.scoring)
 
@@ -253,8 +254,8 @@ def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Return the requested implementations that are measured with `m` tokens: beyond `FEW_ROWS`, only the ones that do
-    not list routed pairs."""
+    """Return the requested implementations that are measured with `m` tokens. With more than `FEW_ROWS` tokens,
+    implementations that list routed pairs are left out."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names

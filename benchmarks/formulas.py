@@ -18,7 +18,8 @@ def fp4_bytes(rows: int, columns: int) -> int:
 
 
 def fp8_bytes(rows: int, columns: int, granularity: str) -> int:
-    """Return the bytes of FP8 data and float32 scales. The scale of granularity "tensor" is read and written."""
+    """Return the bytes of FP8 data and float32 scales. With granularity "tensor", the single scale is both read and
+    written."""
     if granularity == "tensor":
         return rows * columns + 2 * 4
     return rows * Operand(FP8_FORMATS[granularity]).row_bytes(columns)

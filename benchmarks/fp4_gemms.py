@@ -52,7 +52,7 @@ FP4_ACTIVATIONS_NOTE = "The peers have no FP4 activations on this GPU: theirs ar
 
 
 def best_fp4_peer(row: Row) -> float | None:
-    """Return the time in µs of the fastest FP4 peer with a right result."""
+    """Return the time in µs of the fastest FP4 peer with a correct result."""
     variants = [row["variants"][name] for name in FP4_PEERS if name in row["variants"]]
     return min((variant["us"] for variant in variants if variant["correct"] is not False), default=None)
 
@@ -171,7 +171,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         """Return the fraction of results that are off by more than one ulp and by more than 2^-8 of their root mean
         square.
 
-        The second bound allows partial sums that were rounded to bfloat16, as in cuBLAS.
+        The second bound allows for partial sums that are rounded to bfloat16, as in cuBLAS.
         """
         [result], [correct] = got, expected
         if result.shape != correct.shape or result.dtype != correct.dtype:
@@ -199,7 +199,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return marks for the time of "auto" over the time of our fastest backend."""
+        """Return marks for the ratio of the time of "auto" to the time of our fastest backend."""
         ways, over = self.ways, []
         for row in rows:
             times = [row["variants"][name]["us"] for name in ways if name in row["variants"]]

@@ -1,8 +1,8 @@
 """The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function of its operands, one per buffer set. It packs the weights in the peer's layout, outside of any
-timing, and returns `call(i)`, which writes `out` of set i, or a `str` with the reason why the peer is missing. An
-exception is a reason too (`runner.collect_variants`). Each peer is imported only when it runs.
+A peer is a function that takes operands, one `Operands` per buffer set. It packs the weights in the peer's layout,
+outside of any timing, and returns `call(i)`, which writes `out` of set i, or a `str` with the reason why the peer is
+missing. An exception is a reason too (`runner.collect_variants`). Each peer is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def humming_layers(
 ) -> tuple[list[Any], Any] | str:
     """Return a repacked humming layer per weight, and humming's tuning for M.
 
-    humming compiles one kernel per N, K and range of M; its heuristic selects the one for M.
+    humming compiles one kernel per N, K and range of M; its heuristic selects the kernel for M.
 
     Args:
         m, n, k: Sizes of the GEMM. With experts, M counts the rows of all experts.
@@ -104,7 +104,7 @@ def humming_layers(
         layer.load_from_tensors(dict(tensors))
         layer.transform()
         layers.append(layer)
-    # Otherwise the first call compiles the kernels for every range of M: 33.
+    # Otherwise the first call compiles the kernels of all 33 ranges of M.
     return layers, get_heuristics_config(layers[0].humming_config, shape_m=m, device=device, **grouping)
 
 
@@ -123,7 +123,7 @@ def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
         kernels[config.to_str(), json.dumps(tuning)] = None
 
     def compile_one(layer_and_tuning: tuple[str, str]) -> None:
-        with contextlib.suppress(Exception):  # it fails again in its case
+        with contextlib.suppress(Exception):  # it will fail again, and be reported, in its case
             HummingKernel.prepare_kernels(layer_and_tuning[0], None, layer_and_tuning[1], device)
 
     with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:

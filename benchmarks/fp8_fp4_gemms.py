@@ -125,7 +125,7 @@ def with_fp8_weight(variant: Variant | str) -> Variant | str:
 
 
 def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[float]:
-    """Return our time over the time with an FP8 weight, for the rows that `keep` selects."""
+    """Return the ratios of our time to the time with an FP8 weight, for the rows that `keep` selects."""
     return [
         row["variants"]["ours"]["us"] / row["variants"][FP8_WEIGHT]["us"]
         for row in rows
@@ -134,12 +134,12 @@ def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[flo
 
 
 def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a mark for the largest time over FP8's."""
+    """Return a mark for the largest ratio of a time to the time with an FP8 weight."""
     return at_most(f"{name}: time over that with FP8 weights", max(ratios, default=None), goal, " ×")
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a mark for the smallest rate over FP8's."""
+    """Return a mark for the smallest ratio of a rate to the rate with an FP8 weight."""
     return at_least(
         f"{name}: rate over that with FP8 weights", min((1 / ratio for ratio in ratios), default=None), goal, " ×"
     )

@@ -68,7 +68,7 @@ class FP8GemmBenchmark(GemmBenchmark):
         try:
             functions = [make(tensors) for tensors in sets]
             functions[0]()
-        except Exception as error:  # not on this GPU, or not in this torch
+        except Exception as error:  # not supported on this GPU, or by this torch
             return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
         return Variant(lambda i: (functions[i](),), self.bytes_moved(case), note, checked=not note)
 
@@ -93,7 +93,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- the check ---
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the fraction of elements that are off by more than a rounding and the loss of tensor cores."""
+        """Return the fraction of elements whose error exceeds a rounding plus the precision that tensor cores lose."""
         ((a,), (b,)) = got, expected
         if not b.numel():
             return 0.0
@@ -136,7 +136,7 @@ def rate(row: Row, name: str = "ours") -> float | None:
 
 
 def found(rows: Sequence[Row], **labels: Any) -> Row | None:
-    """Return the row with these sizes and choices, or None."""
+    """Return the measured row with these sizes and choices, or None."""
     for row in rows:
         if {**row["sizes"], **row["choices"]} == labels:
             return row

@@ -67,11 +67,11 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"I = {case['I']:,}, H = {case['H']:,}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: `GemmProblem` does not know the routing, and estimates ---
+    # --- formulas: exact for a routing, which `GemmProblem` can only estimate ---
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes of the touched experts' weights and the activations with their scales, the routing, and the
-        routed pairs' columns with their scales."""
+        """Return the bytes of the weights of experts that get tokens, of the activations, both with their scales, of
+        the routing, and of the routed pairs' columns with their scales."""
         problem, m, routed = self.problem(case), case["M"], self.routing_of(case)
         used, pairs = int(routed.any(0).sum()), int(routed.count_nonzero())
         read = used * 2 * case["I"] * problem.b.row_bytes(problem.k) + m * problem.a.row_bytes(problem.k)
@@ -178,7 +178,7 @@ class QuantisedGates(GatedExpertBenchmark):
         codes, scale = nvfp4_quantize(self.gated(tensors))
         routed = tensors["routing"] != 0
         y = torch.where(routed.repeat_interleave(case["I"] // 2, 1), codes, tensors["y"])
-        # In the tiled layout; a 1 marks a scale that is not written.
+        # Mask in the tiled layout; a 1 marks a scale that is not written.
         skipped = (~routed).repeat_interleave(case["I"] // 16, 1).to(torch.uint8)
         left = to_128x4(skipped.view(torch.float8_e4m3fn)).view(torch.uint8) != 0
         new = to_128x4(scale).view(torch.uint8)

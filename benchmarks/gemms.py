@@ -51,7 +51,7 @@ class GemmBenchmark(Benchmark):
         return self.problem(case).flops(case["M"])
 
     def smallest(self, case: Case) -> Case:
-        return case  # all sizes decide which kernel runs
+        return case  # the kernel depends on all sizes
 
     @abstractmethod
     def operands(self, case: Case, device: torch.device) -> Tensors:

@@ -2,9 +2,9 @@
 
 Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of calls is
 timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so the launch queue never
-fills. Variants take turns, round by round. The figure of a variant is the median over the chunks of a round, and of
-these medians the minimum over rounds: larger medians are noise of the machine. Garbage collection is off. Every figure
-includes the loop and a lambda, which "empty lambda" measures.
+fills. Variants take turns, round by round. The figure of a variant is the minimum over rounds of the median over a
+round's chunks, because larger medians are noise of the machine. Garbage collection is off. Every figure includes the
+loop and a lambda, which "empty lambda" measures.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure_host(
 
 
 def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return the calls to time, and the reason for each missing one. Ours run once before a peer is imported."""
+    """Return the calls to time, and the reason for each missing call. Our calls run once before a peer is imported."""
     op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
     add_op, add_function = torch.ops.cute.add_rmsnorm_fp4quant, torch_cute_ops.add_rmsnorm_fp4quant
     op_out, rms_norm = op.out, torch.nn.functional.rms_norm
@@ -131,7 +131,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
     if with_peers:
         try:
             from quack.rmsnorm import rmsnorm
-        except Exception as error:  # a peer that cannot be imported is only absent
+        except Exception as error:  # a peer that cannot be imported is reported as missing
             absent[QUACK] = f"{type(error).__name__}: {error}"
         else:
             timed[QUACK] = lambda: rmsnorm(x, w, eps=EPS)

@@ -2,7 +2,7 @@
 
 add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers with distinct weights,
 one after the other in a captured graph, with their true dependencies. Attention is left out: o reads the first elements
-of the result of qkv. The time of this chain matters to users, not the sum of the times of separate ops.
+of the result of qkv. The chain is measured because users wait for it, not for the sum of the times of separate ops.
 
 "gate apart" is W4A16 with a separate kernel for the gate at any number of rows. It is measured only if `--precisions`
 names it. humming, a peer, uses the weights of W4A16. humming and bf16 run with Inductor's norms and gates. (QuACK is
@@ -150,7 +150,7 @@ class Layer:
         return self.gate(rows)
 
     def down(self, rows: Tensor) -> Tensor:
-        """Apply the gate and the last GEMM to gate and up."""
+        """Apply the gate and the last GEMM to rows of gate and up."""
         return self.multiply("down", self.gated(rows))
 
     def quantised(self, rows: Tensor) -> Any:

@@ -66,7 +66,7 @@ class Size:
             vocab_size=self.vocabulary,
             max_position_embeddings=8192,
             attn_implementation=attention,
-            eos_token_id=None,  # a model with random weights would generate it at any place
+            eos_token_id=None,  # a model with random weights could generate it at any position
         )
 
 
@@ -84,9 +84,9 @@ MODELS = {
 def register_unmasked() -> None:
     """Register `UNMASKED` with transformers: attention by `scaled_dot_product_attention` without a mask.
 
-    Attention without a mask is correct if a prompt fills an empty cache, or if a token takes the last place of a cache.
-    With a mask, transformers 5.17 copies keys and values for each query head in every step: eight times the cache of a
-    70B model.
+    Attention without a mask is correct if a prompt fills an empty cache, or if the new token takes the last position of
+    the cache. With a mask, transformers 5.17 copies keys and values for each query head in every step: eight times the
+    cache of a 70B model.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -98,7 +98,7 @@ def build(label: str, config: Any, device: torch.device, merge: bool = True) -> 
     """Return the model in the precision `label`: bf16, or "scheme/activations"."""
     from torch_cute_ops.integrations.transformers import from_config
 
-    if label == BF16:  # every layer ignored: transformers' layers stay unchanged
+    if label == BF16:  # all layers are ignored, so transformers' layers stay unchanged
         return from_config(config, device=device, dtype=DTYPE, merge=False, ignore=("*",))
     scheme, _, activations = label.partition("/")
     return from_config(
@@ -132,7 +132,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class Context:
-    """A static cache with random keys and values in all places except the last.
+    """A static cache with random keys and values in all positions except the last.
 
     The layers' token counts are views of one tensor, so that one fill resets them all.
     """
@@ -153,13 +153,13 @@ class Context:
             each.values.normal_()
 
     def rewind(self) -> None:
-        """Make the last place free again."""
+        """Make the last position free again."""
         self.taken.fill_(self.length - 1)
 
 
 class DecodeStep:
-    """Decode step for the token at the last place of each sequence's context. Each call chooses the next tokens
-    greedily, and the next call puts them at the same place."""
+    """Decode step for the token at the last position of each sequence's context. Each call chooses the next tokens
+    greedily, and the next call puts them at the same position."""
 
     def __init__(self, model: Any, context: Context, batch: int) -> None:
         self.model, self.context = model, context

@@ -58,7 +58,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """Backend that runs calls without arguments and without capturing: earlier captured replays, or eager code."""
+    """Backend that runs functions without arguments, and captures nothing: the functions are replays of earlier
+    captures, or eager code."""
 
     backend: Backend
 
@@ -107,10 +108,10 @@ def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy by an elementwise kernel that reads and writes every word; it sets the ceiling.
+    """Copy by an elementwise kernel that reads and writes every word. Its speed is the ceiling.
 
-    `target.copy_(source)` is a memcpy, which the driver runs at 4.1 or 2.7 TB/s depending on the size (H200, driver
-    580: 85,983,232 bytes 42.1 µs, 85,985,280 bytes 63.9 µs; this kernel 42.5 µs for both).
+    `target.copy_(source)` is a memcpy, which the driver runs at 4.1 or 2.7 TB/s depending on the size. (H200, driver
+    580: 85,983,232 bytes take 42.1 µs, 85,985,280 bytes 63.9 µs; this kernel takes 42.5 µs for both.)
     """
     torch.add(source, 1, out=target)
 

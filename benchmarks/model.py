@@ -169,7 +169,8 @@ class Bench:
         return self.size.bf16_layers or (None,)
 
     def all_made(self, labels: Sequence[str], failed: dict[str, str]) -> dict[Any, Any]:
-        """Return the models that could be built, bf16 included, by label and layers (None: all)."""
+        """Return the models that could be built, including bf16, keyed by label and number of layers (None for all
+        layers)."""
         found = {}
         wanted = [(label, None) for label in labels] + [(BF16, layers) for layers in self.bf16_layers()]
         for label, layers in wanted:
@@ -247,7 +248,7 @@ class Bench:
                 continue
             with self.noting(label, failed):
                 model = self.made(label)
-                model.set_attn_implementation("sdpa")  # the cache is not full: its mask is needed
+                model.set_attn_implementation("sdpa")  # the cache is not full, so a mask is needed
                 try:
                     with self.counting("generate"):
                         variants[label] = self.generation(model, prompt)
@@ -259,7 +260,8 @@ class Bench:
         self.save()
 
     def generation(self, model: Any, prompt: Tensor) -> dict[str, Any]:
-        """Return the time per token (median of several generations) and the number of compiled graphs minus one."""
+        """Return the time per token (median of several generations), and the number of compiled graphs minus one, which
+        counts recompilations."""
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]

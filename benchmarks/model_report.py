@@ -17,7 +17,7 @@ def is_four_bit(label: str, activations: str) -> bool:
 
 
 def goal_of(row: Mapping[str, Any], label: str) -> float | None:
-    """Return the goal for bf16's time over the time of `label`, or None."""
+    """Return the goal for the speedup of `label` over bf16, or None."""
     if row["part"] == "prefill":
         if row["tokens"] != llama.TOKENS:
             return None
@@ -62,7 +62,7 @@ def marks(result: Mapping[str, Any]) -> list[Mark]:
 
 
 def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return bf16's time over the time of each other precision."""
+    """Return the speedup of each other precision over bf16."""
     times = {label: each["us"] for label, each in row["variants"].items()}
     return {label: times[BF16] / us for label, us in times.items() if label != BF16} if BF16 in times else {}
 

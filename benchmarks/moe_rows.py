@@ -1,4 +1,5 @@
-"""Base of the benchmarks of the ops around an expert layer's GEMMs: sizes, routings, buffer sets, marks."""
+"""Base classes of the benchmarks of the ops before, between and after an expert layer's GEMMs: sizes, routings, buffer
+sets, marks."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ SIZES = {
 
 @cache
 def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
-    """Return uniformly drawn experts of M tokens and the order of their rows, on the CPU, equal in each call."""
+    """Return uniformly drawn experts of M tokens and the order of their rows, on the CPU, with the same values in each
+    call."""
     generator = torch.Generator().manual_seed(m)
     ids = torch.rand(m, experts, generator=generator).topk(TOP, dim=1).indices
     names = ("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")

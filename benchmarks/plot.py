@@ -1,4 +1,5 @@
-"""Picture of one op's results: bandwidth against rows per panel, fraction of the copy, and time over the peers."""
+"""Picture of one op's results: per panel, bandwidth against rows; fraction of a copy's bandwidth; and peers' times
+relative to ours."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float
 
 
 def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: float | None) -> None:
-    """Draw the bandwidth of ours over a copy of equal bytes against the bytes moved, one line per panel."""
+    """Draw the ratio of our bandwidth to the bandwidth of a copy of as many bytes, against the bytes moved, one line
+    per panel."""
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
         colour = palette((index + 0.5) / len(panels))
@@ -107,7 +109,8 @@ def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | 
 
 
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Draw the time of each peer over ours against the bytes moved (GEMMs: the first size). Above 1, ours is faster."""
+    """Draw the ratio of each peer's time to ours against the bytes moved (GEMMs: against the first size). Above 1, ours
+    is faster."""
     every = [row for rows in panels.values() for row in rows]
     size = next(iter(every[0]["sizes"]))
     is_gemm = report.multiplies(every)

@@ -37,7 +37,7 @@ class PrologueGemm(FP4GemmBenchmark):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The op's backends, and the two equivalent ops."""
+        """Return the names of the op's backends, and of the two equivalent ops."""
         return (*super().ways, SEPARATE)
 
     def cases(self, sizes: str) -> list[Case]:

@@ -51,7 +51,7 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits and thousands separators; None is an en dash."""
+    """Format a number with `digits` significant digits and thousands separators; format None as an en dash."""
     if value is None:
         return "–"
     if value == 0:
@@ -66,7 +66,7 @@ def fraction(value: float | None) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by the last sizes, then by M; rows of one size keep their order."""
+    """Sort rows by their sizes, by the last size first and by M last; rows of equal sizes keep their order."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
 
 

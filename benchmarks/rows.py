@@ -53,7 +53,7 @@ ADD_NOTES = (
 
 
 def ratio(row: Row, over: str, under: str) -> float | None:
-    """Return the time of variant `over` / time of variant `under` in one row."""
+    """Return the time of variant `over` divided by the time of variant `under` in one row."""
     variants = row["variants"]
     return variants[over]["us"] / variants[under]["us"] if over in variants and under in variants else None
 
@@ -67,8 +67,8 @@ def rows_and_width(row: Row) -> tuple[int, int]:
 class RowBenchmark(Benchmark):
     """Benchmark of an op on M rows. Subclasses define bytes, arguments and targets.
 
-    The op is the function of that name in `torch_cute_ops`, its composition the function in `compositions`. Both take
-    the row tensors, then the weight, then keywords.
+    The op is the function with the benchmark's name in `torch_cute_ops`; its composition is the function with this name
+    in `compositions`. Both take the row tensors, then the weight, then keywords.
     """
 
     family = "row_quant"
@@ -103,7 +103,8 @@ class RowBenchmark(Benchmark):
     def cases(self, sizes: str) -> list[Case]:
         static = frozenset(self.least_over_inductor) | (STATIC if sizes != "marks" else frozenset())
         compiled = dict.fromkeys(DYNAMIC if sizes == "full" else (), "dynamic") | dict.fromkeys(static, "static")
-        # By width, the largest M first: a symbolic compile then tunes itself at the largest M it serves.
+        # For each width, run the largest M first: a compilation with a symbolic M then tunes itself at the largest M
+        # that it serves.
         ordered = sorted(SIZES[sizes], key=lambda size: (size[1], -size[0]))
         return [self.case(m, width, compiled.get((m, width), "")) for m, width in ordered]
 
@@ -122,9 +123,9 @@ class RowBenchmark(Benchmark):
 
     def make_inputs(self, case: Case, device: torch.device) -> Tensors:
         """Return the op's arguments by name; a scale argument is named "given"."""
-        # Repeated calls update the residual: r + n·x grows with n until x is less than half an ulp of it, at 256 to 512
-        # times |x| in bfloat16, and then stays. So rows remain ordinary random values after any number of replays (sums
-        # of squares are far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
+        # Repeated calls update the residual: r + n·x grows with n until x is less than half an ulp of the sum, at 256
+        # to 512 times |x| in bfloat16, and then stays. Rows thus remain ordinary random values after any number of
+        # replays (sums of squares are far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
         m, width = case["M"], case[self.width]
         tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
         if self.adds:
@@ -179,7 +180,7 @@ class RowBenchmark(Benchmark):
         if isinstance(norm, str):
             return norm
         m, h = case["M"], case[self.width]
-        matrices = 4 if self.adds else 2  # input and output; residual in and out
+        matrices = 4 if self.adds else 2  # input and output; with a residual, also its old and new values
         note = "residual and norm only" if self.adds else "norm only"
         return Variant(
             lambda i: norm(sets[i]["input"], sets[i]["weight"], EPS, sets[i].get("residual")),
@@ -217,7 +218,7 @@ class RowBenchmark(Benchmark):
         return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
     def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
-        """Return a mark: the largest time over QuACK's rmsnorm for M ≤ 128 at H = 7168."""
+        """Return a mark: the largest ratio of our time to the time of QuACK's rmsnorm for M ≤ 128 at H = 7168."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"

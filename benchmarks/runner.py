@@ -1,4 +1,4 @@
-"""Measure one op from its cases to rows: warm up, check, time, and relate to the ceilings."""
+"""Measure the cases of one op: warm up, check, time, and compare with the ceilings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def collect_variants(
 ) -> tuple[dict[str, Variant], dict[str, str]]:
     """Return the variants of this case, and the reason for each missing way and peer.
 
-    A peer that fails when it is made or on its first call is missing too: it must not end the run.
+    A peer that fails when it is created or on its first call is also reported as missing, so that it does not end the
+    run.
     """
     variants, absent = {"ours": benchmark.ours(case, sets)}, {}
     for name in (*benchmark.ways, *(benchmark.peers if with_peers else ())):
@@ -62,7 +63,7 @@ def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: d
     """Return the largest fraction of wrong elements of each variant that computes the op; empty if the case is too
     large.
 
-    Before each call, set 0 is restored, poisoned outputs included.
+    Before each call, buffer set 0 is restored, including the poison in its outputs.
     """
     dimensions = list(case.sizes.values())
     if dimensions[0] * dimensions[1] > benchmark.checked_elements:
@@ -98,7 +99,8 @@ def run_case(
     ceilings: Ceilings,
     with_peers: bool = True,
 ) -> Row:
-    """Measure one case. Times in µs, bandwidth in TB/s and rates in TFLOP/s by formula, fractions of the ceilings."""
+    """Measure one case. Return times in µs; bandwidth in TB/s and rates in TFLOP/s, computed by formula; and fractions
+    of the ceilings."""
     size, flops = benchmark.bytes_moved(case), benchmark.flops(case)
     n_variants = 2 + len(benchmark.ways) + (len(benchmark.peers) if with_peers else 0)
     how = plan(size, n_variants, l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)

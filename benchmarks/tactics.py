@@ -1,8 +1,8 @@
 """`python -m benchmarks tactics`: measured time and estimate of every tactic of a GEMM.
 
 The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
-`python -m torch_cute_ops tune`: `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are those of tuning:
-random, L2-cold, from a CUDA graph. Packed rows belong to random experts.
+`python -m torch_cute_ops tune`: `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are as in tuning:
+random operands, cold L2, calls replayed from a CUDA graph. Packed rows belong to random experts.
 """
 
 from __future__ import annotations

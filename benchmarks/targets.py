@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# --- ops that memory limits ---
+# --- ops whose speed is limited by memory bandwidth ---
 
 OF_COPY = 0.92
 """Smallest fraction of the bandwidth of a copy of equal bytes, from 2^26 elements on."""

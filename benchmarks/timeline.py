@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 def recorded(replay: Replay) -> list[Kernel]:
     """Return the kernels and copies of a replay, ordered by start."""
-    replay()  # uploads the graph
+    replay()  # not recorded: uploads the graph
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()
@@ -50,7 +50,7 @@ def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
     """Return the kernels of a repetition in the middle of a chain of ``repeats`` equal layers.
 
     The first element is the last kernel before that repetition. Times count from the start of the repetition's first
-    kernel. If the end of the first element is above 0, the two kernels overlap.
+    kernel. If the first element ends after time 0, the two kernels overlap.
 
     Raises:
         ValueError: if the kernels do not divide into ``repeats`` equal groups of at least one, or ``repeats`` is 1.

@@ -1,12 +1,12 @@
-"""Run NVIDIA's kernels, which are known to be right, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
+"""Run NVIDIA's kernels, which are known to be correct, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
 Results are compared bit for bit with float64, on inputs whose partial sums are exact. If the emulator's result of a
 kernel that works on a GPU differs, or the emulator reports a fault in the kernel, the emulator is wrong. ``--on-gpu``
 compares the emulator with this machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own
 Hopper kernels run (``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
-``--write`` saves the table. Each of three tables has its own page: CUTLASS's kernels without a GPU, CUTLASS's kernels
-on a GPU, and our kernels on a GPU.
+``--write`` saves the table. Three tables exist, each with its own page: CUTLASS's kernels without a GPU, CUTLASS's
+kernels on a GPU, and our kernels on a GPU.
 """
 
 import argparse
@@ -224,7 +224,7 @@ def revision(root: Path) -> str:
 
 
 def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
-    """Return the page with the table; ``kernels`` is its sentence on the kernels' origin and version."""
+    """Return the page with the table; ``kernels`` is the page's sentence on the origin and version of the kernels."""
     against = "with float64" if gpu is None else f"with an {gpu}'s, and these with float64's"
     lines = [
         f"# Calibration of the PTX emulator{'' if gpu is None else f' on an {gpu}'}",

@@ -1,4 +1,5 @@
-"""Run our own wgmma GEMMs in the PTX emulator, on a GPU, and by the reference: ``calibrate_ptx.py`` without CUTLASS.
+"""Run our own wgmma GEMMs in the PTX emulator, on a GPU, and by the reference, for ``calibrate_ptx.py`` without
+CUTLASS.
 
 Partial sums are exact, so that all results must be equal. A case is a problem, a number of rows, and a tactic of a
 backend. The backend's launcher computes the case on a GPU, or with kernels that the emulator executes.
@@ -141,7 +142,7 @@ def _launcher(case: OwnCase, device: torch.device) -> Callable[..., Any]:
 
 @contextmanager
 def _emulated(seed: int | None) -> Iterator[None]:
-    """Execute the backends' kernels in the emulator."""
+    """Return a context in which the backends' launchers execute their kernels in the emulator."""
 
     def compile_kernel(kernel: Any, arch: Any) -> Callable[..., Any]:
         return lambda *call: run_kernel(kernel.make(), arch, *call, seed=seed, max_steps=2_000_000)

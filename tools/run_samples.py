@@ -46,8 +46,8 @@ def main() -> None:
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
                 for name, output, reference in zip((*spec.outputs, *spec.updated), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
-                    # A norm adds in another order than the reference: about one element in 1,000 rounds differently,
-                    # a larger share in a small tensor.
+                    # A norm adds in another order than the reference, so that about one element in 1,000 rounds
+                    # differently. In a small tensor, the share may be larger.
                     if share > 2e-2:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
                 calls += 1

@@ -34,7 +34,7 @@ TOOLS = {
     # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and the tool would
     # count each failed query as an error. If an API call of ours fails, it raises an exception anyway.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
-    # With any filter, a plain torch.mm ends in the tool's "failed to handle a hardware exception".
+    # With any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a hardware exception".
     "racecheck": (OURS, WITHOUT_CUBLAS),
     "synccheck": (OURS, ()),
     # No kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
@@ -125,7 +125,7 @@ def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
     (logs / f"{file}.{tool or 'alone'}.log").write_text(done.stdout)
     last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
     line = f"{run.name:60} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
-    # A skipped test proves nothing; it may lack a GPU, for example.
+    # Do not count skipped tests, which prove nothing: for example, they may lack a GPU.
     return line, done.returncode == 0 and " skipped in " not in last
 
 

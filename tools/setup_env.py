@@ -83,11 +83,11 @@ def create(venv: Path, python: Path) -> None:
     print(f"making {venv}", flush=True)
     base = probe(sys.executable)
     if subprocess.call([sys.executable, "-m", "venv", "--clear", str(venv)]):
-        # Debian without its package python3-venv leaves an environment without pip.
+        # On Debian without the package python3-venv, the new environment lacks pip.
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(1)
     if torch_is_right(base["torch"]):
-        # Not --system-site-packages: inside a virtual environment, that shows the packages of the system's Python.
+        # Do not use --system-site-packages: inside a virtual environment, it shows the packages of the system's Python.
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
         Path(site_packages(python), "base_packages.pth").write_text("".join(lines))
 
@@ -119,7 +119,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder, "constraints.txt")
         constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
-        # No build isolation: an isolated build would import the linked Python's setuptools, which may be too old.
+        # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
     # pip compiles in one process; compileall uses all processors. Some packages contain files that do not compile.
     subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
@@ -148,7 +148,7 @@ def requirement(package: str) -> str:
 
 
 def torch_is_right(version: str | None) -> bool:
-    """Return True if pyproject.toml allows this torch version. As for pip, 2.9.0a0 is older than 2.9."""
+    """Return True if pyproject.toml allows this torch version. As in pip's order, 2.9.0a0 is older than 2.9."""
     pattern = r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?"
     have = re.match(pattern, version or "0.0")
     want = re.match(pattern, requirement("torch").removeprefix("torch>="))

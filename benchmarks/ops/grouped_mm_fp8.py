@@ -75,7 +75,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- formulas ---
 
     def problem(self, case: Case) -> GemmProblem:
-        """Return the GEMM of a case; experts without rows are not counted."""
+        """Return the GEMM problem of a case, which counts only experts with rows."""
         problem, used = super().problem(case), int(counts_of(case).count_nonzero())
         return replace(problem, grouping=replace(problem.grouping, experts=used))
 
@@ -115,7 +115,8 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Return torch's or DeepGEMM's variant. torch's GEMM reads unpadded rows; no layout here is padded."""
+        """Return torch's or DeepGEMM's variant. torch's GEMM needs rows without padding, which all layouts here
+        satisfy."""
         experts, layout = experts_of(case), case.choices["layout"]
         if name == DEEP_GEMM:
             return self.deep_gemm(masked if layout == "masked" else contiguous, case, sets)

@@ -1,4 +1,4 @@
-"""mm_fp4: the GEMM of NVFP4 activations and an NVFP4 weight."""
+"""mm_fp4: GEMM of NVFP4 activations and an NVFP4 weight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output.
 
-Rows without padding need only offsets; the kernel reads the first and the last offset.
+Rows without padding need only offsets, of which the kernel reads the first and the last.
 """
 
 from __future__ import annotations

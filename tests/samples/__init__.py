@@ -1,4 +1,4 @@
-"""Sample inputs and error inputs of each op, one module an op, in the manner of PyTorch's ``OpInfo``.
+"""Sample inputs and error inputs of the ops, one module per op, in the manner of PyTorch's ``OpInfo``.
 
 Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. Data comes from torch's default generators.
 """

@@ -12,7 +12,7 @@ from samples._rows import DTYPES, Family, random_rows, short, special_rows, view
 
 
 def residual_for(rows: torch.Tensor) -> torch.Tensor:
-    """Return random rows with the shape and strides of ``rows``, except for memory that ``rows`` share."""
+    """Return random rows with the shape and strides of ``rows``, or contiguous rows if a stride is 0."""
     data = random_rows(*rows.shape, dtype=rows.dtype, device=rows.device)
     if 0 in rows.stride() or not rows.numel():
         return data
@@ -68,11 +68,11 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
         special = special_rows(dtype, device)
         plain = random_rows(*special.shape, dtype=dtype, device=device)
         yield f"special-{short(dtype)}", plain, special.clone()
-        # Each kind of row with each kind of row: infinities that cancel, sums that overflow, sums of subnormals.
+        # Add each kind of row to each kind of row: infinities that cancel, sums that overflow, sums of subnormals.
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
         yield f"special-sums-{short(dtype)}", special[pairs[:, 0]], special[pairs[:, 1]]
         yield f"cancels-{short(dtype)}", plain, -plain
-        # Sums halfway between two numbers of the dtype, which round to the even one, and sums next to these.
+        # Sums halfway between two numbers of the dtype, which round to the even number, and sums next to them.
         eps = torch.finfo(dtype).eps
         steps = torch.arange(1, 193, device=device).to(torch.float64) * eps / 2
         near = torch.stack((steps, steps * (1 + eps), steps * (1 - eps / 2))).to(dtype)
@@ -81,7 +81,7 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
 
 
 def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
-    """Add a fitting residual to each of these bad inputs of an op that normalises rows."""
+    """Yield these bad inputs of an op that normalises rows, with a residual added to each."""
     for error in errors:
         rows, weight = error.args
         residual = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)

@@ -14,7 +14,7 @@ FORMATS = (NVFP4, MXFP4)
 
 
 def random_global_scale(device: torch.device) -> torch.Tensor:
-    """Return one fp32 element of moderate size with a full significand."""
+    """Return one fp32 element of moderate magnitude that uses all bits of its significand."""
     return torch.rand(1, device=device) * 400 + 10
 
 
@@ -45,7 +45,8 @@ _VIEWED = {
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Yield each format, layout and dtype, with rows and blocks that leave padding in both directions."""
+    """Yield each format, layout and dtype, with numbers of rows and blocks for which the tiles contain padding in both
+    directions."""
     tile_rows = {"linear": 5, "128x4": 130, "8x4": 19}
     for fmt in FORMATS:
         for layout in SCALE_LAYOUTS:

@@ -42,7 +42,7 @@ def random_matrix(
     linear = torch.randint(0, (high - low - 1) // step + 1, (rows, k // fmt.block_size), device=device) * step + low
     placed = from_linear(linear.to(torch.uint8) + 1, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
-    # ``from_linear`` fills padding with zeros. NaN shows if the op reads padding.
+    # ``from_linear`` fills padding with zeros. Replace them with NaN, which shows if the op reads padding.
     nan = 0x7F if fmt == NVFP4 else 0xFF
     return codes, torch.where(placed == 0, nan, placed - 1).to(torch.uint8).view(fmt.scale_dtype)
 
@@ -52,7 +52,7 @@ class FP4Samples:
     """Samples shared by the ops that multiply an FP4 weight.
 
     Attributes:
-        has_a_scale: flag of an ``a`` in FP4.
+        has_a_scale: True if ``a`` is in FP4 and has scales.
     """
 
     has_a_scale: bool
@@ -113,7 +113,7 @@ class FP4Samples:
         return dict(zip(self.names, sample.args, strict=True))
 
     def changed(self, sample: Sample, name: str | None = None, /, **given: Any) -> Sample:
-        """Return ``sample`` with some operands replaced, and with another name if given."""
+        """Return ``sample`` with some operands replaced, and with another name if one is given."""
         return replace(sample, name=name or sample.name, args=tuple((self.by_name(sample) | given).values()))
 
     @property

@@ -29,7 +29,7 @@ CHOICES = tuple(
 
 
 def random_scale(device: torch.device) -> torch.Tensor:
-    """Return one fp32 element of moderate size with a full significand."""
+    """Return one fp32 element of moderate magnitude that uses all bits of its significand."""
     return torch.rand(1, device=device) * 0.05 + 0.001
 
 
@@ -97,7 +97,8 @@ def _values(parts: int, device: torch.device) -> Iterator[Rows]:
         zeros = torch.zeros(3, 256 * parts, dtype=torch.bfloat16, device=device)
         yield Rows(f"zeros-{fmt.granularity}-{layout}", zeros, named(fmt, layout, device))
     for power in (-100, -60, 60, 100):
-        # The static scale saturates these rows or makes them zero; a norm is about 1 for rows of any size.
+        # Without a norm, the static scale saturates these rows or makes them zero. A norm brings rows of any magnitude
+        # to about 1.
         scale = (torch.rand(1, device=device) + 1) * 2.0**power
         rows = torch.randn(3, 100 * parts, device=device)
         yield Rows(f"scale-2^{power}", rows, {"granularity": "tensor", "scale": scale})
@@ -134,7 +135,7 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield bad("scale-none", ValueError, "scale is None; granularity='tensor' takes", granularity="tensor")
     for granularity in ("token", "block128"):
         text = f"scale is given; granularity='{granularity}' computes its own"
-        # The rows fit the granularity, so that nothing else is wrong.
+        # The rows fit the granularity, so that the tested argument is the only wrong one.
         rows = good.repeat(1, 4)
         yield bad(f"scale-given-{granularity}", ValueError, text, rows, granularity=granularity, scale=one)
     yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})

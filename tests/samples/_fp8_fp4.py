@@ -34,7 +34,7 @@ def with_fp4_weight(
     Args:
         sample: call to start from.
         fmt, layout: format of the weight, and layout of its scales.
-        exact: flag to give each row a single scale, a power of two. With integers as activations, all sums are then
+        exact: True to give each row a single scale, a power of two. With integers as activations, all sums are then
             exact.
         scales: range of the scale bytes, as for ``random_matrix``.
         scale_rows: function that changes the scale bytes (rows, K/block) in place.
@@ -55,7 +55,7 @@ def with_fp4_weight(
     if layout == "linear":
         placed = scale.view(*lead, k // fmt.block_size)
     else:
-        # ``from_linear`` fills padding with zeros. NaN shows if the op reads padding.
+        # ``from_linear`` fills padding with zeros. Replace them with NaN, which shows if the op reads padding.
         is_real = from_linear(torch.ones_like(bytes_), SCALE_LAYOUTS[layout]) == 1
         tiled = from_linear(bytes_, SCALE_LAYOUTS[layout])
         placed = torch.where(is_real, tiled, SCALE_NAN[fmt]).to(torch.uint8).view(fmt.scale_dtype)
@@ -80,8 +80,8 @@ def scale_values(make: Callable[..., Sample]) -> Iterator[Sample]:
 
     for fmt in FORMATS:
         bits = f"{fmt.name}-scales"
-        # Scales within 128 elements are up to 2^17 apart in NVFP4, and 2^40 in MXFP4, so that the small ones are
-        # rounded.
+        # Scales within 128 elements differ by factors of up to 2^17 in NVFP4, and 2^40 in MXFP4, so that elements with
+        # small scales are rounded.
         yield make(f"{bits}-apart", fmt, "128x4", scales=(1, 0x7F) if fmt == NVFP4 else (100, 140))
         yield make(f"{bits}-nan", fmt, "linear", scale_rows=_nans(fmt))
     yield make("nvfp4-scales-zero", NVFP4, "128x4", scale_rows=zeros)

@@ -59,13 +59,13 @@ def option_errors(
     gpu_backend: str = "mma_sync",
     experts: int | None = None,
 ) -> Iterator[ErrorInput]:
-    """Yield bad dtypes of a result with ``n`` columns, bad values of ``alpha`` and ``bias`` (for experts if given), and
-    backends that do not exist or, on a CPU, ``gpu_backend``. ``bad`` is described in ``tensor_errors`` and takes
-    further arguments as its fourth."""
+    """Yield bad dtypes of a result with ``n`` columns, bad values of ``alpha`` and ``bias`` (per expert if ``experts``
+    is given), and bad backends: an unknown name and, on a CPU, ``gpu_backend``. ``bad`` is described in
+    ``tensor_errors``; its fourth argument takes further arguments of the call."""
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
     for error in epilogue_errors(n, device, experts):
-        if error.name != f"alpha-shape-[{experts}]":  # this shape is valid: one factor for each expert
+        if error.name != f"alpha-shape-[{experts}]":  # with experts, this shape is valid: one factor per expert
             yield bad(error.name, error.error, error.match, error.kwargs)
     text = "backend='deepgemm' is unknown; use 'auto', "
     yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})

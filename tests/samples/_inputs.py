@@ -32,7 +32,7 @@ class ErrorInput:
         error: type of the exception.
         match: regular expression that its message matches somewhere.
         out: output tensors, if these are the fault. Only forms of the op that take outputs then refuse the call.
-        is_address: flag of a fault in an address. Fake tensors have no addresses.
+        is_address: True if the fault is an address, which fake tensors do not have.
     """
 
     name: str

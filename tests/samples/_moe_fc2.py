@@ -21,7 +21,8 @@ def dense_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor:
 
 
 def top_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
-    """Return weights that route each token to ``top`` experts, positive and with sum 1."""
+    """Return weights that route each token to ``top`` experts. The weights are positive, and a token's weights sum to
+    1."""
     best = torch.randn(m, experts, device=device).topk(min(top, experts), dim=1)
     return torch.zeros(m, experts, device=device).scatter(1, best.indices, best.values.softmax(1))
 
@@ -42,7 +43,7 @@ class ExpertGemmSamples(GemmSamples):
     weight = "w"
     prefetches = False
     smallest_k = 128
-    extreme_scales = (80, 170)  # together with factors from 2^-47 to 2^42
+    extreme_scales = (80, 170)  # used together with factors from 2^-47 to 2^42
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """Return ``alpha`` for experts of 64 elements, two per token."""

@@ -1,4 +1,4 @@
-"""Weights and eps, for the samples of the ops that normalise and quantise rows."""
+"""Weights and eps, for the samples of the ops that normalise rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,8 @@ def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield the family's rows with weights, in the input dtype and float32 in turn, and special weights and eps."""
+    """Yield the family's rows with weights, alternately in the input dtype and in float32, and special weights and
+    eps."""
     for i, (name, rows, kwargs) in enumerate(family.rows(device)):
         dtype = torch.float32 if i % 2 else rows.dtype
         yield Sample(name, (rows, random_weight(rows.shape[-1], dtype, device)), kwargs)
@@ -34,7 +35,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
     yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
     yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
-    # In float32: with equal weights, ratios of numbers with few bits lie halfway between two codes, several at a time.
+    # Use float32: with equal weights, ratios of numbers with few bits often lie halfway between two codes.
     rows = random_rows(5, 96, dtype=torch.float32, device=device)
     yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
     weight = random_weight(96, torch.float32, device)

@@ -19,8 +19,8 @@ class PrologueGemmSamples(GemmSamples):
     """Samples of one op.
 
     Attributes:
-        prologue_gate: flag of an op whose ``a`` contains gate and up.
-        prologue_quant: flag of an op that quantises its activations.
+        prologue_gate: True for an op whose ``a`` contains gate and up.
+        prologue_quant: True for an op that quantises its activations.
     """
 
     prologue_gate: bool = False

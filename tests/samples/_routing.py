@@ -173,7 +173,8 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
-    """Yield bad orders of rows, with ``args``: four tokens, two of 16 experts each."""
+    """Yield bad arguments that order rows, with the other arguments ``args``, for four tokens with two of 16 experts
+    each."""
 
     def bad(name: str, match: str, **kwargs: Any) -> ErrorInput:
         return ErrorInput(name, args, kwargs, ValueError, match)

@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rows(NamedTuple):
-    """Rows, and the arguments that say how to quantise them."""
+    """Rows, and the arguments that select their quantisation."""
 
     name: str
     input: torch.Tensor
@@ -60,7 +60,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, device: torch.device) -> torch.Tensor:
-    """Return normal values with outlier channels; row sizes differ by powers of two."""
+    """Return normally distributed values with outlier channels. The magnitudes of rows differ by powers of two."""
     rows = torch.randn(shape, device=device)
     rows[..., ::37] *= 16
     return (rows * 2.0 ** torch.randint(-5, 6, (*shape[:-1], 1), device=device)).to(dtype)
@@ -81,8 +81,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[5, 0::2] = info.max
     rows[5, 1::2] = info.min
     rows[6, block : 2 * block] = -0.0
-    # With amax 6 the scale is 1. The row contains every boundary of e2m1, where ties go to the even code, and both
-    # zeros.
+    # With amax 6 the scale is 1. The row contains every rounding boundary of e2m1, where ties go to the even code, and
+    # both zeros.
     ties = torch.tensor(
         [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0], device=device
     )
@@ -91,7 +91,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
-    # A block much smaller than its row: its products with a weight have bits that a 16-bit norm would lose.
+    # A block with a much smaller magnitude than its row: its products with a weight have bits that a 16-bit norm would
+    # lose.
     rows[12, block : 2 * block] *= info.smallest_normal
     rows[13] *= info.smallest_normal**0.25
     rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5

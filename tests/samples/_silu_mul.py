@@ -58,7 +58,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             "gate": (special, plain, family.plain),
             "up": (plain, special, family.plain),
             "pairs": (special[pairs[:, 0]], special[pairs[:, 1]], family.small),
-            # silu(a) rounds to a.
+            # For these values, silu(a) rounds to a.
             "identity": (torch.full_like(plain, 32.0), plain, family.plain),
             "slope": (slope, plain, family.plain),
             "slope-small": (slope, plain, family.small),

@@ -64,7 +64,7 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     yield sample("4d-tiled", NVFP4, "128x4", 2, 2, 67, 64)
     yield sample("4d", NVFP4, "linear", 2, 2, 8, 64)
     yield sample("5d-tiled", NVFP4, "8x4", 2, 1, 3, 4, 64)
-    # Shapes of scales that fit two layouts need a name.
+    # If the shape of the scales fits two layouts, the call must name the layout.
     yield sample("linear-like-8x4", NVFP4, "linear", 3, 1, 8, 64, scale_layout="linear")
     yield sample("8x4-like-linear", NVFP4, "8x4", 3, 1, 8, 64, scale_layout="8x4")
     yield sample("linear-like-128x4", MXFP4, "linear", 2, 1, 32, 4, 128, scale_layout="linear")

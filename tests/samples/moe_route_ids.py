@@ -34,7 +34,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         yield Sample(name, (chosen(**rest), sizes["experts"]), order)
     yield Sample("positional", (chosen(9, 3, 20), 20, 16, 5))
     for m in (1, 64, 65, 200, 3001):
-        # Any id: no expert, and an expert named twice.
+        # Unusual ids: no expert, and an expert named twice.
         ids = torch.randint(-3, 20, (m, 4), dtype=torch.int32).to(device)
         for order in ({}, {"alignment": 1}, {"max_rows": 7}):
             yield Sample("-".join(("any-id", str(m), *map(str, order))), (ids, 20), order)

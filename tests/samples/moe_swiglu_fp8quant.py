@@ -35,7 +35,7 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """Return the length of two halves of ``width``, rounded up to a valid row length."""
+    """Return twice ``width``, rounded up to a valid row length."""
     return -(-width // 128) * 256
 
 

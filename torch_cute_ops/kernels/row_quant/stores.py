@@ -110,9 +110,8 @@ class Stores:
             norm = self.encoder.rounded(block[0], rstd)
             from_registers = exists
             if const_expr(c.bulk_norm):
-                # If a group has only one row, its norm is stored from registers instead of waiting for a bulk copy: on
-                # an H200, ``rmsnorm_fp4quant_with_norm`` of up to
-                # 32 rows of 7,168 takes 2.8 µs instead of 2.95 µs.
+                # If a group has only one row, its norm is stored from registers instead of waiting for a bulk copy. On an
+                # H200, ``rmsnorm_fp4quant_with_norm`` of up to 32 rows of 7,168 takes 2.8 µs instead of 2.95 µs.
                 from_registers = exists & (thread.iterations == 1)
                 if thread.iterations > 1:
                     self.rows.fill_buffer(norm, self._norm_buffer(iteration, thread.row, smem), j, thread)
