@@ -1,7 +1,7 @@
 """Run a kernel of a PTX file: ``python -m ptx_emulator kernel.ptx --grid 2 --block 128 --param randn:f4:64 --param 7``.
 
 Each ``--param`` is one parameter of the kernel, in order: ``zeros:DTYPE:COUNT``, ``ones:…``, ``arange:…``, ``randn:…``
-or ``FILE.npy`` for a pointer to a buffer, or a number, which takes the size of the parameter. DTYPE is a NumPy dtype
+or ``FILE.npy`` for a pointer to a buffer, or a number, which is stored in the parameter's size. DTYPE is a NumPy dtype
 such as f4, float16 or uint8. The kernel runs once with all warps in step and once with each seed, each time on fresh
 buffers. Exit status 0: no fault, and the same bits in every run; 1: a fault, which is printed with instruction, thread
 and address; 2: wrong arguments, or an instruction that the emulator does not implement.

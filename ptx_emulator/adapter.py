@@ -81,7 +81,7 @@ def forget() -> None:
 def programs_of(ptx: str) -> dict[str, Program]:
     """Return the programs of a PTX text by name.
 
-    The last two texts are kept: tests run one edited text after another, each with several seeds.
+    Only the last two texts are kept, because tests run one edited text after another, each with several seeds.
     """
     return {program.name: program for program in parse_all(ptx)}
 
@@ -106,9 +106,9 @@ def run_kernel(
         arch: Architecture to compile for.
         arguments: Tensor, number or None for each entry of ``kernel.arguments()``. The host function computes grid and
             block from them.
-        seed: Seed of the order in which warps and copies proceed. None means that warps run in step and copies run as
+        seed: Seed of the order in which warps and copies proceed. With None, warps run in lockstep and copies run as
             late as possible.
-        max_steps: Number of instructions after which a launch is given up.
+        max_steps: Number of executed instructions after which a launch is aborted.
         strict: True if only ``bar.warp.sync`` orders memory within a warp (see ``Machine``).
         lenient: True for kernels of other projects (see ``Machine``).
         edit: Function that changes the PTX before it runs, for tests that inject faults.
@@ -148,7 +148,7 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # The previous kernel has released its dependents after its own wait: everything before that is complete.
+        # The previous kernel released its dependents only after its own wait, so all kernels before it are complete.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(
@@ -165,8 +165,8 @@ def run_kernel(
 def _flatten(
     specs: tuple, arguments: tuple, memory: GlobalMemory
 ) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
-    """Return the values that the host function takes for each argument, and (address, tensor) keyed by argument
-    number."""
+    """Return the values that the host function takes for each argument, and a dict from argument numbers to (address,
+    tensor)."""
     if len(specs) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
     leaves: list[list[Any]] = []

@@ -1,8 +1,9 @@
 """Results of instructions without memory access or synchronisation, on arrays with one element per thread.
 
-``PURE`` maps the first parts of an opcode to an ``Operation``. A function gets its operands as arrays of the types that
-the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and returns the target's array. Where PTX
-defines the rounding, results are exact; instructions that are only approximate give the correctly rounded result.
+``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function gets its operands as arrays of
+the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and returns the array of the
+target register. Where PTX defines the rounding, results have the same bits as on hardware. Instructions that PTX
+defines as approximate give the correctly rounded result.
 """
 
 from collections.abc import Callable
@@ -129,8 +130,9 @@ FLOAT_MODS = "rn ftz sat"
 
 def _binary(op: Op, function: Callable[..., Array], a: Array, b: Array) -> Array:
     if op.type.is_float:
-        # One operation in float64, then rounded to at most 24 bits, gives the correctly rounded result (Figueroa: 53 >=
-        # 2 * 24 + 2). Half precision needs fewer bits, and a subnormal sum of two halves is exact.
+        # One operation in float64 followed by a rounding to at most 24 bits gives the correctly rounded result
+        # (Figueroa: 53 >= 2 * 24 + 2). Half precision needs fewer bits, and a subnormal sum of two half-precision
+        # numbers is exact.
         if op.type.name == "f32" and not op.mods & {"ftz", "sat"}:
             return canonical(function(a, b))
         return arithmetic(op, function, a, b)
@@ -274,7 +276,7 @@ def _min(op, a, b):
     return _extreme(op, False, a, b)
 
 
-# Functions; the approximate ones are computed in float64 and rounded
+# Functions. The approximate instructions are computed in float64 and rounded.
 
 APPROX = "rn approx ftz"
 
@@ -449,7 +451,7 @@ SETP_COMPARES = frozenset(_COMPARE) | {"equ", "neu", "ltu", "leu", "gtu", "geu",
 
 @pure("setp", "t t pred", out="pred", mods=" ".join(SETP_COMPARES) + " and or xor ftz")
 def _setp(op, a, b, c=None):
-    """Compare; a second target receives the complement (see ``machine``)."""
+    """Compare two values. If the instruction names a second target, it receives the complement (see ``machine``)."""
     result = compare(op, a, b)
     if "xor" in op.mods:
         return result ^ c
@@ -558,7 +560,7 @@ def _cvt_packed(target, source, mode, a, b):
         shift = target.bits // 2
         return (low | (high << np.uint16(shift))).astype(target.dtype)
     if target.name == "ue8m0x2":
-        # Rounds the exponent up (rp) or towards zero (rz); 0xFF is NaN.
+        # Conversion to ue8m0 rounds the exponent up (rp) or towards zero (rz); 0xFF is NaN.
         def exponent(value):
             wide = np.abs(value.astype(np.float64))
             _, e = np.frexp(wide)

@@ -50,8 +50,8 @@ class Barriers:
     # CTA barriers
 
     def arrive_at_cta(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
-        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes at once: the last arrival resumes all waiting
-        threads."""
+        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes immediately: when the last thread arrives, all
+        waiting threads resume."""
         number = of_each(number, threads).astype(np.int64)
         expected = of_each(self.machine.cta_threads if count is None else count, threads).astype(np.int64)
         if waits:
@@ -181,7 +181,7 @@ class Barriers:
             barrier.waiters = []
 
     def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> tuple[Array, Array]:
-        """Test for the completion of a phase, named by its parity or its number.
+        """Test whether a phase, identified by its parity or its number, is complete.
 
         If ``waits``, a thread whose phase is not complete waits, unless its wait times out, which happens at most once
         per thread and phase.
@@ -223,7 +223,8 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Let every wait time out that has not yet, because nothing else can run. Return True if a wait timed out."""
+        """Let every wait that has not timed out before time out now, because nothing else can run. Return True if a
+        wait timed out."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:

@@ -46,7 +46,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
             block.target = number.get(block.steps[-1].target, len(leaders))
         block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
         blocks.append(block)
-    # A thread that reaches the end of the program ends.
+    # Add a step for threads that reach the end of the program: they end.
     blocks.append(Block([decoder.end()], len(blocks)))
     return blocks
 
@@ -63,9 +63,9 @@ class Flow:
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
     """Annotate steps and blocks, and return the number of loads that may read shared memory.
 
-    The analysis is kept for a program because it takes longer than decoding. Two things depend on the launch: in
-    clusters, addresses of shared memory are registers; and ``griddepcontrol.wait`` ends a block if a previous kernel
-    is running.
+    The analysis is cached for each program, because it takes longer than decoding. Two things depend on the launch: in
+    clusters, addresses of shared memory are registers; and ``griddepcontrol.wait`` ends a block if a previous kernel is
+    running.
     """
     key = in_clusters, *(len(block.steps) for block in blocks)
     flow = program.flows.get(key)
@@ -137,12 +137,12 @@ def find_loads(blocks: list[Block]) -> int:
     """Number the loads that may read shared memory, and find the instructions that need their results.
 
     The compiler may move any instruction except instructions that synchronise, branch or access memory. Only these
-    fixed instructions need a result at their place in the program. A fixed instruction needs a load if it uses the
-    load's result, directly or through other instructions. ``mma`` may move: ptxas 13 was seen to move an ``mma`` after
-    a later arrival.
+    fixed instructions need a load's result at a definite point of the program. A fixed instruction needs a load if it
+    uses the load's result, directly or through other instructions. ``mma`` may move: ptxas 13 was seen to move an
+    ``mma`` after a later arrival.
     """
     loads = 0
-    origins: Counter[int] = Counter()  # the loads on which each register depends, as bits
+    origins: Counter[int] = Counter()  # by register, the loads on which its value depends, as a bit set
     passing, staying = [], []
     for step in (step for block in blocks for step in block.steps):
         name, *parts = step.instruction.opcode.split(".")

@@ -63,8 +63,8 @@ class Step:
     """One decoded instruction.
 
     Attributes:
-        kind: ``"warp"`` if the step runs when all lanes of ``mask`` have arrived; ``"block"`` if it returns a mask of
-            the threads that may continue.
+        kind: ``"warp"`` if the step runs only when all lanes of ``mask`` have arrived; ``"block"`` if the step may make
+            threads wait, and returns a mask of the threads that may continue.
         run: Function ``run(threads, *sources)`` that returns one array for each target.
         undefined: Handling of sources that come from uninitialised memory: ``load`` and ``store`` need a defined
             address, and a store to global memory a defined value.
@@ -141,7 +141,7 @@ def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
 
 
 class Decoder:
-    """Decoder for one machine: constants become part of the steps."""
+    """Decoder for one machine. Constants of the launch become part of the steps."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -161,7 +161,7 @@ class Decoder:
             name = instruction.opcode.split(".")[0]
             if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
                 step.simple = step.guard is None
-                self.decoded.steps[key] = step  # keeps the statement alive, so its id stays unique
+                self.decoded.steps[key] = step  # also keeps the statement alive, so that its id stays unique
         return step
 
     def _decode(self, instruction: Instruction) -> Step:
@@ -316,7 +316,7 @@ def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[s
 
 
 def acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
-    """Return a step without results that calls ``act(threads, *sources)``."""
+    """Return a step without result registers that calls ``act(threads, *sources)``."""
 
     def run(threads: Array, *values: Array) -> tuple:
         act(threads, *values)

@@ -1,4 +1,4 @@
-"""Evaluate the host function of a kernel that CuTe DSL compiled: which kernels it launches, with which parameters.
+"""Evaluate the host function of a kernel that CuTe DSL compiled, to find the launches and their parameters.
 
 The host function is the part that the DSL compiles for the CPU: it computes grid and block, packs the parameters and
 calls the CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a separate memory.

@@ -64,8 +64,8 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Restore the earlier contents ``copies``, and return a function that restores the present contents wherever
-        the two differ.
+        """Restore the earlier contents ``copies``. Return a function that restores the present contents in the bytes in
+        which they differ.
 
         Allocations made after ``copies`` (for parameters of launches) keep their contents.
         """
@@ -122,7 +122,7 @@ class Layout:
         self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
         self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
         self.clusters = self.ctas // self.cluster_ctas
-        # Number of the CTA with each rank of each cluster.
+        # For each cluster and rank, the number of the CTA.
         self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
         self.cta_of_rank[self.cluster, self.rank] = self.cta
         self.cta_rank = self.rank[:: self.cta_threads]
@@ -158,7 +158,7 @@ class Layout:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # An instruction takes the address of a tensor map in parameter memory, so the map gets a global address.
+        # Instructions take the address of a tensor map, which is in parameter memory, so the map gets a global address.
         for variable in self.program.params:
             if variable.align == 64:
                 contents = np.frombuffer(self.params[variable.name], np.uint8)

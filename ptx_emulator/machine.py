@@ -1,9 +1,10 @@
 """Execution of one launch: threads, scheduling and memory. Barriers are in ``barriers``, asynchronous operations in
 ``under_way``.
 
-All threads of all CTAs exist at the same time. A step chooses some warps at random and runs one basic block for their
-threads at the lowest address: diverged threads reconverge as early as possible, and ``seed`` decides the order in which
-warps run. An asynchronous copy is executed at a random later time, at the latest when no thread can run.
+All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. Their threads with the
+lowest address run one basic block, so that diverged threads reconverge as early as possible. ``seed`` decides the order
+in which warps run. An asynchronous copy is executed at a random time after its start, at the latest when no thread can
+run.
 
 Each of these faults raises an error with instruction, thread and address:
 
@@ -13,7 +14,7 @@ Each of these faults raises an error with instruction, thread and address:
 - bulk copies from shared memory and warpgroup MMAs that read data stored without ``fence.proxy.async``, and bulk copies
   to shared memory from which loads may still be in flight (see ``races``);
 - an access to unallocated tensor memory, or an unordered access to tensor memory (see ``tensor_memory``);
-- a thread that ends before its bulk copies have read or its ``cp.async`` have written;
+- a thread that ends before its bulk copies have read their source, or before its ``cp.async`` copies have been written;
 - misuse of barriers, and threads that wait forever;
 - programmatic dependent launch: dependents released before the wait for the previous kernel, a launch in which no
   thread waits, and stores to global memory before the previous kernel has ended, unless that kernel is known not to
@@ -76,10 +77,10 @@ class Machine(Layout):
         program: Program to run.
         launch: Grid, block and parameters.
         memory: Global memory.
-        seed: Seed of the order in which warps and copies proceed. None means that all warps run in step and copies run
-            as late as possible; threads that poll (``ld.acquire``) then continue when no other thread can and a pending
-            copy has been executed.
-        max_steps: Number of instructions after which the launch is given up.
+        seed: Seed of the order in which warps and copies proceed. With None, all warps run in lockstep and copies run
+            as late as possible; threads that poll (``ld.acquire``) then continue when no other thread can, after a
+            pending copy has been executed.
+        max_steps: Number of executed instructions after which the launch is aborted.
         strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
             and elections do too, because lanes that execute an instruction together have issued all earlier
             instructions.
@@ -110,7 +111,7 @@ class Machine(Layout):
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
-        # Contents, by allocation, that must not change before the previous kernel has ended
+        # Contents of allocations that must not change before the previous kernel has ended.
         self.contents: dict[int, Array] = {}
         if before is not None:
             for number, region in enumerate(memory.regions, 1):
@@ -136,7 +137,7 @@ class Machine(Layout):
         self.polled = np.zeros(
             self.threads, bool
         )  # threads that have polled since other threads continued; only without a seed
-        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, if no other array says so
+        self.reason = np.zeros(self.threads, np.int32)  # reason that a thread waits, unless another array contains it
         self.step: Step | None = None
         # Masks of the threads whose value depends on uninitialised memory, keyed by register.
         self.undefined: dict[int, Array] = {}
@@ -210,7 +211,7 @@ class Machine(Layout):
         self._run_blocks(among & self.fed, blocks)
 
     def _run_blocks(self, among: Array, blocks: int) -> None:
-        """Run ``blocks`` blocks of the threads in ``among`` that can run."""
+        """Run ``blocks`` basic blocks, with the threads in ``among`` that can run."""
         while blocks:
             blocks -= 1
             address = np.where(among & (self.state == RUNNING), self.block, FAR)
@@ -259,7 +260,7 @@ class Machine(Layout):
             elif step.kind == "exit":
                 self._end(threads if done is None else threads[done])
             elif step.kind == "block":
-                # A separate step: admitted threads continue; the others wait.
+                # A step that may block is executed separately: admitted threads continue, the other threads wait.
                 where = threads = threads[done]
                 values = {slot: value if len(value) == 1 else value[done] for slot, value in values.items()}
         self.block[where] = following
@@ -358,7 +359,8 @@ class Machine(Layout):
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # NaN among zeros marks the results that depend on undefined values. Predicates are kept.
+            # Set undefined values to NaN and all other values to zero: the NaNs in the result show which results depend
+            # on undefined values. Predicates keep their values.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
@@ -369,7 +371,7 @@ class Machine(Layout):
             a, b, c = (no if which is None else which for which in strange)
             return results, [np.where(arguments[2], a, b) | c]
         if step.undefined in ("and", "or"):
-            # One operand alone may determine the result.
+            # A single operand may determine the result, for example 0 in an AND.
             no = np.zeros(len(threads), bool)
             a, b = (no if which is None else which for which in strange)
             decides = arguments[0].dtype.type(0)
@@ -419,7 +421,7 @@ class Machine(Layout):
         for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
-        # Threads that ended no longer count in the barrier of their cluster.
+        # Threads that have ended are no longer expected at the barrier of their cluster.
         for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
@@ -458,8 +460,8 @@ class Machine(Layout):
             self.block[at] = self.blocks[block].next
 
     def _meet(self, block: Block, threads: Array) -> Array:
-        """Let lanes arrive at an instruction that whole warps execute together. Return the lanes whose partners have
-        all arrived."""
+        """Let lanes arrive at an instruction that the lanes of a warp execute together. Return the lanes whose partners
+        have all arrived."""
         step = block.steps[0]
         self.step = step
         if step.guard is not None:
@@ -469,7 +471,8 @@ class Machine(Layout):
         absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
-        # A bar.warp.sync matches any bar.warp.sync; any other instruction matches only itself.
+        # Lanes at any bar.warp.sync can meet lanes at another bar.warp.sync. At any other instruction, only lanes at
+        # the same instruction meet.
         reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
@@ -524,7 +527,8 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """For each addressed memory, yield the positions among ``threads``, the memory, the banks and the offsets."""
+        """For each addressed memory, yield the positions of its accesses among ``threads``, the memory, the banks and
+        the offsets."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]

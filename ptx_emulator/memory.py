@@ -54,7 +54,8 @@ class Fault(Exception):
 
 
 class Memory:
-    """``banks`` memories of ``size`` bytes each: one per CTA, one per thread, or a single bank."""
+    """Memory that consists of ``banks`` separate banks of ``size`` bytes: one per CTA, one per thread, or a single
+    bank."""
 
     def __init__(self, name: str, size: int, banks: int = 1):
         self.name = name
@@ -115,7 +116,7 @@ class Memory:
         return Fault(Uninitialised, position, f"{self.name} offset {offset:#x}, {width} bytes")
 
     def forget(self, bank: Array, offset: Array, width: int) -> None:
-        """Mark bytes as uninitialised because the stored values were undefined."""
+        """Mark bytes as uninitialised, because undefined values were stored to them."""
         flags = self._views[width][1]
         flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
 

@@ -14,7 +14,7 @@ WIDTHS = {"pred": 1} | {
 
 @dataclass(frozen=True)
 class Reg:
-    """A register. ``name`` is unique across scopes too."""
+    """A register. Its ``name`` is unique, even across scopes."""
 
     name: str
     width: int
@@ -58,8 +58,8 @@ Operand = Reg | Imm | Symbol | Vec | Mem
 class Instruction:
     """One instruction.
 
-    ``source`` is the kernel's source line if the PTX contains line information. ``statement`` is one object for all
-    instructions with equal text and registers, in all programs of one kernel.
+    ``source`` is the kernel's source line if the PTX contains line information. All instructions with equal text and
+    registers, in all programs of one kernel, share one ``statement`` object.
     """
 
     opcode: str
@@ -90,7 +90,7 @@ class Program:
 
     name: str
     params: list[Variable]
-    variables: dict[str, list[Variable]] = field(default_factory=dict)  # by state space
+    variables: dict[str, list[Variable]] = field(default_factory=dict)  # variables by state space
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
@@ -277,7 +277,7 @@ class _Body:
         instruction = Instruction(opcode, [*operands], register, short, line, self.source, statement)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
-            # A label may be declared later in an open scope.
+            # The target label may be declared later, in a scope that is still open.
             self.branches.append((instruction, list(self.scopes)))
 
     def _resolve_labels(self) -> None:
@@ -293,7 +293,7 @@ class _Body:
         if text.startswith("["):
             address, *coordinates = _split(text[1:-1])
             if coordinates:
-                # A tensor map and the coordinates of the box.
+                # The operand consists of a tensor map and the coordinates of the box.
                 return Vec((self._address(address), *self._operand(coordinates[0]).items))
             return self._address(address)
         if "|" in text:

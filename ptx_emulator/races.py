@@ -4,14 +4,15 @@ Each thread keeps a vector clock with one column per thread of its cluster, and 
 For each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
 access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
 in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
-barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation, and of a copy by waiting for its mbarrier. Only
-the last reader in each warp is recorded, so some races are missed; no report is false.
+barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's
+mbarrier. Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
 
 Loads. A barrier does not wait for loads. A load counts as performed once the thread has executed a fence, or once an
 instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
 thread. Use of the result in arithmetic or ``mma`` is not enough, because these instructions may complete after the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
-performed. A third clock of each thread records this.
+performed. A third clock of each thread, besides the clocks of accesses and of fenced accesses (see below), records this
+knowledge.
 
 Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
 to the source of a copy to another CTA is not always detected.
@@ -30,10 +31,10 @@ Proxy fences. A bulk copy to global memory counts as reading shared memory until
 copy's group. After a thread has written bytes, a ``fence.proxy.async`` must precede the copy that reads these bytes. A
 second clock of each thread records the fenced accesses. All three clocks are passed on together.
 
-``lenient`` relaxes three rules, because NVIDIA's own kernels break them. Loads need not have been performed. A lane
-arrives for its whole warp: kernels for sm_120a release a stage in this way, between ``ldmatrix`` and ``mma``. A commit
-passes on the earlier accesses of its thread: in this way, a CTA of a pair learns that the mbarriers of the other CTA
-exist.
+``lenient`` relaxes three rules, because NVIDIA's own kernels break them. A bulk copy may overwrite bytes before loads
+of the bytes have been performed. A lane arrives for its whole warp: kernels for sm_120a release a stage in this way,
+between ``ldmatrix`` and ``mma``. A commit passes on the earlier accesses of its thread: in this way, a CTA of a pair
+learns that the mbarriers of the other CTA have been initialised.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ PERFORMED = 0xFFFF
 
 @dataclass
 class Agent:
-    """An asynchronous copy: the knowledge of its issuer, and its own clock."""
+    """An asynchronous copy, with the accesses that its issuer knew of, and its own clock."""
 
     thread: int
     knows: Array
@@ -73,7 +74,7 @@ class Races:
 
     Args:
         machine: Machine that runs the launch.
-        granule: Bytes that share a record. No access may be smaller.
+        granule: Number of bytes that share a record. No access may be smaller.
         loads: Number of instructions that load from shared memory.
     """
 
@@ -82,7 +83,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # Next columns: each thread's cp.async groups, if the program uses cp.async.
+        # The next columns are for each thread's cp.async groups, if the program uses cp.async.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -277,7 +278,7 @@ class Races:
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
-        """Check writes. Row ``rows[i]`` of ``clocks`` says which accesses ``threads[i]`` knows of."""
+        """Check writes. Row ``rows[i]`` of ``clocks`` contains the accesses that ``threads[i]`` knows of."""
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > clocks[rows[:, None], writer]
         if any_true(late):
@@ -364,7 +365,7 @@ class Races:
         self._check_read(agent, rows, lambda i: int(offsets[i]))
         self.reader[rows, -1] = column
         self.was_read[rows, -1] = number
-        # A thread that knows of the operation also knows of the writes before it.
+        # A thread that knows of the operation also knows of the writes that preceded it.
         np.maximum.at(saw, self.writer[rows], self.written[rows])
 
     def pipe_arrives(self, known: Array, key: Key) -> None:

@@ -9,7 +9,8 @@ The PTX ISA shows the placement of accumulators and scales only in figures. Cali
   column n.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
   consecutive blocks along k. For K = 96, the scales continue in another word, four columns further per 128 rows.
-- For K = 96, a leading dimension that is an absolute address locates the second 128 bytes of a row.
+- For K = 96, the descriptor's leading dimension may be an absolute address, which locates the second 128 bytes of a
+  row.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Shape:
         return shape
 
     def check(self, descriptor: int) -> None:
-        """Check that an MMA with these fields exists, or raise EmulationError."""
+        """Check that an MMA with these fields exists. Raises EmulationError if not."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -247,8 +248,8 @@ class TensorCores:
     def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
         """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
 
-        All quarters of the lanes must hold equal scales, because each quarter is read for different rows of the
-        accumulator.
+        All quarters of the lanes must hold the same scales, because the tensor core reads each quarter for different
+        rows of the accumulator.
         """
         row = np.arange(rows)
         first = part.columns.start + row // 32

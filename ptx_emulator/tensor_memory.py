@@ -2,10 +2,10 @@
 
 The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column of a quarter of the
 lanes, the part that one warp can access. A record stores the last operation that wrote these words, the last MMA that
-read scales from the words, and the last warp that loaded the words. Each is stored as a column of the vector clocks of
-``races``, with the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of their pipe, the
-issuing thread, whose clock counts the thread's operations. Loads and stores use the column of their warp's first
-thread; no thread knows their clock before ``tcgen05.wait``.
+read scales from the words, and the last warp that loaded the words. For each of the three, the record contains a column
+of the vector clocks of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the
+column of their *pipe*, which stands for the issuing thread; the clock in it counts the thread's operations. Loads and
+stores use the column of their warp's first thread; no thread knows their clock before ``tcgen05.wait``.
 
 An operation must know of all conflicting operations, following "Memory Consistency Model for 5th generation of
 TensorCore operations":
@@ -15,7 +15,7 @@ TensorCore operations":
   for the mbarrier of the commit.
 - Knowledge that a thread gained through barriers takes effect at its next ``tcgen05.fence::after_thread_sync``.
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
-  barrier. A commit implies the second fence.
+  barrier. A commit implies the fence ``before_thread_sync``.
 
 ``lenient`` relaxes these rules, because NVIDIA's own kernels break them: all operations of a thread are ordered, and no
 fence and no wait is needed.
@@ -68,7 +68,8 @@ class Pipe:
 
 
 class Records:
-    """Last accesses of one kind: column and clock, and for loads and stores a flag that a fence followed."""
+    """Last accesses of one kind: column and clock, and for loads and stores a flag that is set when a fence has
+    followed."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
@@ -94,13 +95,13 @@ class TensorMemory:
         ctas = machine.ctas if exists else 0
         self.data = np.full((ctas, LANES, COLUMNS), 0xA5A5A5A5, np.uint32)
         self.there = np.zeros((ctas, LANES, COLUMNS), bool)
-        self.allocation = np.zeros((ctas, COLUMNS), np.int32)  # 0: none
+        self.allocation = np.zeros((ctas, COLUMNS), np.int32)  # cta_group of the allocation of each column; 0 for none
         self.allocations = 0
         self.relinquished = np.zeros(ctas, bool)
         self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
-        # Keyed by the first thread of a warp: loads and stores without a wait so far, or without a fence so far.
+        # Loads and stores that have not been waited for, or not been fenced; keyed by the first thread of a warp.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
         # Each thread's clocks at its last tcgen05.fence::after_thread_sync.
@@ -230,8 +231,8 @@ class TensorMemory:
     def check_write(
         self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
     ) -> None:
-        """Check that ``threads`` may write. The pipe orders the write after earlier writes of the kinds in
-        ``follows``."""
+        """Check that ``threads`` may write. The pipe itself orders the write after the pipe's earlier writes of the
+        kinds in ``follows``."""
         for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
             ordered = self._ordered(records, part, threads)
             if pipe is not None and records is not self.loaded:

@@ -22,8 +22,8 @@ FAR = np.iinfo(np.int64).max
 
 @dataclass
 class Group:
-    """A thread's bulk group: the number of its copies in flight, and the records (see ``races``) that the copies
-    read."""
+    """A thread's bulk group: the number of copies in flight, and the records (see ``races``) of the bytes that the
+    copies read."""
 
     under_way: int = 0
     reads: list[slice] = field(default_factory=list)
@@ -31,7 +31,8 @@ class Group:
 
 @dataclass(eq=False)
 class Copy:
-    """An asynchronous operation in flight; for ``cp.async``, the operations of all ``threads`` of one instruction.
+    """An asynchronous operation in flight. A ``cp.async`` instruction is one operation, for all its ``threads``
+    together.
 
     Attributes:
         group: Bulk group of a bulk copy.
@@ -69,7 +70,8 @@ class UnderWay:
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Check that each thread ends only after its bulk copies have read and its ``cp.async`` have written.
+        """Check that each thread ends only after its bulk copies have read their source and its ``cp.async`` copies
+        have been written.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
@@ -85,8 +87,8 @@ class UnderWay:
     def start(
         self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
     ) -> None:
-        """Schedule a copy. ``ctas`` own the shared memory that the copy uses; ``reads`` are the records that it
-        reads."""
+        """Schedule a copy. ``ctas`` own the shared memory that the copy uses; ``reads`` are the records of the bytes
+        that it reads."""
         group = None
         if reads is not None:
             group = self.open.setdefault(thread, Group())

@@ -131,7 +131,7 @@ def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Ar
 
 
 def to_f16(value: Array, mode: str = "rn") -> Array:
-    """Convert float64 or float32 to the bits of fp16."""
+    """Convert float64 or float32 numbers to the bits of fp16."""
     if mode == "rn":
         half = value.astype(np.float16)
     else:
@@ -145,11 +145,11 @@ _BELOW_BF16, _BELOW_HALF_OF_BF16 = np.uint64((1 << 45) - 1), np.uint64((1 << 44)
 
 
 def to_bf16(value: Array, mode: str = "rn") -> Array:
-    """Convert float64 or float32 to the bits of bf16."""
+    """Convert float64 or float32 numbers to the bits of bf16."""
     wide = value.astype(np.float64)
     if mode == "rn" and not any_true((np.abs(wide) < 2.0**-126) & (wide != 0)):
-        # bf16 drops the low 45 bits of a float64. Adding half of the last kept bit, or slightly less for ties to even,
-        # rounds by carrying.
+        # bf16 drops the low 45 bits of a float64's significand. Adding half a unit of the last kept bit, or slightly
+        # less for ties to even, rounds by carrying.
         bits = wide.view(np.uint64)
         carried = bits + (_BELOW_HALF_OF_BF16 + (bits >> np.uint64(45) & np.uint64(1)))
         cut = (carried & ~_BELOW_BF16).view(np.float64)
@@ -230,7 +230,7 @@ def product(left: Array, right: Array) -> Array:
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
 """Value of each FP4 code."""
 SCALES = {
-    # PTX ignores the sign bit of this format.
+    # PTX ignores the sign bit of ue4m3.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),
     "ue8m0": np.append(np.exp2(np.arange(255.0) - 127), np.nan),
 }

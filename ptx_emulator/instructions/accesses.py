@@ -148,7 +148,8 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     window = 0 if space else SHARED_WINDOW
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
-        # Compilers also compute addresses in CTAs that do not exist, so the rank is checked only at an access.
+        # Compiled code may compute addresses in CTAs that do not exist, so the rank is checked only when memory is
+        # accessed.
         number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)

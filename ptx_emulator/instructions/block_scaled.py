@@ -21,7 +21,7 @@ K = 64
 
 
 def _numbers(words: Array) -> Array:
-    """Return the values in words, with a new last axis of 8."""
+    """Return the eight values in each word, along a new last axis."""
     codes = np.ascontiguousarray(words)[..., None].view(np.uint8)
     return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(*words.shape, 8)
 
@@ -59,7 +59,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if max(a_byte, b_byte) > 4 - count or (a_byte | b_byte) % count or a_thread > 1 or b_thread > 3:
             raise Fault(EmulationError, 0, f"selectors {a_byte}, {a_thread}, {b_byte}, {b_thread}")
         a, b, c, (a_scale, b_scale) = np.split(words, [4, 6, 10])
-        # Registers of A: halves of the rows, then halves of k.
+        # The index of A's registers counts the halves of the rows first, then the halves of k.
         left = _numbers(a).reshape(2, 2, warps, 8, 4, 8).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, K)
         right = _numbers(b).transpose(1, 2, 0, 3, 4).reshape(warps, 8, K)
         rows = np.concatenate([a_scale[:, :, 2 * a_thread], a_scale[:, :, 2 * a_thread + 1]], 1)

@@ -43,7 +43,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _some_cp_async(
     m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
 ) -> Callable[[], None]:
-    """Check now and return a function that copies later, with zeros instead of bytes that are not read."""
+    """Check the addresses now, and return a function that copies later. Bytes that are not read become zeros."""
     bad = positions((counts > size) | (source % size != 0))
     if len(bad):
         kind = EmulationError if counts[bad[0]] > size else Misaligned
@@ -151,7 +151,7 @@ Bytes = tuple[int, Callable[[], Array]]
 
 
 def global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
-    """Check ``size`` bytes of global memory now, and return a function that reads them later."""
+    """Check now that ``size`` bytes of global memory may be read, and return a function that reads them later."""
     ((_, memory, bank, start),) = m.places("global", thread, address)
     there = memory.span(int(bank[0]), int(start[0]), size, True)
     return lambda: memory.data[there]
@@ -166,7 +166,7 @@ def _start_to_shared(
     bytes_of: Callable[[int], Bytes],
     sources: Array | None = None,
 ) -> tuple:
-    """Start a copy for each thread: check now, copy later.
+    """Start a copy for each thread. Addresses are checked now; the copy is executed later.
 
     ``bytes_of(i)`` returns the bytes of thread i. If the bytes are in shared memory, ``sources`` are the CTAs that hold
     them.
@@ -313,7 +313,7 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        # Kernels that sum norms over a cluster rely on this ordering.
+        # Kernels that reduce over a cluster rely on this ordering.
         m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
         m.barriers.complete(where, barrier, size)
 

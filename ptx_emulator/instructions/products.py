@@ -52,7 +52,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
 
         def spread(words: list[Array]) -> list[Array]:
-            """Give lane 4 i + j word j of row i, or of column i, of each matrix."""
+            """Distribute words to lanes: lane 4 i + j gets word j of row i, or of column i, of each matrix."""
             rows = np.stack(words, -1).reshape(warps, count, 8, 4)
             if "trans" in mods:
                 rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -99,7 +99,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _numbers(kind: str, words: Array) -> Array:
-    """Return the values in words, with a new last axis for the two halves or four bytes of a word."""
+    """Return the two or four values in each word, along a new last axis."""
     words = np.ascontiguousarray(words)[..., None]
     if kind == "e4m3":
         return TINY["e4m3x2"].decode(words.view(np.uint8)).astype(np.float64)
@@ -221,7 +221,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts])
-        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack the rank
+        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # not in descriptors
         try:
             words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
         except Fault as fault:
@@ -253,7 +253,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         leaders, starts = threads[::32].tolist(), [one[::32].tolist() for one in descriptors]
         multiplied = [warp for warp in range(warps) if all(one[warp] for one in starts)]
         if rows is not None:
-            # Without a descriptor, only the propagation of NaN in registers is needed.
+            # If A is in registers, only the propagation of NaN in registers is needed.
             for warp in set(range(warps)).difference(multiplied):
                 products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
             lefts = [(rows[warp], np.zeros(16, bool)) for warp in multiplied]

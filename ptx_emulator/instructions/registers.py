@@ -1,4 +1,4 @@
-"""Moves between registers, control flow, and instructions without an effect in the emulator."""
+"""Moves between registers, control flow, and instructions that have no effect in the emulator."""
 
 from __future__ import annotations
 

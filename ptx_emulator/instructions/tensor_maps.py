@@ -37,7 +37,7 @@ class TensorMap:
             raise NotImplementedError(f"a tensor map of elements of type {words[2] >> 7 & 15}")
         self.bits = _BITS[words[2] >> 7 & 15]
         self.swizzle_bits = words[2] >> 13 & 3
-        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # in bytes, except the innermost
+        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # strides in bytes, except the innermost
         self.sizes = [words[8 + i] + 1 for i in range(self.rank)]
         box = [words[13] >> 24, *(words[14] >> 8 * i & 0xFF for i in range(4))]
         self.box = [extent + 1 for extent in box[: self.rank]]
@@ -79,8 +79,8 @@ class Box:
 
 
 def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordinates: list[int]) -> Box:
-    """Return the checked box whose first element has these coordinates, and whose shared memory starts at
-    ``offset``."""
+    """Check the operands, and return the box whose first element has these coordinates, and whose shared memory starts
+    at ``offset``."""
     one = np.array([thread])
     box = TensorMap(global_bytes(m, one, np.array([map], np.uint64), 128)().tobytes())
     if box.rank != dimensions:
@@ -89,7 +89,7 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         raise Fault(EmulationError, 0, f"a box at offset {offset:#x} of shared memory: no multiple of 128")
     if coordinates[0] * box.bits % 8:
         raise Fault(EmulationError, 0, f"a box from element {coordinates[0]} of {box.bits} bits on")
-    # Coordinates of the box's rows in the outer dimensions, the innermost of these first.
+    # Coordinates of the box's rows in the outer dimensions, beginning with the innermost outer dimension.
     steps = np.stack(np.unravel_index(np.arange(box.size // box.row_bytes), box.box[:0:-1] or (1,)))[::-1]
     rows, inside = np.zeros(steps.shape[1], np.int64), np.ones(steps.shape[1], bool)
     for step, at, extent, stride in zip(steps, coordinates[1:], box.sizes[1:], box.strides[1:], strict=False):
