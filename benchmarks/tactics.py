@@ -1,7 +1,7 @@
 """`python -m benchmarks tactics`: measured time and estimate of every tactic of a GEMM.
 
-The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
-`python -m torch_cute_ops tune`: `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are as in tuning:
+The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for `python -m
+torch_cute_ops tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are as in tuning:
 random operands, cold L2, calls replayed from a CUDA graph. Packed rows belong to random experts.
 """
 

@@ -1,1 +1,1 @@
-"""Code shared by the tests: cases, models of GPU behaviour, and the independent specification."""
+"""Code shared by the tests: cases, models of GPU behaviour, and a second implementation of the specification."""

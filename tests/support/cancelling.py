@@ -12,11 +12,11 @@ def cancelling_matrix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (rows, k / 2) and linear scale bytes (rows, k / B) of a matrix whose two halves of k are alike.
 
-    Three quarters of the blocks get a scale of 2^``power``. In the second half these repeat the elements of the first
-    half, negated if the matrix ``takes_away``. The other blocks get a scale of 2^-``power`` and random elements. If one
-    of two matrices takes away, the large products cancel. The products of the small blocks remain, and the rounding
-    errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 shows rounding in float32, 13 in
-    float64.
+    Three quarters of the blocks get a scale of 2^``power``; in the second half of k, they repeat the elements of the
+    first half, negated if ``takes_away``. The other blocks get a scale of 2^-``power`` and random elements. If exactly
+    one of two multiplied matrices is negated, the large products cancel. The products of the small blocks remain,
+    together with the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 shows
+    rounding in float32, 13 in float64.
     """
     assert k % (8 * fmt.block_size) == 0 and power <= (6 if fmt == NVFP4 else 63)
     codes = torch.randint(0, 256, (rows, 2, k // 4), dtype=torch.uint8, device=device)

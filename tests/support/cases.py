@@ -59,8 +59,9 @@ def sample_cases(*names: str) -> list[Any]:
 def form_cases() -> tuple[Any, ...]:
     """Return cases (op, name of a sample) for tests that depend on the *form* of a call, but not on values or sizes.
 
-    The dispatcher, fakes, graphs and the compiler see dtypes, dimensions, strides and arguments. Of each op, the sample
-    with the most such features is taken first, then the sample that adds most, until every feature has been seen.
+    The dispatcher, fakes, graphs and the compiler see dtypes, dimensions, strides and arguments. For each op, the
+    sample with the most such features is taken first, then the sample that adds the most new features, until every
+    feature is covered.
     """
     cases = []
     for op in OPS.values():
@@ -114,8 +115,8 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
-    """Return cases (op, name of an error input, device), with or without bad addresses. CUDA also has bad inputs with
-    tensors on the CPU."""
+    """Return cases (op, name of an error input, device), with or without bad addresses. For CUDA, there are also bad
+    inputs with tensors on the CPU."""
     return [
         pytest.param(op, error.name, device, id=f"{device}-{op.name}-{error.name}")
         for device in devices
@@ -179,7 +180,8 @@ def _plain_on_meta(name: str) -> Sample:
 
 
 def sample_with(op: OpSpec, device: str, *names: str) -> Sample:
-    """Return a copy of a sample that passes nonempty tensors as these arguments: the plain sample if it does."""
+    """Return a copy of a sample that passes nonempty tensors as these arguments. It is the plain sample if that passes
+    them."""
     return copied(_sample_with(op.name, device, names))
 
 
@@ -222,8 +224,8 @@ def _errors(op: str, device: str) -> dict[str, ErrorInput]:
 
 
 def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str) -> dict[str, Input]:
-    # Make samples once, because this takes longer than most tests, and from their own seed, so that the order of tests
-    # does not matter.
+    # Make samples only once, because making them takes longer than most tests; and use a separate seed, so that the
+    # order of tests does not matter.
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
@@ -489,7 +491,8 @@ def named(op: OpSpec, given: dict[str, Any]) -> Sample:
 
 
 def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Return every granularity with every layout that the op takes, as arguments. FP4 formats stay at their default."""
+    """Return every granularity with every layout that the op takes, as arguments. The FP4 format is always the
+    default."""
     names = inspect.signature(op.function).parameters
     if "granularity" in names:
         pairs = (("token", "row"), ("tensor", "row"), ("block128", "row"), ("block128", "column"))
@@ -503,7 +506,8 @@ def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Return the choices whose outputs look different to PyTorch, not only in tile size or number of scales."""
+    """Return choices of formats and layouts, leaving out choices whose outputs differ from others only in tile size or
+    number of scales."""
     alike: tuple[Any, ...] = ({"scale_layout": "8x4"}, {"granularity": "block128", "scale_layout": "row"})
     return [choices for choices in all_choices_of(op) if choices not in alike]
 
@@ -597,7 +601,7 @@ def input_width(op: OpSpec, width: int) -> int:
 
 
 def forget(op: OpSpec) -> None:
-    """Reset an op to its state before the first call: it chooses, compiles and loads again."""
+    """Reset an op to its state before the first call, so that it chooses backends, compiles and loads again."""
     op.path.launchers.clear()
     _call._launched.clear()
 
@@ -606,7 +610,7 @@ def forget(op: OpSpec) -> None:
 
 
 def out_for(op: OpSpec, results: Tensors) -> Tensors:
-    """Return poisoned tensors for the outputs among these results of ``run``."""
+    """Return poisoned tensors for the op's outputs, which are among these results of ``run``."""
     return poisoned(results[: len(op.outputs)])
 
 

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
         scheme: scheme of the layers, as the modules name it.
         quantization: quantisation section of ``config.json``.
         style: producer whose tensor names are used.
-        has_input_scale: flag of scales for activations.
+        has_input_scale: True if layers have scales for their activations.
     """
 
     scheme: str
@@ -109,7 +109,7 @@ KINDS = {
 
 
 def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
-    """Return the tensors of a layer (N, K) by the last parts of their names, and its weight in float64."""
+    """Return the tensors of a layer (N, K) by the last components of their names, and the layer's weight in float64."""
     one = torch.rand(1) + 0.5
     codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
     if kind.scheme == "fp8_block":

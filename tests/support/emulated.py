@@ -33,7 +33,7 @@ def is_static(run: Any) -> Any:
 
 
 def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Return arguments with poison in the named ones, and the values that the previous kernel writes there.
+    """Return arguments with poison in the named arguments, and the values that the previous kernel writes to them.
 
     The values are keyed by argument index, for ``run_kernel``.
     """
@@ -48,8 +48,8 @@ def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch
 def check_static_weight(execute: Callable[..., Any], run: Any) -> None:
     """Check that only a static weight, without its scales, is read before the wait for the previous kernel.
 
-    ``execute`` runs a kernel with arguments that the previous kernel writes ``late``, and returns the result and the
-    expected result.
+    ``execute`` runs a kernel, while the previous kernel writes the arguments in ``late`` as late as possible. It
+    returns the result and the expected result.
     """
     got, want = execute(is_static(run), late=("b_scale", *INPUTS))
     assert torch.equal(got, want)
@@ -66,7 +66,7 @@ def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
 def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: Any = None) -> None:
     """Check that a run yields the expected result in ``orders`` orders of its threads.
 
-    ``execute`` runs a kernel whose PTX is edited, and returns the result and the expected result.
+    ``execute`` runs the kernel, with PTX edited by ``edit``, and returns the result and the expected result.
     """
     for seed in range(orders):
         got, want = execute(run._replace(seed=seed), edit)
@@ -74,7 +74,8 @@ def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: An
 
 
 def to_prefetch(case: Any) -> torch.Tensor | None:
-    """Return a matrix for a case that prefetches, or None: more than one request, the last one not full."""
+    """Return a matrix for a case that prefetches, or None. The matrix takes more than one request, and the last request
+    is not full."""
     return poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
 
 
@@ -120,5 +121,5 @@ def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
 
 
 def told_twice(ptx: str) -> str:
-    """Edit PTX so that both arrivals of a warp are at its own CTA's barrier."""
+    """Edit PTX so that a warp that arrives at barriers of two CTAs arrives twice at its own CTA's barrier."""
     return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)

@@ -37,7 +37,8 @@ def finished(
 ) -> Tensor:
     """Return the epilogue's result for float32 accumulators ``sums`` (rows, N).
 
-    The product with alpha and the addition of the bias are each rounded to float32, then the result to its dtype.
+    The product with alpha is rounded to float32, the sum with the bias is rounded to float32, and the result is rounded
+    to its dtype.
 
     Args:
         expert: index of the rows' expert in a grouped GEMM, or None.

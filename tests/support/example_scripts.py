@@ -1,4 +1,4 @@
-"""The examples: their folder, their output, and the numbers that they should compute."""
+"""Helpers for tests of the examples: folder and output of the scripts, and the numbers that they should compute."""
 
 import re
 from collections.abc import Callable, Iterable

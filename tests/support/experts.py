@@ -31,7 +31,7 @@ class _Forward(nn.Module):
 
 
 class Experts(_Forward):
-    """Experts with gate before up."""
+    """Experts whose gate rows precede their up rows."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I, act_fn: nn.Module | None = None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class SimpleNamespaceModule(nn.Module):
 
 
 def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
-    """Return the package's ops that a call runs."""
+    """Return the names of this package's ops that a call runs."""
     called: set[str] = set()
 
     class Seen(TorchDispatchMode):
@@ -100,7 +100,7 @@ def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
 
 
 def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights (E, 2I, H) and (E, H, I) that the state dict stands for."""
+    """Return the weights (E, 2I, H) and (E, H, I), decoded from the state dict."""
     count = experts.experts
     stacks = ((layer.tensors(), layer.parts) for layer in (experts.gate_up_proj, experts.down_proj))
     gate_up, down = (

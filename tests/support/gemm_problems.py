@@ -65,7 +65,7 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
 
 
 def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
-    """Return a GEMM of FP8 activations and an FP4 weight, or of each expert's."""
+    """Return a GEMM of FP8 activations and an FP4 weight, or of each expert's activations and weight."""
     return replace(fp8_problem(**kwargs), b=Operand(fmt, SCALE_LAYOUTS[layout]))
 
 

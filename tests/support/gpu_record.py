@@ -1,4 +1,4 @@
-"""Record of a run of the whole suite on a GPU, which may be split into several sessions."""
+"""Record of a run of the whole test suite on a GPU. The run may be split into several sessions."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Journal:
         return cls(record.with_name(f"{record.name}l"))
 
     def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Continue the journal of a run with these facts, in which None matches anything, or start a new one. Return
-        the run's facts, with a random number for a seed of None."""
+        """Continue the journal of a run with these facts (None matches any value), or start a new journal. Return the
+        run's facts; a seed of None becomes a random number."""
         try:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             found = json.loads(first)
@@ -101,7 +101,7 @@ class GpuRecord:
         self.done = frozenset(self.journal.outcomes)
         self.ended: dict[str, Outcome] = {}
         self.refused: list[str] = []
-        self.collected: int | None = None  # None until all tests are collected
+        self.collected: int | None = None  # number of tests; None until all tests are collected
         # ``timeout`` and job schedulers stop a run by SIGTERM. The run then still writes its results.
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -115,8 +115,8 @@ class GpuRecord:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note the number of tests without workers. (pytest calls the hook for the end of a collection even if it is
-        stopped.)"""
+        """Note the number of tests, if there are no workers. (pytest calls the hook for the end of a collection even if
+        the collection is stopped.)"""
         self.collected = len(items)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -143,7 +143,7 @@ class GpuRecord:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         for name, outcome in self.ended.items():
-            if outcome.kind == "failed":  # the failure also ended the worker
+            if outcome.kind == "failed":  # the test failed and also ended its worker
                 self.journal.add(name, outcome)
         if self.collected is None:
             self.refused.append("it was stopped before all tests were collected")
@@ -154,7 +154,7 @@ class GpuRecord:
             return
         record = self.record(not_run)
         self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # in an earlier session
+        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # a test failed in an earlier session
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -179,7 +179,7 @@ class GpuRecord:
 
 
 def refuse_what_is_not_whole(config: pytest.Config) -> None:
-    """Refuse to record anything but the whole suite on a GPU."""
+    """Refuse to record a run that is not of the whole suite on a GPU."""
     if GPU_MISSING:
         raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
     parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")

@@ -1,4 +1,5 @@
-"""Compute the grids that a kernel's host function launches for tensors at given addresses, without memory or a GPU."""
+"""Computation of the grids that a kernel's host function launches for tensors at given addresses, without memory or a
+GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def gemm_call(kernel: Any, **changes: int) -> Any:
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
     """Check that nothing is launched if the result overlaps another tensor by a byte, at either end, or the workspace
-    starts at another tensor. Adjacent tensors do not overlap."""
+    starts at another tensor's address; and that adjacent tensors do not count as overlapping."""
     call = gemm_call(kernel, **changes)
     usual = grids(kernel, arch, *call)
     assert all(0 not in grid for grid in usual)
@@ -118,7 +119,7 @@ def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int
         ):
             launched = grids(kernel, arch, *call._replace(out=out._replace(address=address)))
             assert (0 in launched[0]) is overlaps, (name, address - other.address)
-            # A grid without CTAs is an error, which ends the call.
+            # Launching a grid without CTAs is an error, which ends the call.
             assert launched == (launched[:1] if overlaps else usual)
     workspace = others.pop("workspace", None)
     if workspace is not None:

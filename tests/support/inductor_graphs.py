@@ -1,4 +1,5 @@
-"""Graphs as Inductor's passes leave them, run without compilation, and norms; for tests of the pass for Inductor."""
+"""Helpers for tests of the Inductor pass: graphs after Inductor's passes, run without compilation, and norms as models
+write them."""
 
 import collections
 
@@ -24,7 +25,8 @@ def fresh():
 
 
 class Compiler:
-    """Inductor up to its passes over the graph. The graph then runs as it is, without a C++ compiler."""
+    """Inductor's passes over the graph, without code generation: the resulting graph runs directly, without a C++
+    compiler."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []

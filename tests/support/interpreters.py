@@ -13,8 +13,8 @@ PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
 def variables_of(**environment: str) -> dict[str, str]:
-    """Return the environment of an interpreter that can import this package, without settings of the package except
-    these."""
+    """Return the environment of an interpreter that can import this package. It contains no settings of the package
+    except the given ones."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
     return {**kept, "PYTHONPATH": path, **environment}

@@ -1,4 +1,4 @@
-"""Check that a compiled kernel fits a multiprocessor: nothing spills, and every warp gets its registers."""
+"""Checks that a compiled kernel fits a multiprocessor: nothing spills, and every warp gets its registers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ REGISTERS_PER_SM = 65_536
 
 
 def check_emulated(case: KernelCase, kernel: Any) -> None:
-    """Check a case's kernel that the emulator runs, and that is compiled already."""
+    """Check a case's kernel that the emulator runs, and that has therefore been compiled."""
     check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
 
 
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
     """Check the kernels that a case launches against the resources that ptxas reports.
 
-    The kernel that multiplies, or that is for many rows, comes first.
+    If a case launches several kernels, the kernel that multiplies, or the kernel for many rows, comes first.
     """
     arch, config = ARCHS[case.arch], kernel.config
     # A separate kernel rearranges activations, unless the CTAs of the GEMM do; and a separate kernel lists tokens.

@@ -1,8 +1,8 @@
 """A model of compiled kernels, to run the ops' CUDA implementations on CPU tensors.
 
 Like a function compiled through TVM-FFI, a model checks tensors against the declarations in the kernel's
-``arguments()``. It computes with the reference. The host side of a call (cache look-up, checks, copies, allocation,
-errors) is so tested without a GPU.
+``arguments()``. It computes with the reference. In this way, the host side of a call (cache look-up, checks, copies,
+allocation, errors) is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None
 def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
     if value.device.type == "meta":
         raise RuntimeError("Cannot pack tensors on meta")  # from DLPack, before TVM-FFI sees the tensor
-    # TVM-FFI tells integers by their size.
+    # TVM-FFI distinguishes integer types only by their size.
     if value.dtype is torch.int8 and argument.dtype == "Uint8":
         value = value.view(torch.uint8)
     if value.dtype is torch.uint32 and argument.dtype == "Int32":
@@ -207,7 +207,8 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Raise as a launch does if the number of scale rows does not match the tiles: its grid then has no CTAs."""
+    """Raise as a launch does if the number of scale rows does not match the tiles, because the grid then has no
+    CTAs."""
     if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.spec.layout.is_linear:
         call = row_quant.Arguments(*args)
         if len(call.scale) != -(-len(call.input) // kernel.config.spec.layout.tile_rows):
@@ -460,7 +461,7 @@ def write_copies(
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:
-    """Write an output as a kernel does, without PyTorch's knowledge: its version counter stays the same."""
+    """Write an output as a kernel does, unnoticed by PyTorch: the version counter does not change."""
     output.data.copy_(value)
 
 
@@ -479,9 +480,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
-    # Add in the reference's order: even float64 results depend on it if large terms cancel.
+    # Add in the reference's order, because even float64 results depend on the order if large terms cancel.
     monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    # Launchers of the model must not be used after the test, nor real launchers in it.
+    # Forget all launchers: the model's launchers must not be used after the test, nor real launchers during the test.
     forget_all()
     yield recorded
     forget_all()

@@ -63,7 +63,7 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
 
 
 def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
-    """Return the weight of an FP4 layer as FP8 activations are multiplied by it, from its tensors by name."""
+    """Return the weight by which FP8 activations are multiplied in an FP4 layer, from the layer's tensors by name."""
     elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
     whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":

@@ -40,7 +40,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def is_alive(process: int) -> bool:
-    """Return whether a process is running; a zombie is not."""
+    """Return True if a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -48,7 +48,7 @@ def is_alive(process: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Return whether a condition becomes true within ``seconds``."""
+    """Return True if a condition becomes true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -33,7 +33,8 @@ class Fault(NamedTuple):
 
 
 def _more(group: int, by: int) -> str:
-    """Return instructions, for use in braces, that set ``q`` to the register in a group of the pattern plus ``by``."""
+    """Return PTX instructions, for use in braces, that set ``q`` to the register that a group of the pattern matches,
+    plus ``by``."""
     return rf".reg .b32 q; add.u32 q, \{group}, {by};"
 
 
@@ -185,7 +186,7 @@ Run = Callable[[int | None, Edit | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def found(run: Run, fault: Fault) -> bool:
-    """Return whether, in some order of threads, the emulator reports the fault or the result changes."""
+    """Return True if, in some order of threads, the emulator reports the fault or the result changes."""
     for seed in (None, 0, 1):
         try:
             got, want = run(seed, fault.edit)
@@ -223,6 +224,6 @@ def check_faults(
     counts = Counter(fault.what for fault in unfound)
     excused = {what: known[what].count if what in known else 0 for what in counts}
     assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
-    if all_tried:  # some faults may be too few for a percentage
+    if all_tried:  # checked only if all faults were tried: of a few faults, a percentage means little
         dead = sum(count for what, count in counts.items() if known[what].dead)
         assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

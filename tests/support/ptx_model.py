@@ -39,7 +39,7 @@ def _is_finite_or_infinite(value: np.ndarray) -> np.ndarray:
 class Ptx:
     """Models of the instructions.
 
-    The rounding of ``rcp_approx`` is not specified: its model is off by ``reciprocal_error`` ulps.
+    The rounding of ``rcp_approx`` is not specified, so its model adds an error of ``reciprocal_error`` ulps.
     """
 
     def __init__(self, reciprocal_error: int = 0) -> None:
@@ -118,7 +118,7 @@ class Ptx:
 
     @staticmethod
     def e4m3_of(value) -> np.ndarray:
-        """Convert non-negative numbers or NaN, such as amax."""
+        """Convert numbers that are non-negative or NaN, such as an amax."""
         assert not (float32(value) < 0).any()
         return spec.e4m3(float32(value)).astype(np.uint32)
 

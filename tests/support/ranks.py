@@ -30,5 +30,5 @@ def _main(
     method, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=timeout)
     function(rank, *args)
-    dist.barrier()  # the store lives in rank 0
+    dist.barrier()  # rank 0 hosts the store, so it must end last
     dist.destroy_process_group()

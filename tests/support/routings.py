@@ -12,7 +12,7 @@ def zipf_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torc
     """Return a routing of each token to ``top`` experts, drawn one after another. The r-th most popular expert, a
     random one, is drawn with a probability proportional to 1/r."""
     rank = torch.randperm(experts, device=device) + 1.0
-    # Taking the largest ln(u) / weight draws in this way (Efraimidis and Spirakis).
+    # Taking the experts with the largest ln(u) / weight gives this distribution (Efraimidis and Spirakis).
     return _of_largest(torch.rand(m, experts, device=device).log() * rank, top)
 
 

@@ -22,7 +22,7 @@ E2M1_BOUNDARIES = tuple((a + b) / 2 for a, b in itertools.pairwise(E2M1))
 FLT_MAX = float(np.finfo(np.float32).max)
 
 
-# Elements and scales, one at a time
+# Functions for one element or scale
 
 
 def nearest_even_exact(value: Fraction, codes: tuple[Fraction, ...]) -> int:
@@ -73,7 +73,7 @@ def ue8m0_value(byte: int) -> float:
     return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
 
 
-# The same over arrays
+# Functions for arrays
 
 
 def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -115,7 +115,8 @@ def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
     """Return the result of ``ue8m0_of_amax_exact`` for arrays: amax/6 = f·2^e with f in [1/2, 1) gives 2^e, or 2^(e-1)
     if f = 1/2.
 
-    The quotient is rounded, but to more than twice the bits of amax, and never to a power of two.
+    The quotient is rounded, but it keeps more than twice the bits of amax, so that it is never rounded to a power of
+    two.
     """
     fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
     power = np.where(fraction == 0.5, exponent - 1, exponent)
@@ -145,7 +146,8 @@ def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, ...]:
 
 
 def layout_named(name: str | None, scale: Any) -> str:
-    """Return the layout that a call names, or that the shape of the scales of a GEMM's operand shows."""
+    """Return the layout that a call names, or else the layout that follows from the shape of the scales of a GEMM's
+    operand."""
     if name is not None:
         return name
     shape = tuple(scale.shape)
@@ -263,7 +265,7 @@ def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None
 
 
 def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
-    """Return the parts of rows (M, K) whose columns share a scale per row."""
+    """Return the column ranges of rows (M, K): in each row, the elements of a range share a scale."""
     step = {"token": value.shape[1], "block128": 128}[granularity]
     return [value[:, begin : begin + step] for begin in range(0, value.shape[1], step)]
 

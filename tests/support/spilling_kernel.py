@@ -7,7 +7,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class SpillingKernel:
-    """``y = x · sum(x)`` of 300 values a thread."""
+    """Kernel that computes ``y = x · sum(x)`` of 300 values per thread."""
 
     config = 300
 

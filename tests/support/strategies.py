@@ -12,7 +12,7 @@ KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")
 
 @st.composite
 def leads(draw) -> list[int]:
-    """Draw leading dimensions: none to three, some empty, some with many rows."""
+    """Draw zero to three leading dimensions; some are empty, some have many rows."""
     lead = draw(st.lists(st.integers(0, 5), max_size=3))
     return [*lead[:-1], lead[-1] * draw(st.sampled_from([1, 1, 30]))] if lead else lead
 
@@ -30,7 +30,7 @@ def values(kind: str, shape: list[int], dtype: torch.dtype, generator: torch.Gen
         bits = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), generator=generator, dtype=torch.int16)
         value = bits.view(dtype).squeeze(-1)
     elif kind == "grid":
-        # Multiples of 1/8 up to 8, with many ties.
+        # Multiples of 1/8 up to 8, many of which are ties between two codes.
         value = torch.randint(-64, 65, shape, generator=generator) / 8
     elif kind == "sparse":
         value = value * (torch.rand(shape, generator=generator) < 0.05)

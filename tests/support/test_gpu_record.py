@@ -70,7 +70,7 @@ def project(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for name in ("TEST_SEED", "TEST_GPUS"):  # restored after runs in this process
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    # Restored after the pretence.
+    # These are restored after the test, which pretends to have a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_name", torch.cuda.get_device_name)
     monkeypatch.setattr(gpu_record, "GPU_MISSING", None)
     conftest = (HERE / "conftest.py").read_text()
@@ -186,7 +186,7 @@ def test_a_run_that_is_stopped_goes_on(stopped):
     assert (project.path / "record.json").read_text() == record
     module.write_text(whole)
     result = run_pytest(project, *arguments)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED  # one did in the first run
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # because a test failed in the first run
     after = json.loads((project.path / "record.json").read_text())
     assert {key: after[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
     assert "not_run" not in after and after["seed"] == before["seed"]

@@ -16,7 +16,7 @@ def key_of(bucket=8, static='{"n":64}', device="GPU", versions='{"torch":"2"}'):
 
 
 class Clock:
-    """Candidates whose calls take ``seconds``; records the calls."""
+    """Simulated candidates whose calls take ``seconds``. Records the calls."""
 
     def __init__(self, seconds, wrong=(), estimates=ESTIMATES, **key):
         self.seconds, self.wrong = seconds, dict.fromkeys(wrong, "off by 3") if not isinstance(wrong, dict) else wrong

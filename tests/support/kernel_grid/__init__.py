@@ -1,4 +1,5 @@
-"""The kernel configurations that compile in tests, by the kernels' families; of each list all, or a part."""
+"""Kernel configurations that tests compile, one module per group of kernels. Each list of cases can be complete, or a
+selection."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ __all__ = [
 
 
 def in_process(work: Callable[[Any], Any], case: Any) -> Any:
-    """``work(case)``, or the text of its exception: exceptions of the DSL cannot all travel between processes."""
+    """Return ``work(case)``, or the text of its exception, because some exceptions of the DSL cannot be sent between
+    processes."""
     try:
         return work(case)
     except Exception as error:
@@ -78,5 +80,5 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
 
 
 def resources_of(case: KernelCase) -> Any:
-    """Compile the case's kernel: the ``Resources`` of what it launches."""
+    """Compile the case's kernel, and return the ``Resources`` of the kernels that it launches."""
     return compile_for(case.kernel, GPU_ARCHS[case.arch])[1]

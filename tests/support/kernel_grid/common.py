@@ -28,7 +28,8 @@ class KernelCase:
     def role(self) -> Any:
         """Key of the cases that this case represents if only some are compiled.
 
-        Cases with equal keys differ only in parameters that take turns. By default, a case represents only itself.
+        Cases with equal keys differ only in parameters that alternate from case to case. By default, a case represents
+        only itself.
         """
         return self
 
@@ -51,7 +52,8 @@ def fp4_gemm_id(kind: str, case: Any, *rest: str) -> str:
 
 
 def together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of ``some`` and ``others``: all pairs if ``every``, else a third of them."""
+    """Yield pairs of an element of ``some`` and an element of ``others``: all pairs if ``every``, else a third of
+    them."""
     for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others)):
         if every or (i + j) % 3 == 0:
             yield one, other

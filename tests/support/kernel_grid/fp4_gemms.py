@@ -173,7 +173,8 @@ class WgmmaCase(KernelCase):
 
 
 def experts_id(case: Any) -> str:
-    """Return the part of an id that names the room in lists of experts, if it is not usual."""
+    """Return the part of an id that contains the number of experts for which lists have room, if it is not the usual
+    number."""
     return "" if case.max_experts == USUAL_EXPERTS else f"with{case.max_experts}"
 
 
@@ -206,8 +207,8 @@ class ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel for experts of two k tiles, the second one partial. For MXFP4 without a bias, every second expert
-        begins in the middle of a scale tile; otherwise all begin with a scale tile."""
+        """Kernel for experts of two k tiles, of which the second is partial. For MXFP4 without a bias, every second
+        expert begins in the middle of a scale tile; otherwise every expert begins with a scale tile."""
         return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
     def kernel_for(self, expert_k: int) -> Any:
@@ -247,7 +248,7 @@ class GatedExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel for five k tiles, the last one partial; or, with linear scales, for four."""
+        """Kernel for five k tiles, of which the last is partial, or with linear scales for four k tiles."""
         return self.kernel_for(1024 if self.layout == "linear" else 1088)
 
     def kernel_for(self, k: int) -> Any:
@@ -262,7 +263,8 @@ class GatedExpertsCase(KernelCase):
 def mma_cases(every: bool) -> list[MmaCase]:
     """Return cases of every tile and number of CTAs per SM for every architecture.
 
-    Each has all operand dtypes if ``every``, else one in turn. Other parameters take turns.
+    Each combination appears with all operand dtypes if ``every``, else with one dtype, alternately. Other parameters
+    alternate, too.
     """
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
     split_k, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
@@ -290,7 +292,7 @@ def mma_cases(every: bool) -> list[MmaCase]:
 def wgmma_cases(every: bool) -> list[WgmmaCase]:
     """Return cases of all pairs of operands and tiles if ``every``, else a third of them.
 
-    Epilogues take turns, and each tile has those of ``PER_COLUMN``.
+    Epilogues alternate from case to case, and each tile also appears with the epilogues of ``PER_COLUMN``.
     """
     light, heavy = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(PER_COLUMN)
     tiles = [(tile_m, 0) for tile_m in (8, 16, 32, 64, 128, 256)]
@@ -363,7 +365,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
 def experts_cases(every: bool) -> list[ExpertsCase]:
     """Return cases of all pairs of operands and ``tile_m`` if ``every``, otherwise a third of them.
 
-    Token blocks and other parameters take turns.
+    Token blocks and other parameters alternate from case to case.
     """
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
     assert tuple(tiles) == fp4_experts.TILES_M
@@ -377,17 +379,17 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
     # With a bias, in either dtype: every ``tile_m``
     biased = {case.tile_m: case for case in cases}
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
-    # Kernel that has spilled
+    # A kernel that once spilled
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
     # Activations that are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
-    """Return cases of all pairs of ``tile_n`` and ``tile_m``, with all kinds of operands if ``every``, otherwise one in
-    turn.
+    """Return cases of all pairs of ``tile_n`` and ``tile_m``, with all kinds of operands if ``every``, otherwise with
+    one kind, alternately.
 
-    Other parameters take turns.
+    Other parameters alternate from case to case.
     """
     tiles = itertools.cycle(fp4_gated_experts.TOKEN_BLOCKS)
     alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))

@@ -30,12 +30,12 @@ RECODED = (128, 128)
 
 
 def has_factors(epilogue: Epilogue) -> bool:
-    """Return whether alpha depends on the column or the expert."""
+    """Return True if alpha depends on the column or the expert."""
     return epilogue.alpha not in (None, "one")
 
 
 def hints_of(case: FP8GemmCase | FP8FP4GemmCase) -> list[str]:
-    """Return the words of an id that say that the weight is static, and that the kernel brings memory into L2."""
+    """Return the parts of an id for a static weight, and for a kernel that prefetches into L2."""
     return ["static"] * case.static_weight + ["prefetching"] * case.prefetches
 
 
@@ -116,7 +116,7 @@ class FP8FP4GemmCase(KernelCase):
 
     @property
     def is_recoded(self) -> bool:
-        """Whether the kernels of ``before`` write the weight."""
+        """True if the kernels of ``before`` write the weight."""
         return self.family == "fp8_fp4_recode"
 
     @property
@@ -159,7 +159,7 @@ class FP8FP4GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class RecodeCase(KernelCase):
-    """The kernel that writes an FP4 weight to memory in FP8; ``overlaps``: whether it runs during the GEMM."""
+    """The kernel that writes an FP4 weight to memory in FP8. ``overlaps`` is True if it runs during the GEMM."""
 
     fmt: FP4Format
     scale_layout: str
@@ -190,15 +190,15 @@ HAVE_SPILLED = (
 
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
-    """Return whether the compiled part of the grid contains this format of a tile of ``fp8_fp4_wgmma_ss``."""
+    """Return True if the selection of cases contains this format of a tile of ``fp8_fp4_wgmma_ss``."""
     sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
     of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
 
 
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
-    """Return cases of every tile with alpha and bias of each column or expert; and without them of tiles of many rows,
-    or of ``every`` tile. Layouts and other epilogues take turns."""
+    """Return cases of every tile with an alpha and bias per column or expert; and cases without them, for tiles of many
+    rows, or if ``every`` for all tiles. Layouts and other epilogues alternate from case to case."""
     kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
@@ -218,7 +218,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
-    """Return cases of every tile. Scale layouts, expert layouts and epilogues take turns.
+    """Return cases of every tile. Scale layouts, expert layouts and epilogues alternate from case to case.
 
     With ``every``, each tile of ``fp8_fp4_wgmma_ss`` appears in both formats; otherwise in one, so that all pairs of
     format, size and split_k meet. ``fp8_fp4_recode`` appears in every expert layout; it does not depend on the format.

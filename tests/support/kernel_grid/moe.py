@@ -73,7 +73,8 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def moe_cases() -> list[MoeCase]:
-    """Return cases with the largest and other ``topk``, narrow and wide rows; dtypes take turns."""
+    """Return cases with the largest ``topk`` and smaller values, and with narrow and wide rows. Dtypes alternate from
+    case to case."""
     archs = itertools.cycle(ARCHS)
     dtypes = itertools.cycle((BF16, FP16, FP32))
     finalize = [

@@ -105,7 +105,7 @@ class Case(KernelCase):
         return (
             self.target in self.what.targets
             and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
-            # Without blocks, rows are whole units of threads.
+            # Without block scales, the width is a multiple of the 16 elements that a thread processes at once.
             and self.width % max(16, 1 if self.format is None else self.format.width_multiple) == 0
             # Two fp32 rows and an fp32 weight do not fit into 8 CTAs of 99 KB.
             and (self.what.source, self.dtypes[0], self.width, self.arch) != ("add", FP32, 65_536, "sm_120a")
@@ -157,7 +157,7 @@ class Case(KernelCase):
         """All pairs of the choices, with their places; and, for wide rows, the triple of operation, width and
         architecture.
 
-        Dtypes and targets meet one width of each span, not each width.
+        Each dtype and each target is combined with one width of each range of widths, not with each width.
         """
         what, dtypes, width, target, arch = enumerate(self.choices)
         span = (6, next(span for span in SPANS if self.width in span))
@@ -182,10 +182,10 @@ def every_case() -> Iterator[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """Return a part of the grid in which any two choices meet, with ``TIGHT``. Operation, architecture and a wide row
-    all meet.
+    """Return a selection of the grid, with ``TIGHT``, in which each pair of choices occurs. For wide rows, each triple
+    of operation, width and architecture also occurs.
 
-    The choice is greedy: for a pair that is still missing, it takes the case that adds most pairs among some.
+    The selection is greedy: for a pair that is still missing, it takes the candidate that adds the most pairs.
     """
     having = defaultdict(list)
     for case in every_case():

@@ -48,7 +48,7 @@ class Tcgen05Case(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds, or the same with fewer stages."""
+        """Kernel that the backend builds, or this kernel with fewer stages."""
         config = fp4_tcgen05.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -66,7 +66,7 @@ class Tcgen05Case(KernelCase):
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
     """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a fourth of them.
 
-    Architectures and epilogues take turns.
+    Architectures and epilogues alternate from case to case.
     """
     finish, archs = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(TCGEN05_ARCHS)
     return [
@@ -106,7 +106,7 @@ class Tcgen05ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds, or the same with fewer stages."""
+        """Kernel that the backend builds, or this kernel with fewer stages."""
         config = fp4_tcgen05_experts.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -126,7 +126,7 @@ class Tcgen05ExpertsCase(KernelCase):
 def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
     """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a few of them.
 
-    Architectures, widths and dtypes take turns.
+    Architectures, widths and dtypes alternate from case to case.
     """
     widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(TCGEN05_ARCHS)
     outs = itertools.cycle((BF16, FP16, FP32))

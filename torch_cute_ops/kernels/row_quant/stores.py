@@ -110,7 +110,7 @@ class Stores:
             norm = self.encoder.rounded(block[0], rstd)
             from_registers = exists
             if const_expr(c.bulk_norm):
-                # If a group has only one row, its norm is stored from registers instead of waiting for a bulk copy. On an
+                # A group with only one row stores its norm from registers instead of waiting for a bulk copy. On an
                 # H200, ``rmsnorm_fp4quant_with_norm`` of up to 32 rows of 7,168 takes 2.8 µs instead of 2.95 µs.
                 from_registers = exists & (thread.iterations == 1)
                 if thread.iterations > 1:
