@@ -59,6 +59,13 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_route", (FP16, 896, 22, False, True, 1, 1, True, False), "sm_100a"),
     ("moe_route", (FP32, 1024, 8, False, False, 1, 1, False, False, True), "sm_120a"),
     ("moe_route", (BF16, 510, 16, False, True, 17, 4, False, False, True), "sm_90a"),
+    # Kernels that have spilled
+    ("moe_route", (BF16, 1020, 32, False, True, 17, 4, True, False), "sm_90a"),
+    ("moe_route", (FP32, 1020, 32, False, True, 17, 9, False, False, True), "sm_100a"),
+    ("moe_route", (FP16, 1023, 22, False, True, 3, 2, True, True, True), "sm_120a"),
+    ("moe_route", (BF16, 1023, 32, False, True, 31, 8, False, True), "sm_120a"),
+    ("moe_route", (FP16, 1000, 22, False, True, 5, 1, False, True, True), "sm_120a"),
+    ("moe_route", (BF16, 1020, 8, False, True, 12, 10, True, False), "sm_120a"),
     ("moe_route_dense", (BF16, 1024, 32, True, True, 1, 1, True, True), "sm_90a"),
     ("moe_route_dense", (FP16, 1020, 9, True, True, 17, 4, True, False, True), "sm_120a"),
     ("moe_route_ids", (1024, False), "sm_120a"),

@@ -64,6 +64,13 @@ def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def opaque(value, *, loc=None, ip=None) -> Int32:
+    """Return ``value``, hidden from the compiler: it cannot compute results that depend on it before a loop around the
+    call."""
+    return Int32(_asm(T.i32(), [Int32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
+
+
+@dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
     """Return ``a if condition else b``, without a branch: both values are computed. They have the same type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]

@@ -80,6 +80,13 @@ class ExpertChoice:
         return self.lane_keys > MAX_UNROLLED_KEYS or self.scores_groups_first
 
     @property
+    def is_short_of_registers(self) -> bool:
+        """True if values that depend only on the lane are computed again for each token. In registers across all
+        tokens, they would make other values spill."""
+        is_scored_twice = self.scores_groups_first and self.computes_softmax_first and self.has_bias
+        return is_scored_twice and self.lane_keys > MAX_UNROLLED_KEYS
+
+    @property
     def are_keys_interleaved(self) -> bool:
         """True if lane i holds the keys of experts i, i + 32, i + 64 and so on, False if the keys of consecutive
         experts."""

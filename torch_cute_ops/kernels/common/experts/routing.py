@@ -65,6 +65,8 @@ class ExpertChooser:
         All lanes of a warp call this method with the same token. Lanes from ``topk`` on get expert 0.
         """
         c = self.choice
+        if const_expr(c.is_short_of_registers):
+            lane = ptx.opaque(lane)
         largest = Float32(0.0)
         total = Float32(0.0)
         is_nan = Boolean(False)
