@@ -42,3 +42,33 @@ def test_each_test_runs_under_a_tool(program, monkeypatch, tmp_path, capsys):
     assert ["1 failed" in " ".join(line) for line in lines] == [run == ("found", "racecheck") for run in runs]
     logs = {f"test_two.py-test_{name}.{tool}.log" for name, tool in runs}
     assert {path.name for path in (tmp_path / "logs").iterdir()} == logs
+
+
+def hazard(kind, *accesses):
+    lines = (f"=========     {access} Thread ({thread}, 0, 0) at kernel+0x10" for access, thread in accesses)
+    return "\n".join(
+        (f"========= Error: Potential {kind} hazard detected at __shared__ 0x4 in block (1, 0, 0) :", *lines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("hazards", "by_lane_0"),
+    [
+        ([hazard("RAW", ("Write", 33), ("Read", 64)), hazard("WAR", ("Read", 31), ("Write", 96))], 0),
+        ([hazard("RAW", ("Write", 64), ("Read", 33)), hazard("WAR", ("Write", 7), ("Read", 5))], 1),
+        ([hazard("WAR", ("Write", 32), ("Read", 65)), hazard("WAR", ("Write", 7), ("Read", 96))], 1),
+        ([hazard("WAW", ("Write", 1), ("Write", 34)), hazard("WAW", ("Write", 2), ("Write", 0))], 1),
+    ],
+)
+def test_hazards_after_an_access_by_lane_0_count(program, hazards, by_lane_0):
+    """Check that a removed warp barrier explains hazards only if lane 0 made no earlier access."""
+    report = "\n".join((*hazards, "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"))
+    line, passed = program.judge_hazards(report)
+    assert (line, passed) == (f"2 hazards, {by_lane_0} of them after an access by lane 0", not by_lane_0)
+
+
+def test_hazards_that_are_not_listed_count(program):
+    """Check that a report fails if its summary counts hazards that it does not list."""
+    report = hazard("RAW", ("Write", 33), ("Read", 64)) + "\n========= RACECHECK SUMMARY: 3 hazards displayed"
+    assert not program.judge_hazards(report)[1]
+    assert not program.judge_hazards("========= RACECHECK SUMMARY: 1 hazard displayed")[1]
