@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run a whole model with experts and random codes: DeepSeek-V3's shape in FP8, or gpt-oss's in MXFP4.
+"""Run a whole model with experts and random codes: in DeepSeek-V3's shape in FP8, or in gpt-oss's shape in MXFP4.
 
     python examples/expert_models.py                                  # DeepSeek-V3 with FP8 blocks
     python examples/expert_models.py --model gpt-oss                  # gpt-oss with MXFP4 experts
     python examples/expert_models.py --layers 4 --experts 64 --tokens 128 --batches 1 16
 
-The model class is from transformers; linear layers and experts are modules of torch_cute_ops.nn, with weights that
-never exist in another format. `generate` continues each batch of prompts with a static cache, and on a GPU compiles and
+The model class is from transformers. Linear layers and experts are modules of torch_cute_ops.nn, whose weights never
+exist in another format. `generate` continues each batch of prompts with a static cache, and on a GPU compiles and
 captures the decode step. The first layer of experts is compared with the decoded weights in float32. Without a GPU the
 ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             "cache_implementation": "static", "pad_token_id": 0,
         }  # fmt: skip
         if device.type == "cuda":
-            model.generate(prompts, **given)  # compiles the decode step
+            model.generate(prompts, **given)  # the first call compiles the decode step
         start = time.perf_counter()
         served = model.generate(prompts, **given)
         if served.shape != (batch, 8 + options.tokens) or not torch.equal(served[:, :8], prompts):
@@ -115,7 +115,8 @@ CONFIGS = {"deepseek-v3": deepseek_v3, "gpt-oss": gpt_oss}
 
 
 def cosine_of_experts(model: torch.nn.Module, device: torch.device) -> float:
-    """Return the smallest cosine of a token between the first layer of experts and its decoded weights."""
+    """Return the smallest cosine, over tokens, between the result of the first layer of experts and the result of its
+    decoded weights."""
     experts = next(each for each in model.modules() if isinstance(each, torch_cute_ops.nn.QuantExperts))
     x = torch.randn(16, experts.hidden_size, device=device, dtype=torch.bfloat16)
     factors, ids = torch.rand(16, experts.experts, device=device).topk(experts.topk)

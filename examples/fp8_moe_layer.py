@@ -8,10 +8,11 @@
 
 A router chooses 8 experts for each token, from at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts
 and gives each pair of a token and an expert a row; `moe_permute_fp8quant` writes the tokens to these rows, in FP8 with
-a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gates and ups from weights with a scale for each
-128 x 128; `moe_swiglu_fp8quant` computes from these the input of the second `grouped_mm_fp8`; and `moe_finalize` adds
-up the rows of each token, weighted. Nothing waits for the host, and no shape depends on the routing, so the layer is
-captured as one CUDA graph. With FP4 weights, `grouped_mm_fp8_fp4` replaces `grouped_mm_fp8`; nothing else changes.
+a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gate and up values from weights with a scale per
+128 x 128 elements; `moe_swiglu_fp8quant` computes the input of the second `grouped_mm_fp8` from them; and
+`moe_finalize` adds up the rows of each token, weighted. Nothing waits for the host, and no shape depends on the
+routing, so the layer is captured as one CUDA graph. With FP4 weights, `grouped_mm_fp8_fp4` replaces `grouped_mm_fp8`;
+nothing else changes.
 
 The bf16 layer uses the original weights of the FP8 layer, or the decoded weights of an FP4 layer. Weights are random.
 Without a GPU the ops run their references in plain torch, and no time is measured. The bf16 layer loops over the
@@ -71,7 +72,7 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The number of groups, of groups that a token uses, and of experts that it gets."""
+    """Numbers of the routing: groups of experts, groups that a token uses, and experts that a token gets."""
 
     num_groups: int
     topk_groups: int
@@ -141,7 +142,7 @@ class BF16Layer:
         self.routing = routing
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's result (M, H) for tokens (M, H)."""
+        """Return the layer's result (M, H) for tokens (M, H)."""
         factors, ids = self.route(x)
         total = torch.zeros(x.shape, device=x.device)
         for expert in ids.unique().tolist():
@@ -163,11 +164,11 @@ class BF16Layer:
 
 
 class FP8Experts:
-    """The weights (E, N, K) of experts in FP8, with a scale for each 128 x 128.
+    """Weights (E, N, K) of experts in FP8, with a scale per 128 x 128 elements.
 
     Attributes:
         tensors: codes and scales.
-        represented: bf16 weights of the layer that is compared; here the original weights.
+        represented: bf16 weights of the layer that results are compared with; here the original weights.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -176,14 +177,14 @@ class FP8Experts:
     def __call__(
         self, a: torch.Tensor, a_scale: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Each expert's rows of ``a`` times its weight."""
+        """Multiply each expert's rows of ``a`` by the expert's weight."""
         b, b_scale = self.tensors
         return torch_cute_ops.grouped_mm_fp8(a, b.mT, a_scale, b_scale, offsets, counts)
 
 
 class FP4Experts:
-    """The same in FP4: a checkpoint's codes and scales, and the decoded weights. The GEMM divides out NVFP4's global
-    scale by ``alpha``."""
+    """Weights of experts in FP4: codes and scales as in a checkpoint, and the decoded weights. The GEMM divides out
+    NVFP4's global scale by ``alpha``."""
 
     def __init__(self, weight: torch.Tensor, block_size: int) -> None:
         self.block_size = block_size
@@ -195,7 +196,7 @@ class FP4Experts:
     def __call__(
         self, a: torch.Tensor, a_scale: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Each expert's rows of ``a`` times its weight."""
+        """Multiply each expert's rows of ``a`` by the expert's weight."""
         b, b_scale = self.tensors
         return torch_cute_ops.grouped_mm_fp8_fp4(
             a, b.mT, a_scale, b_scale, offsets, counts, self.alpha, block_size=self.block_size
@@ -216,7 +217,7 @@ class FP8Layer:
         router, bias: the router's weight and bias, as in the bf16 layer.
         up, down: the experts' GEMMs.
         routing: the choice of experts, as in the bf16 layer.
-        is_masked: True for a buffer with room for all tokens in each expert, False for packed rows.
+        is_masked: True for a buffer that has room for all tokens in each expert, False for packed rows.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class FP8Layer:
         self.up, self.down = up, down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's result (M, H) for tokens (M, H)."""
+        """Return the layer's result (M, H) for tokens (M, H)."""
         logits = F.linear(x.float(), self.router.float())
         weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
             logits,
@@ -244,7 +245,7 @@ class FP8Layer:
             self.routing.num_groups,
             self.routing.topk_groups,
             scaling_factor=SCALING,
-            alignment=1,  # no padding: `grouped_mm_fp8` needs no alignment
+            alignment=1,  # no padding, because `grouped_mm_fp8` needs no alignment
             max_rows=len(x) if self.is_masked else None,
         )
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
@@ -262,7 +263,8 @@ class FP8Layer:
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (E, N, K) of a weight, and a scale for each 128 x 128 that maps the largest element to 448."""
+    """Return codes (E, N, K) of a weight, and a scale per 128 x 128 elements that maps their largest magnitude to
+    448."""
     experts, n, k = weight.shape
     rows = -(-n // BLOCK)
     codes, scale = (

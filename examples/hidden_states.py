@@ -52,8 +52,8 @@ def synthetic(rows: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Te
 def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return rows spread over a matrix of a .safetensors file, and a norm weight of equal width.
 
-    The weight is the longest vector named *norm*weight: shorter ones belong to attention heads. The matrix is the
-    largest one named *embed*, or the largest of all if none is.
+    The weight is the longest vector whose name matches *norm*weight, because shorter vectors belong to attention heads.
+    The matrix is the largest matrix whose name contains embed, or if there is none the largest of all.
     """
     from safetensors import safe_open
 

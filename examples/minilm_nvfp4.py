@@ -61,8 +61,9 @@ class Minimums(NamedTuple):
     nearest: int
 
 
-# Measured on a CPU with 640 other sentences from Python's documentation, in 40 sets of 16: the lowest of a set, rounded
-# down. In this script each sentence is paired with another, so more nearest neighbours are kept: 15 and 16 of 16; a
+# Measured on a CPU with 640 other sentences from Python's documentation, in 40 sets of 16: the lowest value of any set,
+# rounded down. In this script each sentence is paired with another, so more nearest neighbours are kept: 15 and 16 of
+# 16; a
 # sentence about the bank finds two neighbours within 0.01. The error of 36 layers hides a fault in one of them, even
 # scales in a wrong order, so each layer is also compared separately.
 MINIMUMS = {
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
 
     model = MiniLM(tensors).to(device)
-    # One by one, since padding is no input to calibrate with.
+    # Run sentences one by one, because padding must not affect the calibration.
     texts = [encode(tokenizer, [text], device) for text in TEXT.split("\n\n")]
     in_fp4 = quantized(model, options.activations, lambda model: [model(*text) for text in texts])
     in_bf16 = copy.deepcopy(model).bfloat16()
@@ -117,7 +118,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def encode(
     tokenizer: Tokenizer, texts: Sequence[str], device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and which of them are no padding, (N, T)."""
+    """Return token ids (N, T), and a mask (N, T) that is False for padding."""
     tokenizer.enable_padding()
     encodings = tokenizer.encode_batch(list(texts))
     ids, mask = ([getattr(e, name) for e in encodings] for name in ("ids", "attention_mask"))
@@ -150,7 +151,8 @@ class Block(nn.Module):
 
 
 class MiniLM(nn.Module):
-    """BERT's encoder, and the mean over the tokens of a sentence: token ids and their mask (N, T) to unit rows (N, H).
+    """BERT's encoder followed by the mean over the tokens of a sentence. Converts token ids and their mask (N, T) to
+    rows (N, H) of norm 1.
 
     Args:
         tensors: tensors of the model's file; their shapes give the sizes.
@@ -193,7 +195,7 @@ def layer_norm(hidden: int) -> nn.LayerNorm:
 def quantized(
     model: MiniLM, activations: str = "16bit", calibrate: Callable[[nn.Module], object] | None = None
 ) -> MiniLM:
-    """Return the model in bf16, with its linear layers quantised to NVFP4 from ``model``'s weights."""
+    """Return a copy of the model in bf16, with linear layers quantised to NVFP4 from the weights of ``model``."""
     result = torch_cute_ops.nn.quantize_(
         copy.deepcopy(model), "nvfp4", activations=activations, ignore=(), calibrate=calibrate
     )
@@ -235,7 +237,8 @@ def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 class Comparison(NamedTuple):
-    """For each sentence: the cosine of its two embeddings, and the agreement of the others' order by similarity.
+    """Comparison of two embeddings per sentence: their cosine, and the agreement of the orders in which they rank the
+    other sentences by similarity.
 
     Attributes:
         cosine: cosine of the two embeddings.

@@ -6,8 +6,8 @@
     python examples/moe_layer.py --model gpt-oss        # MXFP4, biases, another gate, no shared expert
     python examples/moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
-A router chooses some of the experts for each token. The result is the sum of their `down(swiglu(gate(x), up(x)))`,
-weighted by the router, plus the result of a shared expert in DeepSeek-V3.
+A router chooses some of the experts for each token. The result is the sum of these experts' results
+`down(swiglu(gate(x), up(x)))`, weighted by the router, and in DeepSeek-V3 plus the result of a shared expert.
 
 The layer is a `torch_cute_ops.nn.ExpertLayer`. Few tokens take three ops, without permuted rows: `moe_route_dense`
 writes the routing weights of all experts, 0 for unrouted experts; `moe_fc1_fp4` computes gate, up and SwiGLU of the
@@ -15,7 +15,8 @@ routed pairs and quantises them; `moe_fc2_fp4` multiplies these pairs and adds t
 permuted into the experts' order, with activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`,
 `moe_swiglu_fp8quant`, and so on. Few means up to 16 tokens for each expert on average, and 512 in all; with experts as
 wide as gpt-oss's no call counts as few (`torch_cute_ops.nn.experts.few_tokens`). No shape depends on the routing, and
-the layer can be captured in a CUDA graph. The two ways store the second weight in different orders.
+the layer can be captured in a CUDA graph. The ops for few tokens and for many tokens need the second weight in
+different orders.
 
 Weights are random. Without a GPU, or if the GPU lacks kernels for both GEMMs, the ops run their references in plain
 torch on the CPU, and no time is measured. The bf16 layer loops over the experts and waits for the device, so its time
@@ -47,7 +48,7 @@ class Model(NamedTuple):
 
     Attributes:
         sizes: sizes on a GPU; for DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
-        top: experts of a token.
+        top: number of experts per token.
         block_size: block size of the weights: 16 (NVFP4) or 32 (MXFP4).
         scoring: arguments of `moe_route` and `moe_route_dense`.
         swiglu: alpha, beta and limit of the gate.
@@ -65,7 +66,7 @@ class Model(NamedTuple):
 
     @property
     def scheme(self) -> str:
-        """The format of the weights."""
+        """Format of the weights."""
         return "nvfp4" if self.block_size == 16 else "mxfp4"
 
 
@@ -189,7 +190,8 @@ def inputs(tokens: Iterable[int], hidden: int, device: torch.device) -> Iterator
 
 
 def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest cosine of a token's results, and the relative error of all; without tokens 1 and 0."""
+    """Return the smallest cosine between a token's two results, and the relative error of all results. Without tokens,
+    return 1 and 0."""
     if not len(got):
         return 1.0, 0.0
     got, want = got.double(), want.double()
@@ -232,7 +234,7 @@ class BF16Layer:
         self.weights = weights
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's result (M, H) for tokens (M, H)."""
+        """Return the layer's result (M, H) for tokens (M, H)."""
         w, routing = self.weights, self.route(x)
         total = torch.zeros(x.shape, device=x.device)
         for expert in (routing != 0).any(0).nonzero()[:, 0].tolist():
