@@ -105,8 +105,8 @@ class Races:
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         self.copies = 0
-        # If bulk copies write: the time when each thread last started each load, its position among all loads, and
-        # the number of loads in flight.
+        # Needed only if bulk copies write shared memory: the time when each thread last started each load, the position
+        # of that load among the thread's loads, and the number of loads in flight.
         writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
         self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
         self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)

@@ -180,16 +180,16 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
             op without backends.
         properties: static properties that kernels are compiled for; ``properties_of(op)`` lists them. All ops take
             ``device``. Ops that quantise rows take ``hidden`` (last dimension of ``input``), ``dtype``,
-            ``weight_dtype``, and the op's own arguments for format and layout; with FP4 also ``global_scale`` (True if
-            calls pass it); gates also ``swiglu`` (True if calls pass parameters other than the defaults). GEMMs take
-            ``n`` and ``k`` (columns of the result, and elements of a sum), ``m`` (rows), ``alpha`` (``"one"`` element,
-            or one for each ``"column"``, ``"expert"`` or ``"expert_column"``), ``bias_dtype``, ``experts`` (number of
-            experts, for ops with experts), ``dtype``, and the op's own arguments from ``out_dtype`` on.
-            ``grouped_mm_fp8`` also takes ``masked`` (True for the masked layout, with space for ``m`` rows of each
-            expert) and ``counts`` (True if calls in the contiguous layout pass it). Steps of an expert layer take
-            ``hidden``, ``dtype``, ``topk``, and a bool for each optional tensor that calls pass (``residual``,
-            ``offsets``, ``counts``). ``moe_route`` takes ``experts``, ``dtype``, ``bias`` and ``masked`` (True if calls
-            use them), and its own arguments that choose experts.
+            ``weight_dtype``, and the op's own arguments for format and layout. FP4 ops also take ``global_scale`` (True
+            if calls pass it), and ops with a gate take ``swiglu`` (True if calls pass parameters other than the
+            defaults). GEMMs take ``n`` and ``k`` (columns of the result, and elements of a sum), ``m`` (rows),
+            ``alpha`` (``"one"`` element, or one for each ``"column"``, ``"expert"`` or ``"expert_column"``),
+            ``bias_dtype``, ``experts`` (number of experts, for ops with experts), ``dtype``, and the op's own arguments
+            from ``out_dtype`` on. ``grouped_mm_fp8`` also takes ``masked`` (True for the masked layout, with space for
+            ``m`` rows of each expert) and ``counts`` (True if calls in the contiguous layout pass it). Steps of an
+            expert layer take ``hidden``, ``dtype``, ``topk``, and a bool for each optional tensor that calls pass
+            (``residual``, ``offsets``, ``counts``). ``moe_route`` takes ``experts``, ``dtype``, ``bias`` and ``masked``
+            (True if calls use them), and its own arguments that choose experts.
 
     Raises:
         ValueError: for an unknown op, or a property whose value the op refuses.

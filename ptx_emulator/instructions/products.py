@@ -154,7 +154,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array, *registers: Array) -> Array:
         warps = whole_warps(machine, threads)
         words = np.stack([of_each(register, threads) for register in registers])
-        # Axes: register (next columns, then 8 rows further), warp, g, t, part of the word.
+        # The axes are: register (first over columns, then over the rows 8 further down), warp, g, t, and part of the
+        # word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
         b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
@@ -246,7 +247,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
         descriptors = [of_each(one, threads) for one in registers[: 1 if in_registers else 2]]
         words = np.stack([of_each(register, threads) for register in registers[len(descriptors) :]])
-        # Axes: register, warp, g, t.
+        # The axes are: register, warp, g, t.
         words = words.reshape(-1, warps, 8, 4)
         products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None

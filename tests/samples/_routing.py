@@ -22,7 +22,7 @@ def choice_call(*shape: int, device: torch.device) -> Sample:
 
 
 def experts_for(width: int) -> int:
-    """Return a number of experts for a width, different from every M of the tests."""
+    """Return the number of experts that calls of a width use. It differs from every number of tokens in the tests."""
     return 17 + width // 16 % 487
 
 

@@ -231,7 +231,7 @@ def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:
                 raise LaunchFailed("experts are apart")
 
 
-# Results of the kernels, by the reference
+# Results of the kernels, computed by the references
 
 
 def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, max_ctas: int) -> None:

@@ -62,7 +62,7 @@ def run(pytester, monkeypatch):
     """Return a function that runs ``TESTS`` with our conftest and with options."""
     tests = Path(__file__).parents[1]
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("TEST_SEED", os.environ.get("TEST_SEED", ""))  # restored after runs in this process
+    monkeypatch.setenv("TEST_SEED", os.environ.get("TEST_SEED", ""))  # restored after the runs
     (pytester.path / "conftest.py").write_text((tests / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers = gpu\n  slow\n  timing\n")
     pytester.makepyfile(test_it=TESTS)

@@ -68,7 +68,7 @@ def test_second():
 def project(pytester, monkeypatch):
     """Return a project with our conftest, on a machine that pretends to have a GPU."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    for name in ("TEST_SEED", "TEST_GPUS"):  # restored after runs in this process
+    for name in ("TEST_SEED", "TEST_GPUS"):  # restored after pytest has run in this process
         monkeypatch.setenv(name, os.environ.get(name, ""))
     # These are restored after the test, which pretends to have a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_name", torch.cuda.get_device_name)

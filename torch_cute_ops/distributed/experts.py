@@ -298,7 +298,8 @@ class ExpertParallel(nn.Module):
         if self.max_rows is None:
             ends = received.flatten().cumsum(0)
             run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
-            # Rows after the last expert's rows belong to pairs without an expert; they occur only without a group.
+            # Rows after the last expert's rows belong to pairs without an expert. They occur only if the layer has no
+            # process group.
             ids = torch.where(run < ends.numel(), run % self.experts, -1)
             return ids.to(torch.int32).unsqueeze(1)
         place = torch.arange(self.max_rows, device=received.device)

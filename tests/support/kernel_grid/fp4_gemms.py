@@ -381,7 +381,7 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
     # A kernel that once spilled
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
-    # Activations that are rounded to bfloat16
+    # Cases whose activations are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
 

@@ -110,7 +110,7 @@ def moe_cases() -> list[MoeCase]:
         )
     ]
     ids = [(512, False), (512, True), (7, True)]
-    # Choices of moe_route, with and without factors instead of the layout of rows
+    # Choices of experts as for moe_route; instead of a layout of rows, with and without factors of the experts
     dense = [(*plan_arguments[:-1], i % 2 == 0) for i, plan_arguments in enumerate(route)]
     cases = {
         "moe_route": route,

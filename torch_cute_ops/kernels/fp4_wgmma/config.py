@@ -128,12 +128,12 @@ class Arguments(
     """The run-time arguments, in order.
 
     M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
-    elements of k (a multiple of 32). Over E experts, K / E elements of k belong to each expert.
+    elements of k (a multiple of 32). With E experts over k, K / E elements of k belong to each expert.
 
     Attributes:
         a, a_scale, b, b_scale: operands and scales, as ``FP4Operands`` describes them.
-        alpha: (1,) or (N,) float32 factors, or None, as ``Config.epilogue`` says. Over experts, (M, E) float32 factors
-            with any strides.
+        alpha: (1,) or (N,) float32 factors, or None, as ``Config.epilogue`` says. With experts over k, (M, E) float32
+            factors with any strides.
         bias: (N,) in ``Config.epilogue``'s bias dtype, or None.
         out: (M, N) in ``Config.epilogue``'s dtype, written.
         workspace: ``Config.workspace_bytes`` uint8 per m tile, written; None if the CTAs rearrange the activations.

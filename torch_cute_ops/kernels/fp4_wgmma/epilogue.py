@@ -137,7 +137,7 @@ class WorkTileEpilogue:
         columns = thread_columns(c.partial_sums, finishers, tid, n_tile * c.tile_n)
         terms = self.epilogue.terms(work.alpha, work.bias, *columns, work.n)
         finish = self.epilogue.finisher(factor, terms, self.acc_scale)
-        # All warps read the codes before partial sums replace them.
+        # Synchronise, because all warps must have read the codes before partial sums overwrite them.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         column = consumer.column
         if const_expr(c.warp_split_k > 1):

@@ -380,7 +380,8 @@ class Config:
 
     @property
     def as_smallest_add(self) -> "Config":
-        """Configuration of the same norm after an addition of a residual, with the fewest possible buffers.
+        """Configuration of a kernel that adds a residual before the same norm, with the smallest possible number of
+        buffers.
 
         ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For all norms,
         ``plan`` chooses values with which this configuration also fits, so that ops with and without a residual give
@@ -441,9 +442,9 @@ class Arguments(
             be strided. The residual may be the input itself, or other columns of the same matrix.
         weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
         factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
-        y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn, with a format.
+        y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn. None without a format.
         scale: e4m3 or uint8 (FP4), in the shape of ``RowQuantSpec.layout``; or fp32 (FP8), (1,) or (R, scales of a
-            row), contiguous by rows or by columns; with a format.
+            row), contiguous by rows or by columns. None without a format.
         scale_linear: (R, B) like the FP4 scales, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
         offsets: (E + 1,) int32 first rows of experts, or (2,) for the range of all rows, with

@@ -374,8 +374,9 @@ class RowQuantKernel:
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
         """Load the thread's blocks of a row.
 
-        Returns: Products v · w of each block, with the block's amax; amax of the FP8 block whose scale this thread
-            computes, if blocks of 128 are scaled; and the thread's partial results of ``RowQuantSpec.reductions``.
+        Returns: A tuple: per block, the products v · w and their amax; the amax of the FP8 block whose scale this
+            thread computes, if scales are per 128 elements; and this thread's partial results of the row's
+            ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec

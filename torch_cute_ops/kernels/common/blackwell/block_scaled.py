@@ -61,7 +61,7 @@ class BlockScaledMma:
             scale_argument(self.stage.fmt, layout, n, blocks, name="b_"),
         )
 
-    # Codes, by tensor maps
+    # Copies of codes by tensor maps
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return a tensor map with boxes of ``rows`` rows of a k tile.

@@ -85,7 +85,7 @@ def release(empty: cute.Pointer, leads, exists=True) -> None:
     Args:
         empty: the stage's empty barrier.
         leads: 1 in the lane that arrives for its warp, 0 in other lanes.
-        exists: condition for the arrival.
+        exists: condition under which the warp arrives.
     """
     # ptxas moves MMAs that use the loaded values past the arrival, so MMAs do not order the loads.
     fence_async()
