@@ -15,12 +15,13 @@ from . import host, layer, ops, report
 from .case import Row
 
 TOLERANCE = 0.02
-"""Relative slowdown of a case that is not marked."""
+"""Relative slowdown up to which a case is not marked."""
 NOTHING_TO_COMPARE = 2
 
 ABOUT = """\
-µs of ours before and after, and after over before; "others": the median of that ratio over peers and the copy, or over
-torch's own calls on the host, whose code did not change: what the machine changed."""
+Times of this package's ops in µs, before and after, and the ratio of the time after to the time before. "others" is the
+median of this ratio over calls whose code did not change: peers and the copy, or torch's own calls on the host. So it
+shows how much the machine changed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Line:
-    """One case before and after."""
+    """Times of one case before and after a change."""
 
     case: str
     before: Times

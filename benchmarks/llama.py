@@ -35,7 +35,7 @@ UNMASKED = "sdpa_unmasked"
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a Llama.
+    """Size of a Llama model, and the measurements that suit it.
 
     Attributes:
         widths: widths of a layer.

@@ -374,8 +374,8 @@ class Loader:
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
             lacks = self._note_uncalibrated(sources, schemes)
-            # If the model's layer has no input scale, its activations need none, so the layer can be overwritten in
-            # place.
+            # If the model's layer has no input scale, the new layer gets none either: both then have the same tensors,
+            # so that the old layer can be overwritten in place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
         for source, scheme, each in zip(sources, schemes, activations, strict=True):

@@ -190,7 +190,8 @@ HAVE_SPILLED = (
 
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
-    """Return True if the selection of cases contains this format of a tile of ``fp8_fp4_wgmma_ss``."""
+    """Return True if the cases include this tile of ``fp8_fp4_wgmma_ss`` with this format. Tiles that differ only in
+    their splits alternate between the two formats; the only tile of a size has cases with both."""
     sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
     of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0

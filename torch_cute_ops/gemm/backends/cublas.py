@@ -122,7 +122,7 @@ def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
         out.copy_(acc)
 
 
-# Codes as they are
+# GEMMs that multiply FP4 codes without decoding them first
 
 
 @functools.cache

@@ -295,8 +295,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
-        """Load ``count`` columns of the accumulator after ``skipped`` columns. Apply the epilogue and store them, or
-        store partial sums."""
+        """Load ``count`` columns of the accumulator after the first ``skipped`` columns. Apply the epilogue and store
+        the results; with split-K, store the partial sums."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
             column = skipped + piece * c.columns_per_load

@@ -136,7 +136,8 @@ class Loads:
 
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations
-        # Number of k groups that a lane handles per group of eight tokens, and per step; and number of steps per k tile
+        # `each` is the number of k groups that a lane handles per group of eight tokens, `together` the number that it
+        # handles in a step, and `steps` the number of steps per k tile.
         self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
         k_groups = self.each * config.m_atoms // config.a_full_arrivals
         self.together = min(config.max_k_groups, k_groups)

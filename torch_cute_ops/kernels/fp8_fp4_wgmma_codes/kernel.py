@@ -108,7 +108,7 @@ class CodeScales:
         if lane == 0:
             store_words([flags], self.flags(slot, smem))
 
-    # Words of a stage's slot of scales
+    # Views of the scales in a stage
 
     def row_factors(self, slot, row, smem) -> cute.Tensor:
         """Return the factors of the blocks of a weight row."""

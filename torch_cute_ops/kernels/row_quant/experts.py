@@ -36,7 +36,8 @@ class ExpertRows(NamedTuple):
 
 
 def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
-    """Return the table in shared memory, with the ``RowQuantSpec.table_words``."""
+    """Return the table at ``memory`` (shared memory). ``sizes`` are the numbers of words of its tensors, as
+    ``RowQuantSpec.table_words`` returns them."""
     words = cute.recast_ptr(memory, dtype=Int32)
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, sizes, strict=True)))

@@ -23,7 +23,7 @@ from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, PartialSums
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 
-MMA_TOKENS = 8  # N of an MMA
+MMA_TOKENS = 8  # extent N (tokens) of an MMA
 COLUMNS = 4  # columns of the result that a thread reduces at once
 
 

@@ -639,7 +639,7 @@ class ExpertPlacer:
             permuted[row] = Int32(-1)
 
 
-# Words of a token
+# Loads of a token's 32-bit words
 
 
 class TokenKernel:
