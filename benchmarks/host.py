@@ -37,6 +37,7 @@ ROWS, WIDTH, COLUMNS, EXPERTS = 1, 1536, 256, 4
 GEMMS: dict[str, dict[str, Any]] = {
     "mm_fp4": {"alpha": "one"},
     "mm_fp4_weight_only": {"alpha": "one"},
+    "mm_fp8": {},
     "mm_fp8_block": {},
     "grouped_mm_fp8": {"experts": EXPERTS, "counts": False},
     "moe_fc1_fp4": {"experts": EXPERTS},

@@ -103,6 +103,9 @@ FP8_OVER_PEER = 0.95
 FP8_DECODE_OF_COPY = 0.80
 """Least fraction of a copy's bandwidth with few rows for each expert."""
 
+TOKEN_FEW_ROWS, TOKEN_MANY_ROWS = 1.3, 0.97
+"""Least rate of GEMMs with per-token scales relative to torch's: with up to 64 rows, and with more rows."""
+
 FP8_FP4_OVER_FP8 = 0.95
 """Least rate of large GEMMs with FP8 activations and an FP4 weight, relative to an FP8 weight."""
 GROUPED_FP8_FP4_OVER_FP8 = 0.93

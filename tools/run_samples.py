@@ -64,17 +64,21 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     """Return a bound on the absolute error of FP8 tensor cores per output element, or None for other ops.
 
     An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. A block of
-    one scale takes four steps. The bound replaces the largest term by the sum of all magnitudes, which is at least as
-    large.
+    one scale takes four steps. With per-token scales, tensor cores add up 512 elements of K in 16 steps, or all of K.
+    The bound replaces the largest term by the sum of all magnitudes, which is at least as large.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
     if given["b"].dtype == torch.uint8:  # packed FP4 codes
         given["b"] = given["b"].view(torch.float4_e2m1fn_x2)
+    steps = 4
+    if spec.name == "mm_fp8":
+        k = given["a"].shape[1]
+        steps = -(-(k if given["fast_accum"] else min(k, 512)) // 32)
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
-    return size.double() * (4 * 33 * 2.0**-13)
+    return size.double() * (steps * 33 * 2.0**-13)
 
 
 def magnitude(argument: Any) -> Any:

@@ -20,6 +20,7 @@ from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.mm_fp8 import mm_fp8
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 from torch_cute_ops.ops.moe_fc1_fp4 import moe_fc1_fp4
@@ -68,6 +69,7 @@ __all__ = [
     "linear",
     "mm_fp4",
     "mm_fp4_weight_only",
+    "mm_fp8",
     "mm_fp8_block",
     "mm_fp8_fp4",
     "moe_fc1_fp4",

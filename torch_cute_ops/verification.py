@@ -25,9 +25,13 @@ from torch_cute_ops.runtime.calls import described
 SETTING: Final = "TORCH_CUTE_OPS_CHECK"
 ROWS: Final = 4
 """Rows of a result that are compared."""
-FP8_SUMS: Final = 4 * 33 * 2.0**-13
-"""Error of a sum in FP8 tensor cores, relative to the sum of all magnitudes. One step aligns 32 products and the
-accumulator to the largest of them and keeps 14 bits. A block of 128 takes four steps."""
+FP8_STEP: Final = 32
+FP8_STEP_ERROR: Final = 33 * 2.0**-13
+"""Elements of K of a step of FP8 tensor cores, and error of a step, relative to the sum of all magnitudes. A step
+aligns the products and the accumulator to the largest of them and keeps 14 bits."""
+PROMOTED_BLOCK: Final = 128
+PROMOTED_K: Final = 512
+"""Elements of K that tensor cores add up with block scales, and with per-token scales unless ``fast_accum``."""
 RELATIVE: Final = 2.0**-16
 """Relative error of fp32 results: the sum of a row in another order, and the exponential."""
 SHARE: Final = 100
@@ -381,7 +385,7 @@ def _gemm(
         owners, rows = None, _chosen(count, a.device)
     a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
     got = out.reshape(count, n)[rows]
-    kept = {"fp8_sums": FP8_SUMS}
+    kept = {"fp8_sums": _fp8_sums_error(problem)}
     if owners is None:
         if problem.grouping.over != "k":
             given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
@@ -418,6 +422,15 @@ def _gemm(
     return None
 
 
+def _fp8_sums_error(problem: Any) -> float:
+    """Return the error of a sum in FP8 tensor cores, relative to the sum of all magnitudes."""
+    if problem.a.is_fp8 and not problem.a.has_fp8_blocks:
+        k = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
+    else:
+        k = PROMOTED_BLOCK
+    return -(-k // FP8_STEP) * FP8_STEP_ERROR
+
+
 def _within(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
     found = _difference(got, want, allowed.double())
     return None if found is None else f"out is wrong: {found}"
@@ -434,7 +447,7 @@ def _scale_rows(scale: Tensor | None, operand: Any, rows: Tensor, count: int, k:
     if isinstance(operand.format, FP4Format):
         linear = to_linear(scale, operand.scale_layout, count, k // operand.format.block_size)
         return from_linear(linear[rows], operand.scale_layout)
-    return scale.reshape(count, -1)[rows]
+    return scale if scale.dim() == 1 else scale.reshape(count, -1)[rows]
 
 
 def _gated(

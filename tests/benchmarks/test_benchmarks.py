@@ -209,7 +209,7 @@ def test_host_calls_run():
     timed, absent = host.calls(CPU, with_peers=False)
     expected = {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM}
     assert expected | {host.ADD_OP, host.ADD_FUNCTION_OUT, host.MM} <= set(timed)
-    gemms = ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block", "grouped_mm_fp8", "moe_fc1_fp4")
+    gemms = ("mm_fp4", "mm_fp4_weight_only", "mm_fp8", "mm_fp8_block", "grouped_mm_fp8", "moe_fc1_fp4")
     assert {f"{name} {way}" for name in gemms for way in ("op, functional", "function, out=")} <= set(timed)
     assert list(absent) == [host.RAW]
     for call in timed.values():

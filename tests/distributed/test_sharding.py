@@ -237,6 +237,7 @@ EXPECTED = {
     "grouped_mm_fp8_fp4": {"columns", "experts", "k"},
     "mm_fp4": {"rows", "columns", "k"},
     "mm_fp4_weight_only": {"rows", "columns", "k"},
+    "mm_fp8": {"rows", "columns", "k"},
     "mm_fp8_block": {"rows", "columns", "k"},
     "mm_fp8_fp4": {"rows", "columns", "k"},
     "moe_fc1_fp4": {"rows", "experts"},

@@ -9,6 +9,8 @@ from support import spec
 from expected._epilogue import EPS, moved
 
 BLOCK, STEP = 128, 32
+PROMOTED = 512
+"""Elements of K that tensor cores may add up if scales are per token, without ``fast_accum``."""
 LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
 """Relative error of a term, compared with the largest term of a step. A tensor-core step aligns 32 products and the
 previous sum to the largest of them and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report",
@@ -80,6 +82,65 @@ def gemm(
         bound = moved(total, bound, alpha, bias)
         total = total * (1 if alpha is None else alpha) + (0 if bias is None else bias)
     return Bounded(total, bound)
+
+
+def token_gemm(
+    a: torch.Tensor,
+    codes: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: np.ndarray | None,
+    fast_accum: bool,
+    device: str,
+) -> Bounded:
+    """Return ``a_scale · b_scale · (a @ codes.T) + bias`` of ``a`` (rows, K) and ``codes`` (N, K).
+
+    Args:
+        a_scale: (rows, 1) or (1,).
+        b_scale: (N,) or (1,).
+        bias: (N,), or None.
+        fast_accum: True if tensor cores may add up all of K, False if they add up at most ``PROMOTED`` elements.
+        device: type of the device that computes.
+    """
+    left, right = numbers(a), numbers(codes)
+    rows, columns = (scale.detach().cpu().double().numpy() for scale in (a_scale, b_scale))
+    with np.errstate(all="ignore"):
+        total, bound, size = sum_of_tokens(left, right, None if fast_accum else PROMOTED // BLOCK, device)
+        bound = (bound + size * (left.shape[1] / BLOCK + 9) * 2 * EPS) * np.abs(rows)
+        total = total * rows
+        bound = moved(total, bound, columns, bias)
+        total = total * columns + (0 if bias is None else bias)
+    return Bounded(total, bound)
+
+
+def sum_of_tokens(left: np.ndarray, right: np.ndarray, blocks: int | None, device: str) -> tuple[np.ndarray, ...]:
+    """Return ``left @ right.T``, the error bound of tensor cores, and the sum of the magnitudes of all blocks' sums.
+
+    Tensor cores may begin a sum at any block of 128 elements of K.
+
+    Args:
+        left, right: numbers (rows, K) and (N, K).
+        blocks: largest number of blocks in such a sum, or None for any number.
+        device: type of the device that computes.
+    """
+    total, lost, size, low, high = (np.zeros((len(left), len(right))) for _ in range(5))
+    begins: list[np.ndarray] = []
+    for begin in range(0, left.shape[1], STEP):
+        if begin % BLOCK == 0:
+            size += np.abs(total - begins[-1]) if begins else 0
+            begins = [*begins, total.copy()][-(blocks or 1) :]
+            if blocks is None:
+                low, high = np.minimum(low, total), np.maximum(high, total)
+            else:
+                low, high = np.min(begins, 0), np.max(begins, 0)
+        x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
+        largest = np.abs(x).max(1, initial=0)[:, None] * np.abs(y).max(1, initial=0)
+        for added in (0.0, x @ y.T):
+            total += added
+            np.maximum(largest, np.maximum(high - total, total - low), out=largest)
+        lost += largest
+    size += np.abs(total - begins[-1])
+    return total, lost * ((STEP + 1) * LOST[device]), size
 
 
 def assert_close(got: torch.Tensor, want: Bounded, dtype: torch.dtype) -> None:

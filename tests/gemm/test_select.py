@@ -16,6 +16,7 @@ from support.gemm_problems import (
     fp8_problem,
     problem_id,
     problems,
+    token_problem,
 )
 
 import torch_cute_ops
@@ -33,6 +34,7 @@ NO_GPU = Target(torch.device("cpu"), None, 1)
 GEMMS = {
     "mm_fp4": {"n": 64, "k": 256},
     "mm_fp4_weight_only": {"n": 64, "k": 256},
+    "mm_fp8": {"n": 64, "k": 256},
     "mm_fp8_block": {"n": 64, "k": 256},
     "grouped_mm_fp8": {"n": 64, "k": 256, "experts": 4},
     "mm_fp8_fp4": {"n": 64, "k": 256},
@@ -98,6 +100,11 @@ def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
         fp4_problem(**epilogue),
         fp4_problem(a_dtype=FP16, fmt=MXFP4, **epilogue),
         fp8_problem(**epilogue),
+        *(
+            token_problem(n, out_dtype=dtype, bias_dtype=bias_dtype)
+            for n in (4096, 4104)
+            for dtype in (BF16, FP16, FP32)
+        ),
         *(fp8_problem(rows=rows, experts=4, **of_experts) for rows in ROW_LAYOUTS[1:]),
     ):
         assert select.choose(problem, 16, target).backend.name != "reference"
@@ -175,6 +182,7 @@ def test_backends_on_a_cpu(op):
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     made_input = ("silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
     names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
+    names["mm_fp8"] = ("wgmma", "scaled_mm")
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
     names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode")  # for NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")

@@ -10,8 +10,8 @@ import torch
 from expected import assert_same
 from expected._fp4_gemm import decoded
 from expected._fp8_fp4 import fp4_weight
-from expected._fp8_gemm import fp8_weight, numbers
-from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8_block, mm_fp8_fp4
+from expected._fp8_gemm import Weight, fp8_weight, numbers
+from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8, mm_fp8_block, mm_fp8_fp4
 from support import spec
 from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
@@ -103,8 +103,9 @@ def made_up(monkeypatch):
 
 def call_of(op, m=5, n=None, k=None, device="cpu", **kwargs):
     where, n, k = torch.device(device), n or properties_of(op)["n"], k or properties_of(op)["k"]
-    if op.name == "mm_fp8_block":
-        return mm_fp8_block.sample("", m, n, k, where, **kwargs)
+    if op.name in ("mm_fp8", "mm_fp8_block"):
+        samples = mm_fp8 if op.name == "mm_fp8" else mm_fp8_block
+        return samples.sample("", m, n, k, where, **kwargs)
     counts = [m // 2, 0, m - m // 2, 0]
     if op.name == "grouped_mm_fp8":
         return grouped_mm_fp8.contiguous("", counts, n, k, where, alignment=1, **kwargs)
@@ -157,12 +158,15 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
     static, scaled = record["static"], {"format": "nvfp4", "scale_layout": "128x4"}
-    if "mm_fp8" in op.name:
+    if op.name == "mm_fp8":
+        assert static["a"] == static["b"] == {"format": "token", "scale_layout": None} and not static["fast_accum"]
+    elif "mm_fp8" in op.name:
         assert static["a"] == {"format": "block128", "scale_layout": "column"}
     else:
         sixteen_bit = {"format": "bfloat16", "scale_layout": None}
         assert static["a"] == (sixteen_bit if op.path.a == "16-bit" else scaled)
-    assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
+    if op.name != "mm_fp8":
+        assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
     assert (static["n"], static["k"]) == (properties_of(op)["n"], 256)
     assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
     assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)
@@ -391,11 +395,16 @@ def by_hand(problem, operands, rows, expert, part):
     if problem.a.is_fp8:
         grouped = problem.grouping.over == "rows"
         a_scale = a_scale.reshape(rows, -1).double()
+        if not problem.a.has_fp8_blocks:
+            a_scale = a_scale.expand(rows, -(-problem.k // 128))
         a = torch.from_numpy(numbers(a.reshape(rows, -1))) * a_scale.repeat_interleave(128, 1)[:, : problem.k]
         if problem.b.is_fp4:
             codes = b.mT.flatten(0, 1) if grouped else b.mT
             weight = fp4_weight(codes, b_scale, problem.b.scale_layout.name, problem.b.format.block_size)
             own = slice(expert * problem.n, (expert + 1) * problem.n)
+        elif not problem.b.has_fp8_blocks:
+            columns = b_scale.double().numpy()[:, None].repeat(-(-problem.k // 128), 1)
+            weight, own = Weight(numbers(b.mT), columns.repeat(problem.n // len(columns), 0)), slice(None)
         else:
             weight = fp8_weight(*((b[expert].mT, b_scale[expert]) if grouped else (b.mT, b_scale)))
             own = slice(None)

@@ -1,4 +1,4 @@
-"""FP8 layers with tensor or channel scales: static activations, and torch's own scaled GEMM."""
+"""FP8 layers with tensor or channel scales: static activations, ``mm_fp8``, and torch's own scaled GEMM."""
 
 from __future__ import annotations
 
@@ -12,12 +12,24 @@ from support import weights
 from support.layers import assert_compiles_once, assert_computes
 from torch import nn
 
-from torch_cute_ops.nn import FP8ChannelLinear, FP8TensorLinear, QuantLinear, _scaled_mm, merge, quantize_
+from torch_cute_ops.nn import (
+    FP8ChannelLinear,
+    FP8TensorLinear,
+    QuantLinear,
+    _scaled_mm,
+    fp8_linear,
+    merge,
+    prefetch_,
+    quantize_,
+)
 
 CLASSES = (FP8TensorLinear, FP8ChannelLinear)
 by_class = pytest.mark.parametrize("cls", CLASSES, ids=["tensor", "channel"])
 by_activations = pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 N, K = 48, 160
+"""Sizes that torch's scaled GEMM supports, and ``mm_fp8`` does not."""
+FITTING = 64 * 3
+"""K that ``mm_fp8`` supports."""
 
 
 def layer_of(
@@ -167,6 +179,69 @@ def test_quantize_with_calibration(cls):
     quantize_(model, cls.scheme, calibrate=lambda model: model(x))
     assert [layer.input_scale.item() for layer in model] == pytest.approx(want, rel=1e-6)
     assert_computes(model[0], x)
+
+
+# Our GEMM
+
+
+@pytest.fixture
+def mm_fp8_calls(monkeypatch) -> list[SimpleNamespace]:
+    """Record the arguments of ``mm_fp8``."""
+    made, real = [], fp8_linear.mm_fp8
+
+    def spy(a, b, a_scale, b_scale, **options):
+        made.append(SimpleNamespace(shapes=(tuple(a_scale.shape), tuple(b_scale.shape)), b=b, **options))
+        return real(a, b, a_scale, b_scale, **options)
+
+    monkeypatch.setattr(fp8_linear, "mm_fp8", spy)
+    monkeypatch.setattr(fp8_linear, "scaled_mm", None)
+    return made
+
+
+@by_class
+@by_activations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_by_mm_fp8(cls, is_static, dtype, device, mm_fp8_calls):
+    """Check values, and that a merged layer has a scale for each row."""
+    layers = [layer_of(cls, is_static, n, FITTING, dtype=dtype).to(device) for n in (40, 8)]
+    layers[1].weight_scale.mul_(30)
+    layers[1]._derive()
+    x = torch.randn(2, 3, FITTING, dtype=dtype, device=device)
+    for layer in (layers[0], merge(layers)):
+        assert_computes(layer, x)
+    rows = (1,) if is_static else (6, 1)
+    columns = (1,) if cls is FP8TensorLinear else (40,)
+    assert [call.shapes for call in mm_fp8_calls] == [(rows, columns), (rows, (48,))]
+    for call in mm_fp8_calls:
+        assert call.static_weight and call.fast_accum is False and call.out_dtype == dtype and call.prefetch is None
+
+
+@by_class
+@pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bias_in_any_dtype(cls, bias, dtype, device):
+    layer = layer_of(cls, False, 40, FITTING, dtype=bias).to(device)
+    assert_computes(layer, torch.randn(3, FITTING, dtype=dtype, device=device))
+
+
+@by_class
+def test_options_of_mm_fp8(cls, mm_fp8_calls):
+    """Check that a layer can ask for fast accumulation, and that it prefetches the next layer's weight."""
+    layers = nn.ModuleList([layer_of(cls, False, FITTING, FITTING) for _ in range(2)])
+    prefetch_(layers)
+    layers[1].fast_accum = True
+    for layer in layers:
+        layer(torch.randn(1, FITTING).bfloat16())
+    first, second = mm_fp8_calls
+    assert first.prefetch.data_ptr() == layers[1].weight.data_ptr() and second.prefetch is None
+    assert (first.fast_accum, second.fast_accum) == (False, True)
+    assert layers[0].can_prefetch and not layer_of(cls, False).can_prefetch
+
+
+@by_class
+@by_activations
+def test_compiled_by_mm_fp8(cls, is_static):
+    assert_compiles_once(merge([layer_of(cls, is_static, n, FITTING) for n in (16, 32)]))
 
 
 # torch's own GEMM

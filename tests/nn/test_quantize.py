@@ -361,11 +361,12 @@ def test_warmup_of_layers_that_prefetch(activations):
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
 def test_warmup_calls_layers_without_prefetch_once(scheme, monkeypatch):
-    """torch's GEMM never prefetches, with or without a next layer."""
-    layers = quantize_(nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)]), scheme)
+    """torch's GEMM, for sizes that ``mm_fp8`` does not support, never prefetches, with or without a next layer."""
+    odd = H + 16
+    layers = quantize_(nn.ModuleList([nn.Linear(odd, odd).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)
     rows = []
-    monkeypatch.setattr(fp8_linear, "scaled_mm", lambda a, *_: rows.append(len(a)) or torch.zeros(len(a), H))
+    monkeypatch.setattr(fp8_linear, "scaled_mm", lambda a, *_: rows.append(len(a)) or torch.zeros(len(a), odd))
     for fused in (True, False):
         warmup(layers, rows=(1, 40), fused=fused)
         assert rows == [1, 40]

@@ -302,6 +302,8 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"n": 256, "k": 512, "experts": 2, "bias_dtype": torch.float32}
     if name.startswith("grouped_mm_fp8"):
         return {"n": 256, "k": 512, "experts": 2, "alpha": "expert", "bias_dtype": torch.float32}
+    if name == "mm_fp8":
+        return {"n": 256, "k": 512, "bias_dtype": torch.float32}
     if "mm_" in name:
         return {"n": 256, "k": 512, "alpha": "column", "bias_dtype": torch.float32}
     if name == "fp4_dequantize":

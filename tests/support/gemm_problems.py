@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import ALL_ROWS, GemmProblem, Grouping, Operand
 from torch_cute_ops.gemm.select import BACKENDS
@@ -64,6 +64,14 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
 
 
+def token_problem(
+    n=4096, k=7168, out_dtype=BF16, bias_dtype=None, one_a_scale=False, one_b_scale=False, fast_accum=False
+):
+    """Return a GEMM of FP8 matrices with per-token and per-channel scales, or one scale per matrix."""
+    a, b = (Operand(FP8_TENSOR if one else FP8_TOKEN) for one in (one_a_scale, one_b_scale))
+    return GemmProblem(a, b, n, k, Epilogue(out_dtype, None, bias_dtype), fast_accum=fast_accum)
+
+
 def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
     """Return a GEMM of FP8 activations and an FP4 weight, or of each expert's activations and weight."""
     return replace(fp8_problem(**kwargs), b=Operand(fmt, SCALE_LAYOUTS[layout]))
@@ -100,6 +108,10 @@ def problems():
             yield fp8_problem(40, 192, **given)
             for fmt, layout in ((NVFP4, "128x4"), (MXFP4, "linear")) if alpha != "one" else ():
                 yield fp8_fp4_problem(fmt, layout, n=40, k=192, **given)
+    for i, out_dtype in enumerate((BF16, FP16, FP32)):
+        bias = (None, FP16, FP32)[i]
+        yield token_problem(40, 192, out_dtype, bias, one_a_scale=i == 1, one_b_scale=i > 0, fast_accum=i == 2)
+        yield token_problem(48, 192, out_dtype, bias, one_a_scale=i != 1, one_b_scale=i != 2, fast_accum=i == 0)
 
 
 def gated_problems():

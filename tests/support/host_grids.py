@@ -89,7 +89,7 @@ DIMS = {
     **{"b_tile_rows": 2, "b_tile_columns": 8, "b_tile_pitch": 4096},
     **{"experts": 2, "alpha_stride": 2, "alpha_column_stride": 1},
     **{"rows": 12, "offsets": 3, "rows_of_expert": 6144, "out_of_expert": 1632, "a_scale_pitch": 24},
-    **{"a_scale_of_expert": 12},
+    **{"a_scale_of_expert": 12, "all_rows": 24, "a_scale_stride": 1},
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }

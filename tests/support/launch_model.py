@@ -26,6 +26,7 @@ from torch_cute_ops.kernels import (
     fp4_gated_experts,
     fp4_mma,
     fp8_fp4_recode,
+    fp8_token_wgmma,
     fp8_wgmma,
     moe_finalize,
     moe_permute,
@@ -40,6 +41,7 @@ from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
+from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
@@ -314,6 +316,12 @@ def compute_fp8(config: Any, *args: Any) -> None:
     out.data[used] = grouped_gemm(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
 
 
+def compute_fp8_token(config: Any, *args: Any) -> None:
+    call = fp8_token_wgmma.Arguments(*args)
+    assert call.max_ctas > 0 and call.b_scale is None
+    write(call.out, scaled_gemm(call.a, call.b.t(), call.a_scale, call.alpha, call.bias, call.out.dtype))
+
+
 def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp8_fp4_recode.WeightArguments(*args)
     if config.overlaps_gemm:
@@ -426,6 +434,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4ExpertsKernel": compute_fp4_experts,
     "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,
+    "FP8TokenWgmmaKernel": compute_fp8_token,
     "FP8FP4WgmmaSSKernel": compute_fp8,
     "FP8FP4WgmmaCodesKernel": compute_fp8,
     "FP8FP4WgmmaRSKernel": compute_fp8,

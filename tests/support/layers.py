@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from expected._fp8_fp4 import fp4_weight
-from expected._fp8_gemm import BLOCK, sum_of_block
+from expected._fp8_gemm import BLOCK, PROMOTED, sum_of_block, sum_of_tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from support import spec, weights
@@ -78,7 +78,9 @@ def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> No
     a, b = as_multiplied(x, layer), weight_multiplied(layer)
     want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
     bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (k + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
-    if layer.activations == "fp8":
+    if layer.scheme in ("fp8_tensor", "fp8_channel"):
+        bound += sum_of_tokens(a, b, PROMOTED // BLOCK, x.device.type)[1]
+    elif layer.activations == "fp8":
         blocks = [slice(begin, begin + BLOCK) for begin in range(0, k, BLOCK)]
         bound += sum(sum_of_block(a[:, block], b[:, block], x.device.type).bound for block in blocks)
     error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)

@@ -18,8 +18,11 @@ from torch_cute_ops.ops._define import OpSpec
 
 
 def operands_of(call: Any) -> Operands:
-    """Return the tensors of a GEMM call."""
-    return Operands(**{name: getattr(call, name) for name in Operands._fields})
+    """Return the tensors of a GEMM call. Backends take one scale of an FP8 matrix as a column for all rows."""
+    operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
+    if operands.a_scale is not None and operands.a_scale.dim() == 1:
+        return operands._replace(a_scale=operands.a_scale[:, None].expand(len(call.a), 1))
+    return operands
 
 
 def results(

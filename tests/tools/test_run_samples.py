@@ -63,7 +63,7 @@ def test_sums_of_fp8_products_may_lose(program, op):
     """Check that only these ops are compared with a tolerance, not ops with FP4 operands and FP8 scales."""
     spec = OPS[op]
     lost = {program.lost(spec, sample) is not None for sample in program.samples(spec, torch.device("cpu"))}
-    assert lost == {op in ("mm_fp8_block", "grouped_mm_fp8", "mm_fp8_fp4", "grouped_mm_fp8_fp4")}
+    assert lost == {op in ("mm_fp8", "mm_fp8_block", "grouped_mm_fp8", "mm_fp8_fp4", "grouped_mm_fp8_fp4")}
 
 
 @pytest.mark.parametrize("op", ["fp4_quantize", "add_rmsnorm_fp8quant", "mm_fp4", "mm_fp8_block", "moe_route"])

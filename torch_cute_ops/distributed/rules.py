@@ -22,6 +22,7 @@ from torch_cute_ops.formats.scale_layout import (
 )
 from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
+from torch_cute_ops.ops._gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE, TokenFP8Gemm
 from torch_cute_ops.ops._row_quant import RowQuant
 
 BLOCK: Final = FP8_BLOCK128.block_size
@@ -235,7 +236,20 @@ def _bias_refusal(call: Call, name: str = "bias") -> str | None:
     return f"{name} would be added by every rank; add it to the sum" if call.get(name) is not None else None
 
 
+def _token_gemm(call: Call) -> Iterator[Rule]:
+    (k, n), of_rows, of_columns = call["b"].shape, call["a_scale"].ndim == 2, call["b_scale"].numel() > 1
+    rows = {"a": Shard(0), **({"a_scale": Shard(0)} if of_rows else {})}
+    yield Rule("rows", rows, {"out": Shard(0)}, ())
+    columns = _given(call, b=Shard(1), bias=Shard(0)) | ({"b_scale": Shard(0)} if of_columns else {})
+    yield Rule("columns", columns, {"out": Shard(1)}, [Multiple("N", n, FP8_N_MULTIPLE)])
+    multiples = [Multiple("K", k, FP8_K_MULTIPLE)]
+    yield Rule("k", {"a": Shard(1), "b": Shard(0)}, {"out": Partial()}, multiples, _bias_refusal(call))
+
+
 def _gemm(path: Path, call: Call) -> Iterator[Rule]:
+    if isinstance(path, TokenFP8Gemm):
+        yield from _token_gemm(call)
+        return
     (m, _), (held, n) = call["a"].shape, call["b"].shape
     a_layout, b_layout, block = _layouts(path, call)
     k = held * (2 if path.b == "fp4" else 1)

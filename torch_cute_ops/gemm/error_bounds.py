@@ -211,8 +211,9 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
         return decode_rows(a[part], linear[part], operand.format, SCALE_LAYOUTS["linear"]).double()
     if isinstance(operand.format, FP8Format):
         assert scale is not None
-        factors = scale.reshape(rows, -1)[part].double()
-        return a[part].double() * factors.repeat_interleave(128, 1)[:, :k]
+        factors = scale.expand(rows, 1) if scale.dim() == 1 else scale.reshape(rows, -1)
+        factors = factors[part].double().repeat_interleave(operand.format.block_size or k, 1)
+        return a[part].double() * factors[:, :k]
     return a[part].double()
 
 
@@ -223,7 +224,9 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
         assert problem.b.scale_layout is not None
         rows, blocks = experts * problem.n, problem.k // problem.b.format.block_size
         return to_linear(scale, problem.b.scale_layout, rows, blocks).view(experts, problem.n, blocks)
-    return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+    if problem.b.has_fp8_blocks:
+        return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+    return scale.reshape(experts, -1, 1).expand(experts, problem.n, 1)
 
 
 def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
@@ -233,6 +236,8 @@ def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert
         if not problem.a.is_fp8:
             return decode_rows(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"]).double()
         codes, factors = fp8_weight(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"])
+    elif not problem.b.has_fp8_blocks:
+        return codes.double() * factors.double()
     return codes.double() * factors.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : problem.k]
 
 

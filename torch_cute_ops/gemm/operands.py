@@ -14,8 +14,10 @@ class Operands(NamedTuple):
         b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows,
             (E, K/2, N) or (E, K, N).
         a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column per
-            block of k; columns may be any distance apart (``formats.fp8.is_one_column``). ``a_scale`` is None for
-            16-bit activations; if the prologue quantises them, it is the global scale, (1,) float32, or None.
+            block of k; columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M, 1);
+            if all rows share one scale, their stride is 0. Per-channel scales of ``b`` are (N,), a per-tensor scale is
+            (1,). ``a_scale`` is None for 16-bit activations; if the prologue quantises them, it is the global scale,
+            (1,) float32, or None.
         alpha, bias: epilogue factors and addends, as ``Epilogue`` describes them. With experts over K, ``alpha`` is
             (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32 first rows of experts over rows, or None.

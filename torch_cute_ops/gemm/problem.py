@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.experts.layouts import table_experts as table_experts
 from torch_cute_ops.kernels.common.fp4.layouts import PrologueQuant
@@ -41,6 +41,11 @@ class Operand:
     def is_fp8(self) -> bool:
         """True for FP8 codes."""
         return isinstance(self.format, FP8Format)
+
+    @cached_property
+    def has_fp8_blocks(self) -> bool:
+        """True for FP8 codes with block scales, False for a scale of each row or of the tensor."""
+        return self.format == FP8_BLOCK128
 
     def row_bytes(self, k: int) -> int:
         """Return the bytes of a row of ``k`` elements with its scales."""
@@ -104,6 +109,8 @@ class GemmProblem:
         static_weight: promise that the weight and its scales were written before the previous launch on the stream, so
             that kernels may read them early.
         prefetches: True if calls name a matrix for a later launch, which may be prefetched into L2.
+        fast_accum: True if tensor cores may add up FP8 products over all of K; False if they may add up at most 512
+            elements of K. With block scales, they add up 128 elements in either case.
     """
 
     a: Operand
@@ -119,6 +126,7 @@ class GemmProblem:
     prologue_quant: PrologueQuant | None = None
     static_weight: bool = False
     prefetches: bool = False
+    fast_accum: bool = False
 
     @cached_property
     def configs(self) -> dict[Any, Any]:
@@ -185,7 +193,7 @@ class GemmProblem:
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)
-        if self.b.is_fp8:  # a scale for 128 rows of the weight
+        if self.b.has_fp8_blocks:  # a scale for 128 rows of the weight
             b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
         if self.grouping.over in ("k", "n"):
             share = self.topk / self.experts

@@ -17,6 +17,8 @@ from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
+from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
+from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
@@ -37,12 +39,14 @@ BACKENDS: Final[list[Backend]] = [
     Routed(),
     RoutedGated(),
     FP8Wgmma(),
+    FP8TokenWgmma(),
     FP8FP4WgmmaSS(),
     FP8FP4WgmmaCodes(),
     FP8FP4WgmmaRS(),
     FP8FP4Recode(),
     FP8MmaSync(),
     Cublas(),
+    FP8ScaledMM(),
     Reference(),
 ]
 """All backends. Backends with equal names handle different kinds of GEMMs."""

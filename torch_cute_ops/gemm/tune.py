@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats import FP8_TENSOR, FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm import error_bounds
@@ -265,6 +265,8 @@ def _operand(
         return _fp4(lead, k, operand.format, operand.scale_layout, generator)
     if isinstance(operand.format, FP8Format):
         codes = _fp8((*lead, k), generator, exact)
+        if operand.format == FP8_TENSOR:
+            return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
         blocks = operand.format.scales_per_row(k)
         return codes, _fp8_scales((blocks, *lead), generator, exact).movedim(0, -1)  # column-major
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
@@ -280,6 +282,8 @@ def _weight(
     assert isinstance(operand.format, FP8Format)
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)
+    if not operand.has_fp8_blocks:
+        return codes, _fp8_scales((*experts, 1 if operand.format == FP8_TENSOR else n), generator, exact)
     return codes, _fp8_scales((*experts, -(-n // 128), operand.format.scales_per_row(k)), generator, exact)
 
 

@@ -62,6 +62,7 @@ _IN_ONE_LAUNCH: Final = {
 _PREFETCH: Final = (
     *_MULTIPLY,
     *_MULTIPLY_FP4,
+    cute.mm_fp8.default,
     cute.mm_fp8_block.default,
     cute.mm_fp8_fp4.default,
     *(getattr(cute, name).default for name in (*_IN_ONE_LAUNCH.values(), "silu_mul_mm_fp4_weight_only")),

@@ -104,9 +104,6 @@ class QuantLinear(nn.Module):
     """Valid values of ``activations``."""
     multiples: ClassVar[tuple[int, int]]
     """N and K must be multiples of these, for any activations."""
-    can_prefetch: ClassVar[bool] = True
-    """True if the GEMM can load the next layer's weight into L2."""
-
     weight: Tensor
     bias: nn.Parameter | None
 
@@ -143,6 +140,11 @@ class QuantLinear(nn.Module):
         # Stored without the scale, which is a buffer that can be moved or replaced.
         self._input_quantization = self._quantization()
         self._derive()
+
+    @property
+    def can_prefetch(self) -> bool:
+        """True if the GEMM can load the next layer's weight into L2."""
+        return True
 
     @classmethod
     def reason_unsupported(cls, out_features: int, in_features: int, activations: Activations = "auto") -> str | None:

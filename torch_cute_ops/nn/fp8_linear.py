@@ -19,6 +19,8 @@ from torch_cute_ops.nn._base import (
 )
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.nn._straight_through import RowsDecoder
+from torch_cute_ops.ops._gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE
+from torch_cute_ops.ops.mm_fp8 import mm_fp8
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks, encode, fp8_blocks, fp8_scale_of
 
@@ -112,11 +114,16 @@ class FP8BlockLinear(QuantLinear):
 
 
 class _FP8Linear(QuantLinear):
-    """A layer with an FP8 weight and a scale per tensor or per row, multiplied by torch's scaled GEMM."""
+    """A layer with an FP8 weight and a scale per tensor or per row, multiplied by ``mm_fp8``.
+
+    Attributes:
+        fast_accum: argument of ``mm_fp8``. Set it to True on a layer, or on a class, to accumulate all of K in the
+            tensor cores.
+    """
 
     choices = ("fp8",)
     multiples = (1, 1)
-    can_prefetch = False
+    fast_accum: bool = False
     _flat: ClassVar[tuple[int, ...]]
     """Shape for ``reshape`` that flattens scales."""
 
@@ -141,8 +148,17 @@ class _FP8Linear(QuantLinear):
         raise NotImplementedError
 
     def _factor(self) -> Tensor:
-        """Return the factor of the result, (1,), or one factor per column of the result, (1, N)."""
-        return self._row_scale().t()
+        """Return the factor of the result, (1,), or one factor per column of the result, (N,)."""
+        return self._row_scale().view(-1)
+
+    @property
+    def can_prefetch(self) -> bool:
+        """True if the GEMM can load the next layer's weight into L2: torch's scaled GEMM cannot."""
+        return self._fits_mm_fp8()
+
+    def _fits_mm_fp8(self) -> bool:
+        """Return True if ``mm_fp8`` supports N and K; otherwise torch's scaled GEMM multiplies."""
+        return self.out_features % FP8_N_MULTIPLE == 0 and self.in_features % FP8_K_MULTIPLE == 0
 
     def _quantization(self) -> Quantization:
         return Quantization("fp8", {"granularity": "tensor"} if self.has_input_scale else {})
@@ -157,7 +173,16 @@ class _FP8Linear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
-        return scaled_mm(a, self.weight, a_scale, self._factor(), self.bias, dtype)
+        factor, bias = self._factor(), self.bias
+        if not self._fits_mm_fp8():
+            # torch takes row scales either for both operands or for neither.
+            by_row = factor.numel() > 1 or a_scale.dim() == 2
+            factor = self._row_scale().view(1, -1) if by_row else factor
+            return scaled_mm(a, self.weight, a_scale, factor, bias, dtype)
+        if bias is not None and bias.dtype not in (dtype, torch.float32):
+            bias = bias.float()
+        options: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetch_weight()}
+        return mm_fp8(a, self.weight.t(), a_scale, factor, bias=bias, fast_accum=self.fast_accum, **options)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
@@ -229,13 +254,13 @@ class FP8TensorLinear(_FP8Linear):
     """A linear layer with an FP8 weight and one scale per tensor; arguments and errors are as for :class:`QuantLinear`.
 
     Activations: ``"fp8"``, static with a calibrated ``input_scale``, otherwise dynamic with a scale per row.
-    ``fp8_quantize`` quantises; torch's scaled GEMM multiplies. The scaled GEMM is ``torch.nn.functional.scaled_mm``, or
-    ``torch._scaled_mm`` in older torch versions and in compiled code. On a GPU, torch also selects the kernel by the
-    number of rows. A row's result can therefore depend on the batch in its last bits.
+    ``fp8_quantize`` quantises, ``mm_fp8`` multiplies, with ``fast_accum=False`` unless the attribute ``fast_accum`` is
+    set.
 
-    Some cases decode the weight in each call, which takes time and memory, and multiply in float32, or on a CPU in
-    float64: a CPU, a GPU without FP8, N or K that is not a multiple of 16, a float32 result, or a bias in another dtype
-    than the result.
+    If N is not a multiple of 8, or K not a multiple of 64, torch's scaled GEMM multiplies instead:
+    ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in older torch versions and in compiled code. It needs N
+    and K that are multiples of 16, and a result in 16 bits with a bias in the same dtype. Otherwise, and on a CPU, the
+    weight is decoded in each call, which takes time and memory, and multiplied in float32, or on a CPU in float64.
 
     Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32 (number of parts,);
     ``input_scale`` float32 (1,). The scales are factors of decoded numbers, as in ModelOpt and compressed-tensors.
@@ -259,8 +284,7 @@ class FP8TensorLinear(_FP8Linear):
         return self.row_scale
 
     def _factor(self) -> Tensor:
-        # torch takes row scales either for both operands or for neither.
-        return self.weight_scale if self.has_input_scale and len(self.parts) == 1 else super()._factor()
+        return self.weight_scale if len(self.parts) == 1 else super()._factor()
 
     @classmethod
     def _amax(cls, weight: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
     """Return a key that is equal for modules whose calls need the same kernels."""
     if isinstance(module, QuantLinear):
         bias = None if module.bias is None else module.bias.dtype
-        merged, static = len(module.parts) > 1, module.has_input_scale
+        merged, static = len(module.parts) > 1, (module.has_input_scale, getattr(module, "fast_accum", False))
         size = (module.out_features, module.in_features)
         prefetches = module.can_prefetch and following_of(module) is not None
         return (type(module), size, module.activations, static, bias, merged, module.weight.device, prefetches)

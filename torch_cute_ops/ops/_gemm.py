@@ -1,6 +1,6 @@
 """GEMM ops without a gate in their epilogue: checks, problems, and the call path to a backend.
 
-Each kind of GEMM has a class: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm`` and ``GroupedFP8Gemm``.
+Each kind of GEMM has a class: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm``, ``GroupedFP8Gemm`` and ``TokenFP8Gemm``.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
@@ -9,7 +9,7 @@ import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.formats.fp8 import COLUMN, is_one_column, new_column_scales
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, is_one_column, new_column_scales
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
@@ -60,6 +60,7 @@ class GemmCall(NamedTuple):
     scale_layout: str | None = None
     backend: str = AUTO
     static_weight: bool = False
+    fast_accum: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -239,6 +240,7 @@ class Gemm(BackendPath[GemmCall]):
             prologue_quant=quant,
             static_weight=call.static_weight,
             prefetches=call.prefetch is not None,
+            fast_accum=call.fast_accum,
         )
         return problem
 
@@ -378,6 +380,76 @@ class ExpertFP4Gemm(FP4Gemm):
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
         factors = torch.ones(given.m, given.experts, dtype=torch.float32, device=device)
         return super().make_operands(given, device) | {"alpha": factors}
+
+
+class TokenFP8Gemm(Gemm):
+    """A GEMM of FP8 matrices with per-token or per-tensor scales of ``a``, and per-channel or per-tensor scales of
+    ``b``."""
+
+    def __init__(self) -> None:
+        super().__init__("fp8", "fp8")
+
+    def check_operands(self, call: GemmCall) -> tuple[int, int]:
+        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
+        assert a_scale is not None
+        for name, tensor, wanted in (
+            ("a", a, torch.float8_e4m3fn),
+            ("b", b, torch.float8_e4m3fn),
+            ("a_scale", a_scale, torch.float32),
+            ("b_scale", b_scale, torch.float32),
+        ):
+            _checks.check_dtype(op, name, tensor, (wanted,))
+        _checks.check_matrix(op, "b", b, "(K, N)")
+        _checks.check_transposed(op, "b", b, "(N, K)")
+        k, n = b.shape
+        if k == 0 or k % FP8_K_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has K = {k}; expected a positive multiple of {FP8_K_MULTIPLE}")
+        if n % FP8_N_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
+        _checks.check_matrix(op, "a", a, "(M, K)")
+        _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
+        for name, scale, shape, meaning in (
+            ("a_scale", a_scale, (a.shape[0], 1), "a scale for each row of a"),
+            ("b_scale", b_scale, (n,), "a scale for each column of b"),
+        ):
+            if scale.shape not in ((1,), shape):
+                raise ValueError(
+                    f"cute::{op}: got {name} with shape {tuple(scale.shape)}; expected {shape}, {meaning}, or (1,)"
+                )
+        return n, k
+
+    def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
+        p = gemm_package().problem
+        formats = (FP8_TENSOR if one else FP8_TOKEN for one in (self.has_one_a_scale(call), self.has_one_b_scale(call)))
+        a, b = (p.Operand(each) for each in formats)
+        return a, b
+
+    @staticmethod
+    def has_one_a_scale(call: GemmCall) -> bool:
+        """Return True if all rows of ``a`` share one scale."""
+        return call.a_scale is not None and call.a_scale.dim() == 1
+
+    @staticmethod
+    def has_one_b_scale(call: GemmCall) -> bool:
+        """Return True if all columns of ``b`` share one scale. Their number is a multiple of 8, so never 1."""
+        return call.b_scale.numel() == 1
+
+    def declare_kind(self) -> dict[str, Property]:
+        return {
+            "one_a_scale": flag(self.has_one_a_scale),
+            "one_b_scale": flag(self.has_one_b_scale),
+            **self.arguments_as_properties("fast_accum"),
+        }
+
+    def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
+        a, weight = (torch.zeros(rows, given.k, dtype=torch.uint8, device=device) for rows in (given.m, given.n))
+        a_scale, b_scale = (1,) if given.one_a_scale else (given.m, 1), (1 if given.one_b_scale else given.n,)
+        return {
+            "a": a.view(torch.float8_e4m3fn),
+            "b": weight.view(torch.float8_e4m3fn).t(),
+            "a_scale": torch.zeros(a_scale, dtype=torch.float32, device=device),
+            "b_scale": torch.zeros(b_scale, dtype=torch.float32, device=device),
+        }
 
 
 class FP8Gemm(Gemm):
@@ -565,7 +637,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
-        self.has_fp8_rows = problem.a.is_fp8
+        self.has_fp8_rows = problem.a.has_fp8_blocks
+        self.has_token_scales = problem.a.is_fp8 and not problem.a.has_fp8_blocks
         # The compiled function compares the blocks of a_scale with the blocks of an FP8 weight, not of an FP4 weight.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
@@ -613,6 +686,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             and (out is None or out.is_contiguous())
         ):
             return None
+        if self.has_token_scales and a_scale.dim() == 1:
+            a_scale, is_changed = a_scale.expand(m, 1), True
         if copies_scale:
             assert a_scale is not None
             a_scale, is_changed = new_column_scales(a_scale).copy_(a_scale), True
@@ -643,6 +718,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)
+        elif self.has_token_scales:
+            assert a_scale is not None
+            a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(a.shape[0], 1)
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.tile_rows:
@@ -653,7 +731,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             b = seen_as(b, torch.uint8)
             a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
         else:
-            b_scale = b_scale.contiguous()
+            b_scale = aligned(b_scale)
         b = aligned(b.mT).mT
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)

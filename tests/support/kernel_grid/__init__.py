@@ -22,9 +22,11 @@ from support.kernel_grid.fp8_gemms import (
     RECODED,
     FP8FP4GemmCase,
     FP8GemmCase,
+    FP8TokenGemmCase,
     RecodeCase,
     fp8_fp4_gemm_cases,
     fp8_gemm_cases,
+    fp8_token_gemm_cases,
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
 from support.kernel_grid.rows import FP8_TARGETS, ROUNDED, WHAT, Case, covering_cases, every_case
@@ -46,6 +48,7 @@ __all__ = [
     "ExpertsCase",
     "FP8FP4GemmCase",
     "FP8GemmCase",
+    "FP8TokenGemmCase",
     "GatedExpertsCase",
     "KernelCase",
     "MmaCase",
@@ -59,6 +62,7 @@ __all__ = [
     "experts_cases",
     "fp8_fp4_gemm_cases",
     "fp8_gemm_cases",
+    "fp8_token_gemm_cases",
     "gated_experts_cases",
     "in_process",
     "mma_cases",

@@ -16,6 +16,7 @@ from torch_cute_ops.kernels import (
     fp8_fp4_wgmma_rs,
     fp8_fp4_wgmma_ss,
     fp8_mma,
+    fp8_token_wgmma,
     fp8_wgmma,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -86,6 +87,50 @@ class FP8GemmCase(KernelCase):
         names = ("tile_m", "tile_n", "split_k")
         given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
+
+
+@dataclass(frozen=True)
+class FP8TokenGemmCase(KernelCase):
+    """An FP8 GEMM with per-token scales.
+
+    Attributes:
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        tile: a tile of the family's ``TILES``.
+        fast_accum, epilogue, arch, static_weight, prefetches: fields of the configuration.
+    """
+
+    layout: str
+    tile: tuple[int, ...]
+    fast_accum: bool
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+    static_weight: bool = False
+    prefetches: bool = False
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        family = ("fp8_token_wgmma", *hints_of(self), *["fast"] * self.fast_accum)
+        return "-".join((*family, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        return self if self.static_weight else (self.tile, self.fast_accum, has_factors(self.epilogue), self.prefetches)
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel, built as the op builds it."""
+        config = fp8_token_wgmma.plan(
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            **dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True)),
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+            static_weight=self.static_weight,
+            prefetches=self.prefetches,
+            fast_accum=self.fast_accum,
+        )
+        return fp8_token_wgmma.FP8TokenWgmmaKernel(config)
 
 
 @dataclass(frozen=True)
@@ -216,6 +261,24 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
         layout = next(layouts)
         cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
     return cases
+
+
+def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:
+    """Return cases of every tile with both accumulations, or of ``every`` tile and accumulation with light and heavy
+    epilogues. Layouts and epilogues take turns."""
+    layouts = itertools.cycle(FP8_LAYOUTS)
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle([*PER_COLUMN, *epilogues(("one",))])
+    hinted = FP8TokenGemmCase("plain", (64, 128, 2), False, PER_COLUMN[0], static_weight=True)
+    cases = [hinted, replace(hinted, prefetches=True)]
+    for number, tile in enumerate(fp8_token_wgmma.TILES):
+        for fast_accum in (False, True):
+            if every or tile[0] == fp8_token_wgmma.MANY or number % 2 == fast_accum:
+                layout = next(layouts)
+                epilogue = next(by_column if layout == "plain" else by_expert)
+                cases.append(FP8TokenGemmCase(layout, tile, fast_accum, epilogue))
+    many = (fp8_token_wgmma.MANY, 192, 1)
+    return cases + [FP8TokenGemmCase("plain", many, fast, one) for fast in (False, True) for one in PER_COLUMN]
 
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:

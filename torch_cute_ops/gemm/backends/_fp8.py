@@ -1,6 +1,7 @@
 """Base classes of the FP8 backends."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -45,7 +46,10 @@ class FP8Tactic(NamedTuple):
 
 
 class FP8Backend(Backend):
-    """Base of backends that launch one FP8 kernel, with or without experts over rows."""
+    """Base of backends that launch one FP8 kernel, with or without experts over rows.
+
+    Unless a subclass says otherwise, both operands have block scales.
+    """
 
     tactic_type: ClassVar[Any] = FP8Tactic
 
@@ -54,17 +58,14 @@ class FP8Backend(Backend):
         """Return the tile of a tactic."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.is_fp8 and problem.b.is_fp8 and problem.grouping.over in ("none", "rows")
+        has_blocks = problem.a.has_fp8_blocks and problem.b.has_fp8_blocks
+        return has_blocks and problem.grouping.over in ("none", "rows")
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_kernel(target)
 
     def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
-        assert target.arch is not None
-        (kernel,) = self.kernels(problem, tactic, target.arch)
-        function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
-        max_ctas = tile.clusters(target.sms) * tile.cluster
-        prefetches = kernel.config.prefetches
+        function, max_ctas, prefetches = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
             a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = given
@@ -72,6 +73,13 @@ class FP8Backend(Backend):
             function(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, following, max_ctas)
 
         return launch
+
+    def compiled(self, problem: GemmProblem, tactic: Any, target: Target) -> tuple[Callable[..., None], int, bool]:
+        """Return the compiled function of a tactic, its number of CTAs, and True if it prefetches."""
+        assert target.arch is not None
+        (kernel,) = self.kernels(problem, tactic, target.arch)
+        function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
+        return function, tile.clusters(target.sms) * tile.cluster, kernel.config.prefetches
 
     def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
         return True

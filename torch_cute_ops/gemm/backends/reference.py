@@ -7,11 +7,13 @@ import torch
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
+from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
@@ -59,6 +61,10 @@ class Reference(Backend):
 
 def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     fmt, over = problem.b.format, problem.grouping.over
+    if has_token_scales(problem):
+        assert given.a_scale is not None
+        scales = given.a_scale, given.b_scale
+        return scaled_gemm(given.a, given.b.t(), *scales, given.bias, problem.out_dtype)
     weight = given.b.mT
     assert given.a_scale is not None
     if isinstance(fmt, FP4Format):

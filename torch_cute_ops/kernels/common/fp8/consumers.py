@@ -113,13 +113,14 @@ class SmemMma:
         m_operand = mma.make_fragment_A(thread.partition_A(m_side))
         n_operand = mma.make_fragment_B(thread.partition_B(n_side))
 
-        def multiply(stage, partial) -> None:
+        def multiply(stage, partial, adds: bool = False) -> None:
+            """Start the MMAs of a stage, which overwrite ``partial``, or add to it."""
             mma = tiled_mma(c.mma_n, source)
             shape = mma.partition_shape_C((WGMMA_M, c.mma_n))
             accumulators = cute.make_tensor(partial.iterator, shape)
             warpgroup.fence()
             for step in range(K_TILE // K_STEP):
-                mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+                mma.set(warpgroup.Field.ACCUMULATE, adds or step > 0)
                 cute.gemm(
                     mma,
                     accumulators,
@@ -288,6 +289,85 @@ class MainLoop:
         return stage, parity
 
 
+class TokenLoop:
+    """Multiplies the k tiles of a tile with per-token scales. MMAs add up several k tiles in ``partial``.
+
+    If the configuration ``promotes``, ``partial`` holds the sum of one pass of the loop, which is then added to the
+    accumulators in fp32. Otherwise ``partial`` holds the sum over all of K. A consumer waits for its MMAs at the end of
+    each pass, while the other consumer's MMAs run: ptxas would serialise MMAs that are in flight between passes.
+
+    Args:
+        config: configuration of the kernel.
+        stages: pipeline.
+        results: object that stores the previous tile while the first MMAs of the next tile run.
+    """
+
+    def __init__(self, config: FP8GemmConfig, stages: Stages, results: Any):
+        self.config, self.stages, self.results = config, stages, results
+
+    @cute.jit
+    def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
+        """Multiply the CTA's stages of a tile. The first stage is full.
+
+        With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
+
+        Return the next stage, and its parity.
+        """
+        c, (partial,) = self.config, partials
+        count = work.end - work.begin
+        if const_expr(c.is_swapped):
+            acc.fill(0.0)
+            if const_expr(not c.promotes):
+                partial.fill(0.0)
+        elif count >= c.pass_k_tiles:
+            count = count - c.pass_k_tiles
+            store = functools.partial(self.results.store_pending, acc, pending, consumer, work)
+            args = count, stage, parity, consumer, smem, True, store
+            stage, parity = self._add(multiply, acc, partial, c.pass_k_tiles, *args)
+        else:
+            self.results.store_pending(acc, pending, consumer, work)
+            if const_expr(not c.promotes):
+                partial.fill(0.0)
+        for rest in cutlass.range(count - c.pass_k_tiles, -1, -c.pass_k_tiles, unroll=1):
+            stage, parity = self._add(multiply, acc, partial, c.pass_k_tiles, rest, stage, parity, consumer, smem)
+        for rest in cutlass.range(count % c.pass_k_tiles - 1, -1, -1, unroll=1):
+            stage, parity = self._add(multiply, acc, partial, 1, rest, stage, parity, consumer, smem)
+        if const_expr(not c.promotes):
+            acc.store(partial.load())
+        return stage, parity
+
+    def _add(
+        self, multiply, acc, partial, count: int, follow, stage, parity, consumer, smem, begins=False, meanwhile=None
+    ) -> tuple:
+        """Multiply ``count`` stages of a tile, which ``follow`` more stages follow. The first stage is full.
+
+        Args:
+            begins: True if ``partial`` holds no sum yet.
+            meanwhile: function that is called after all MMAs have started.
+
+        Returns:
+            Next stage, and its parity.
+        """
+        promotes, reads = self.config.promotes, []
+        for i in range(count):
+            if i > 0:
+                smem.stages.wait_full(stage, parity)
+            multiply(stage, partial, adds=i > 0 or not (promotes or begins))
+            reads.append(stage)
+            stage, parity = smem.stages.next(stage, parity)
+        if meanwhile is not None:
+            meanwhile()
+        for i, read in enumerate(reads):
+            if i == count - 1:
+                wait_if(follow > 0, smem.stages.full + stage, parity)
+            warpgroup.wait_group(count - 1 - i)
+            self.stages.release(read, consumer.lane, smem)
+        if promotes:
+            for i in range(self.config.mma_n // 2):
+                acc[i] = ptx.add_rn(acc[i], partial[i])
+        return stage, parity
+
+
 # The consumers
 
 
@@ -326,8 +406,9 @@ class Consumers:
             exists = True if const_expr(c.is_swapped) else rows > group * WGMMA_M
             is_last = number + work.num_clusters >= work.num_tiles
             if exists:
-                # In swapped tiles, alpha and bias are loaded before the MMAs, which hide the latency.
+                # In swapped tiles, alpha, bias and scales are loaded before the MMAs, which hide the latency.
                 finish = self.results.finish(column, expert, consumer, work) if const_expr(c.is_swapped) else None
+                scales = self.results.swapped_scales(row, rows, consumer, work) if const_expr(c.is_swapped) else None
                 stage, parity = self.loop.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
                 if const_expr(not c.is_swapped):
                     if const_expr(c.split_k > 1):
@@ -335,9 +416,11 @@ class Consumers:
                         rows = ptx.select(work.rank == group, rows, Int32(0))
                     pending = Pending(row, rows, column, expert)
                 elif const_expr(c.split_k > 1):
+                    self.results.scale_swapped(acc, scales)
                     self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
                 else:
                     before = consumer.token
+                    self.results.scale_swapped(acc, scales)
                     store_columns(acc, work.out, row + before, rows - before, column + consumer.first, lane, finish)
             else:
                 # None of the warpgroup's rows exists.
@@ -371,6 +454,20 @@ class GemmEpilogue:
         return self.ops.of_tile(work.alpha, work.bias, work.n, None if self.config.rows.is_plain else expert)
 
 
+def load_token_scales(row, rows, places: list, work) -> list:
+    """Load the per-token scales of the tile's rows ``places``; rows that do not exist get 0.
+
+    Args:
+        row, rows: first row of the tile, and its number of rows.
+        places: indices of the rows in the tile.
+        work: tensors of the call.
+    """
+    scale, words = work.a_scale, []
+    for place in places:
+        words += ptx.load_if(scale.iterator + Int64(row + place) * scale.stride[0], place < rows, 1)
+    return [ptx.float_of(word) for word in words]
+
+
 class Results:
     """End of a tile: stores finished accumulators; under split-K, first adds up the partial sums of the cluster.
 
@@ -383,6 +480,7 @@ class Results:
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, epilogue: Any):
         self.config, self.stages, self.schedule, self.epilogue = config, stages, schedule, epilogue
+        self.has_token_scales = config.scale_warps == 0
 
     @cute.jit
     def await_tile(self, number, stage, parity, lane, work, smem):
@@ -414,8 +512,26 @@ class Results:
             return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
         return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
 
+    def swapped_scales(self, row, rows, consumer: Consumer, work) -> list | None:
+        """Load the per-token scales of a lane's rows of ``a`` in a swapped tile, or return None for block scales."""
+        if not self.has_token_scales:
+            return None
+        first = consumer.token + consumer.quad * 2
+        places = [first + 8 * i + e for i in range(self.config.mma_n // 8) for e in range(2)]
+        return load_token_scales(row, rows, places, work)
+
+    def scale_swapped(self, acc, scales: list | None) -> None:
+        """Multiply the accumulators of a swapped tile by the per-token scales of their rows."""
+        if scales is not None:
+            for i in range(self.config.mma_n // 2):
+                acc[i] = ptx.mul_rn(acc[i], scales[i // 4 * 2 + i % 2])
+
     def store_pending(self, acc, pending: Pending, consumer: Consumer, work) -> None:
         """Store the accumulators of the pending tile, and clear them."""
+        if self.has_token_scales:
+            scales = load_token_scales(pending.row, pending.rows, [consumer.row, consumer.row + 8], work)
+            for i in range(self.config.mma_n // 2):
+                acc[i] = ptx.mul_rn(acc[i], scales[i // 2 % 2])
         store_rows(
             acc,
             work.out,

@@ -173,7 +173,8 @@ class Stages:
         """Initialise all barriers, in one thread. The kernels' package docstrings tabulate the arrival counts."""
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.copies.full + i, 2)  # the producer's copies, and the scale loader
+            # The producer's copies, and the scale loader
+            cute.arch.mbarrier_init(smem.copies.full + i, 2 if c.scale_warps else 1)
             if c.decoder_warps:
                 cute.arch.mbarrier_init(smem.stages.full + i, c.decoded_arrivals)
             cute.arch.mbarrier_init(smem.stages.empty + i, c.consumer_warps * c.cluster_m)
@@ -212,7 +213,8 @@ class WorkSchedule:
 
     def __init__(self, config: FP8GemmConfig, weight: Any, raster: int = RASTER_WIDTH):
         self.config = config
-        self.tiles = ExpertTiles(config.rows, config.tile_m * config.cluster_m, config.tile_n, weight, raster)
+        tile = config.tile_m * config.cluster_m, config.tile_n
+        self.tiles = ExpertTiles(config.rows, *tile, weight, raster, by_token=config.scale_warps == 0)
 
     def find(self, number, lane, work: Work, smem: Smem) -> Tile:
         """Return this CTA's part of the ``number``-th tile."""
@@ -227,7 +229,7 @@ class FP8Gemm:
     Args:
         config: configuration of the kernel.
         schedule: work schedule, which knows the weight source.
-        scales: scale source.
+        scales: scale source, or None if the epilogue applies all scales.
         consumers: consumer warps.
         decoder: decoder, or None.
     """
@@ -285,7 +287,10 @@ class FP8Gemm:
             cute.arch.cluster_arrive_relaxed()
         m, n = out.shape
         self.schedule.tiles.prepare(*rows, b_map[1].shape[2], space, smem.table, tid, c.threads)
-        k_stages = cute.ceil_div(scales[0].shape[0], c.span)
+        if const_expr(c.scale_warps):
+            k_stages = cute.ceil_div(scales[0].shape[0], c.span)
+        else:
+            k_stages = cute.ceil_div(a_map[1].shape[1], c.span * K_TILE)
         work = Work(
             m=m,
             n=n,
@@ -310,7 +315,7 @@ class FP8Gemm:
                 cute.arch.setmaxregister_decrease(c.registers[1])
                 if warp == c.consumer_warps:
                     self.producer.run(a_map, b_map, tid % 32, work, smem)
-                else:
+                elif const_expr(c.scale_warps):
                     self._wait_if_static()
                     self.scale_loader.run(warp - (c.consumer_warps + 1), tid % 32, work, smem)
             elif const_expr(c.decoder_warps):

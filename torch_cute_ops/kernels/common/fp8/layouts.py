@@ -82,9 +82,10 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
         b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, K, N). Kernels with an
             FP4 weight take its codes: (K / 2, N) or (E, K / 2, N) uint8.
         a_scale: (R, blocks) float32, column-major with any pitch between blocks; masked (E, R / E, blocks), where a
-            column contains the rows of all experts.
+            column contains the rows of all experts. Per-token scales are (R, 1) in every layout, with any stride; with
+            stride 0, all rows have one scale.
         b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
-            one of its scale layouts.
+            one of its scale layouts. None with per-token scales: ``alpha`` then contains the weight's scales.
         offsets: (E + 1,) int32 first rows of experts, given if ``ExpertLayout.has_offsets``; else None.
         counts: (E,) int32 numbers of rows of experts, given if ``ExpertLayout.has_counts``; else None.
         alpha: (1,), (N,), (E,) or (E, N) float32 factors, or None; ``Epilogue.alpha`` says which.
@@ -162,6 +163,7 @@ class FP8GemmConfig:
         span: number of k tiles of a stage.
         k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th k tile of each stage, and
             the accumulators of the sets are added up after the last stage of a tile.
+        scale_warps: number of scale-loader warps; 0 if the epilogue applies all scales.
         scales_ahead: number of stages whose scales a scale loader loads together.
         prefetch_tile_m: largest ``tile_m`` with which the producer prefetches memory into L2.
         workspace_bytes: bytes of shared memory that only this kernel uses.
@@ -190,6 +192,7 @@ class FP8GemmConfig:
     line: ClassVar[int] = K_TILE
     span: ClassVar[int] = 1
     k_groups: ClassVar[int] = 1
+    scale_warps: ClassVar[int] = SCALE_WARPS
     scales_ahead: ClassVar[Any] = 1
     prefetch_tile_m: ClassVar[int] = 16
     workspace_bytes: ClassVar[Any] = 0
@@ -336,8 +339,8 @@ class FP8GemmConfig:
         rows = self.tile_m * self.cluster_m
         if (rows, self.tile_n, self.split_k) not in self.tiles:
             return f"no tile has tile_m={rows}, tile_n={self.tile_n} and split_k={self.split_k}"
-        if self.stages < SCALE_WARPS:
-            return f"{SCALE_WARPS} scale loaders take stages in turn and need one each; stages={self.stages}"
+        if self.stages < self.scale_warps:
+            return f"{self.scale_warps} scale loaders take stages in turn and need one each; stages={self.stages}"
         if self.unrolls and self.stages % self.in_flight:
             return f"{self.in_flight} K tiles are multiplied together; {self.stages} stages are not a multiple of that"
         if self.smem_bytes > arch.smem_per_cta:

@@ -42,8 +42,8 @@ class Views(NamedTuple):
     Attributes:
         a: activations (R, K).
         b: weight (N, K, E).
-        a_scale: block scales (blocks, R).
-        b_scale: block scales (⌈N / 128⌉, blocks, E).
+        a_scale: block scales (blocks, R), or per-token scales (R, 1).
+        b_scale: block scales (⌈N / 128⌉, blocks, E), or None with per-token scales.
         out: result (R, N).
         space: number of rows of the buffer; in the masked layout, number of rows per expert.
     """
@@ -51,7 +51,7 @@ class Views(NamedTuple):
     a: cute.Tensor
     b: cute.Tensor
     a_scale: cute.Tensor
-    b_scale: cute.Tensor
+    b_scale: cute.Tensor | None
     out: cute.Tensor
     space: Int32
 
@@ -74,10 +74,14 @@ class ExpertTiles:
         tile_m, tile_n: rows and columns of a tile.
         weight: weight source, which defines the arguments and views of the weight and its scales.
         raster: number of row tiles that run at the same time.
+        by_token: True if ``a`` has per-token scales, False if it has block scales.
     """
 
-    def __init__(self, rows: ExpertLayout, tile_m: int, tile_n: int, weight, raster: int = RASTER_WIDTH):
+    def __init__(
+        self, rows: ExpertLayout, tile_m: int, tile_n: int, weight, raster: int = RASTER_WIDTH, by_token: bool = False
+    ):
         self.rows, self.tile_m, self.tile_n, self.weight, self.raster = rows, tile_m, tile_n, weight, raster
+        self.by_token = by_token
 
     # On the host
 
@@ -100,6 +104,10 @@ class ExpertTiles:
             a = TensorArg(fp8, (rows, k), (k, 1), align=16)
             a_scale = TensorArg(fp32, (rows, blocks), (1, pitch), align=4)
             out = TensorArg(out_dtype, (rows, n), (n, 1), align=16)
+        if self.by_token:
+            # A masked buffer's rows are counted through all experts.
+            count = Dim("all_rows") if self.rows.is_masked else rows
+            a_scale = TensorArg(fp32, (count, 1), (Dim("a_scale_stride"), 1), align=4)
         b, b_scale = self.weight.arguments(n, k, blocks, None if self.rows.is_plain else experts)
         alpha, bias = epilogue.arguments(n, None if self.rows.is_plain else experts)
         return Arguments(
@@ -131,7 +139,9 @@ class ExpertTiles:
         return Views(
             a=cute.make_tensor(a.iterator, cute.make_layout((count, k), stride=(k, 1))),
             b=b,
-            a_scale=cute.make_tensor(
+            a_scale=a_scale
+            if self.by_token
+            else cute.make_tensor(
                 a_scale.iterator,
                 cute.make_layout((a_scale.shape[scale_dim], count), stride=(a_scale.stride[scale_dim], 1)),
             ),

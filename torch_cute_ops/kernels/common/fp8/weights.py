@@ -36,17 +36,20 @@ def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
 
 
 class FP8Weight:
-    """An FP8 weight with block scales, copied to the stages.
+    """An FP8 weight, copied to the stages.
 
     Args:
         tile_n: weight rows of a tile.
         is_plain: True for one weight matrix, False for one matrix per expert.
+        has_blocks: True for block scales. If False, ``alpha`` contains the weight's scales.
     """
 
-    def __init__(self, tile_n: int, is_plain: bool):
-        self.tile_n, self.is_plain = tile_n, is_plain
+    def __init__(self, tile_n: int, is_plain: bool, has_blocks: bool = True):
+        self.tile_n, self.is_plain, self.has_blocks = tile_n, is_plain, has_blocks
 
-    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg | None]:
+        if not self.has_blocks:
+            return fp8_argument(n, k, experts), None
         rows = Dim("b_scale_rows")
         if experts is None:
             scale = TensorArg("Float32", (rows, blocks), (blocks, 1), align=4)
@@ -55,9 +58,9 @@ class FP8Weight:
             scale = TensorArg("Float32", (experts, rows, blocks), (of_expert, blocks, 1), align=4)
         return fp8_argument(n, k, experts), scale
 
-    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the weight (N, K, E) and its scales (⌈N / 128⌉, blocks, E)."""
-        return by_expert(b, is_transposed=True), by_expert(b_scale)
+    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """Return the weight (N, K, E) and its scales (⌈N / 128⌉, blocks, E), or None without block scales."""
+        return by_expert(b, is_transposed=True), by_expert(b_scale) if self.has_blocks else None
 
     def layout(self, stages: int):
         return k_tiles_layout(self.tile_n, stages)

@@ -1,0 +1,35 @@
+"""``mm_fp8``: results within the error bound of tensor-core sums."""
+
+import torch
+
+from expected import mm_fp8_block
+from expected._epilogue import of_rows
+from expected._fp8_gemm import assert_close, token_gemm
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "str backend='auto', bool static_weight=False, Tensor? prefetch=None, bool fast_accum=False"
+)
+SCHEMA = f"cute::mm_fp8({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def results(given):
+    """Return the sums and their bounds, as tensors of the result's shape."""
+    scales, device = (given["a_scale"], given["b_scale"]), given["a"].device.type
+    bias = of_rows(given["bias"])
+    return (token_gemm(given["a"], given["b"].t(), *scales, bias, given["fast_accum"], device),)
+
+
+def assert_results(actual, expected, given):
+    (got,), (want,) = actual, expected
+    assert_close(got, want, given["out_dtype"] or torch.bfloat16)
+
+
+def rows_alone(given, outputs):
+    """Yield calls in which one row is among other rows, or alone, as for ``mm_fp8_block``."""
+    if given["a_scale"].dim() == 2:
+        yield from mm_fp8_block.rows_alone(given, outputs)
+        return
+    for call, want in mm_fp8_block.rows_alone(given, outputs):
+        yield call | {"a_scale": given["a_scale"]}, want

@@ -1,0 +1,175 @@
+"""``mm_fp8``: exactness, promotion, NaN, tactics, and the backend of torch's scaled GEMM."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from samples._fp8_gemm import FP8, NAN, integers, powers
+from samples.mm_fp8 import sample
+from support.emulated import poisoned
+from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, token_problem
+from support.tactics import check_every_tactic
+
+import torch_cute_ops
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.registry import OPS
+
+N, K = 264, 1088
+ROWS = (0, 1, 7, 9, 16, 33, 64, 65, 128, 129, 300)
+SCALED_MM = torch._scaled_mm
+
+
+def exact(a, b, a_scale, b_scale):
+    """Compute ``a_scale · b_scale · (a @ b)`` of whole numbers and powers of two, so that no sum is rounded."""
+    return (a.double() @ b.double()) * a_scale.double() * b_scale.double()
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_whole_numbers_are_exact(m, fast_accum, device):
+    """Check exact sums for any tactic that the number of rows gets."""
+    one = sample("", m, N, K, torch.device(device), exact=True)
+    got = torch_cute_ops.mm_fp8(*one.args, out_dtype=FP32, fast_accum=fast_accum)
+    assert torch.equal(got, exact(*one.args).float())
+
+
+@pytest.mark.parametrize("m", [1, 70])
+def test_one_scale_of_a_matrix_is_repeated(m, device):
+    """Check that one scale for a matrix means the same as equal scales for its rows or columns."""
+    one = sample("", m, N, K, torch.device(device), exact=True, one_a_scale=True, one_b_scale=True)
+    a, b, a_scale, b_scale = one.args
+    want = torch_cute_ops.mm_fp8(a, b, a_scale.expand(m, 1), b_scale.expand(N))
+    for scales in ((a_scale, b_scale), (a_scale.expand(m, 1), b_scale), (a_scale, b_scale.expand(N).contiguous())):
+        assert torch.equal(torch_cute_ops.mm_fp8(a, b, *scales), want)
+
+
+@pytest.mark.parametrize("m", [5, 130])
+def test_promotion_keeps_long_sums(m, device):
+    """Check long sums of positive numbers, of which tensor cores alone would lose a fifth. The error stays within the
+    error of 512 elements of K."""
+    where, k = torch.device(device), 16_384
+    a, b = (torch.rand(rows, k, device=where).to(FP8) for rows in (m, 128))
+    ones = torch.ones(1, device=where)
+    got = torch_cute_ops.mm_fp8(a, b.t(), ones, ones, out_dtype=FP32)
+    want = a.double() @ b.double().t()
+    assert ((got.double() - want).abs() / want).max() < 2.0**-8
+    fast = torch_cute_ops.mm_fp8(a, b.t(), ones, ones, out_dtype=FP32, fast_accum=True)
+    assert ((fast.double() - want).abs() / want).max() < (2.0**-24 * 4 if device == "cpu" else 0.25)
+
+
+@pytest.mark.parametrize("m", [3, 140])
+def test_nan_stays_where_it_is(m, device):
+    """Check that NaN spreads to its row or column, from elements and from scales."""
+    where = torch.device(device)
+    a, b = integers(m, K, device=where), integers(N, K, device=where)
+    a_scale, b_scale = powers(m, 1, device=where), powers(N, device=where)
+    a.view(torch.uint8)[1, 300] = NAN
+    b.view(torch.uint8)[7, 3] = NAN
+    a_scale[2], b_scale[9] = torch.nan, torch.nan
+    want = torch.zeros(m, N, dtype=torch.bool, device=where)
+    want[1], want[2], want[:, 7], want[:, 9] = True, True, True, True
+    for fast_accum in (False, True):
+        got = torch_cute_ops.mm_fp8(a, b.t(), a_scale, b_scale, fast_accum=fast_accum)
+        assert torch.equal(got.isnan(), want)
+
+
+def test_a_row_does_not_depend_on_other_rows(device):
+    """Check that neither the number of rows of a bucket nor the values of other rows change a row's bits."""
+    one = sample("", 72, N, K, torch.device(device))
+    a, b, a_scale, b_scale = one.args
+    want = torch_cute_ops.mm_fp8(a, b, a_scale, b_scale)
+    for rows in (slice(0, 65), slice(1, 72)):
+        got = torch_cute_ops.mm_fp8(a[rows].contiguous(), b, a_scale[rows], b_scale)
+        assert torch.equal(got, want[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wgmma", "scaled_mm"])
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 1088)])
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+def test_every_tactic(name, m, k, fast_accum, out_dtype):
+    """Compare every tactic bit for bit, with exact sums and a poisoned output."""
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if name == "wgmma" and not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    for i, n in enumerate((264, 272)):
+        scales = {"one_a_scale": i == 1, "one_b_scale": i == 1}
+        one = sample("", m, n, k, target.device, exact=True, **scales)
+        options = {"fast_accum": fast_accum, "out_dtype": out_dtype}
+        if i == 0:
+            options["bias"] = torch.randint(-9, 10, (n,), device=target.device).to(out_dtype)
+        check_every_tactic(OPS["mm_fp8"], name, one, options, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [9, 40])
+def test_clusters_with_several_tiles(m):
+    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    one = sample("", m, 1032, 1408, target.device, exact=True)
+    for _ in range(10):
+        check_every_tactic(OPS["mm_fp8"], "wgmma", one, {"out_dtype": FP32}, replace(target, sms=6))
+
+
+# torch's scaled GEMM
+
+
+def meta(value):
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture
+def scaled_mm(monkeypatch):
+    """Replace torch's scaled GEMM by PyTorch's own checks and exact sums; return the list of its calls."""
+    calls = []
+
+    def call(a, b, a_scale, b_scale, bias=None, *, out_dtype, use_fast_accum, out):
+        options = {"bias": meta(bias), "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        made = SCALED_MM(*map(meta, (a, b, a_scale, b_scale)), **options)
+        assert (made.shape, made.dtype) == (out.shape, out.dtype)
+        out.copy_(exact(a, b, a_scale, b_scale) + (0 if bias is None else bias))
+        calls.append(SimpleNamespace(a_scale=a_scale.shape, out_dtype=out_dtype, fast_accum=use_fast_accum))
+
+    monkeypatch.setattr(torch, "_scaled_mm", call)
+    return calls
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("one_a", "one_b"), [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("n", [48, 40])
+def test_calls_of_torch(n, one_a, one_b, has_bias, out_dtype, scaled_mm, monkeypatch):
+    """Check the result, and which problems PyTorch computes in one call, as fp32 sums, or from decoded operands."""
+    m, k, fast = 9, 192, n % 16 == 0 and one_a
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a.double() @ b.double()).to(out_dtype))
+    a, b, a_scale, b_scale = sample("", m, n, k, torch.device("cpu"), exact=True).args
+    a_scale, b_scale = (a_scale[0] if one_a else a_scale), (b_scale[:1] if one_b else b_scale)
+    bias = torch.randint(-9, 10, (n,)).to(out_dtype) if has_bias else None
+    problem = token_problem(n, k, out_dtype, out_dtype if has_bias else None, one_a, one_b, fast)
+    out = poisoned(m, n, dtype=out_dtype)
+    rows = a_scale.reshape(-1, 1).expand(m, 1)
+    launch = backend_for("scaled_mm", problem).launcher(problem, (), HOPPER)
+    launch(Operands(a, b, rows, b_scale, None, bias), out)
+    want = exact(a, b, a_scale, b_scale) + (0 if bias is None else bias.double())
+    assert torch.equal(out, want.to(out_dtype))
+    assert len(scaled_mm) == (n % 16 == 0)
+    for call in scaled_mm:
+        by_row = out_dtype == BF16 and not (one_a and one_b)
+        assert call.a_scale == ((m, 1) if by_row else (1,))
+        assert call.out_dtype == (BF16 if out_dtype == BF16 else FP32) and call.fast_accum is fast
+
+
+def test_torch_computes_float32_bias_of_bfloat16_from_sums(scaled_mm):
+    """Check that a bias that PyTorch would refuse is added to fp32 sums."""
+    a, b, a_scale, b_scale = sample("", 5, 48, 192, torch.device("cpu"), exact=True).args
+    problem, bias, out = token_problem(48, 192, BF16, FP32), torch.arange(48.0), poisoned(5, 48, dtype=BF16)
+    launch = backend_for("scaled_mm", problem).launcher(problem, (), HOPPER)
+    launch(Operands(a, b, a_scale, b_scale, None, bias), out)
+    assert torch.equal(out, (exact(a, b, a_scale, b_scale) + bias).to(BF16))
+    assert [call.out_dtype for call in scaled_mm] == [FP32]

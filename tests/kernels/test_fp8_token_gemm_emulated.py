@@ -1,0 +1,223 @@
+"""The kernel of FP8 GEMMs with per-token scales, executed by the PTX emulator, compared with exact sums."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.emulated import (
+    PASSED,
+    WAIT,
+    changed,
+    check_in_orders,
+    check_prefetched,
+    check_read_ahead,
+    check_static_weight,
+    to_prefetch,
+    written_late,
+)
+from support.epilogues import finished, operands
+from support.host_grids import check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated
+from support.kernel_grid import BF16, FP16, FP32, FP8TokenGemmCase
+
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import run_kernel
+from ptx_emulator.memory import Deadlock
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.fp8_token_wgmma import Arguments
+from torch_cute_ops.runtime.arch import ARCHS
+
+E4M3 = torch.float8_e4m3fn
+POISON = 777.0
+"""Value that no kernel writes."""
+
+
+class Run(NamedTuple):
+    """A launch of the kernel.
+
+    Attributes:
+        case: kernel.
+        counts: rows of each expert.
+        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
+        seed: order of the emulator's warps.
+        room: rows of an expert's part of the buffer in the masked layout.
+        has_one_scale: True if all rows share one scale, whose stride is 0.
+    """
+
+    case: FP8TokenGemmCase
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    max_ctas: int
+    seed: int | None = 0
+    room: int = 0
+    has_one_scale: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
+
+    @property
+    def begins(self) -> list[int]:
+        """First row of each expert: parts of the masked layout, or ranges with a gap of two rows between experts."""
+        if self.case.layout == "masked":
+            return [expert * self.room for expert in range(len(self.counts))]
+        gap = 2 if self.case.layout == "counted" else 0
+        return [sum(self.counts[:expert]) + expert * gap for expert in range(len(self.counts))]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffer; the last rows belong to no expert unless the layout is plain."""
+        if self.case.layout == "masked":
+            return self.room * len(self.counts)
+        return self.begins[-1] + self.counts[-1] + (0 if self.case.layout == "plain" else 5)
+
+
+def execute(
+    run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+
+    Operands are whole numbers and scales of rows are powers of two, so that every sum is exact. Rows that no expert
+    owns hold NaN.
+    """
+    torch.manual_seed(run.n + run.k)
+    case, layout, experts = run.case, run.case.layout, len(run.counts)
+    owner = torch.full((run.rows,), -1)
+    for expert, (begin, count) in enumerate(zip(run.begins, run.counts, strict=True)):
+        owner[begin : begin + count] = expert
+    a = torch.randint(-4, 5, (run.rows, run.k)).float()
+    a[owner < 0] = torch.nan
+    weight = torch.randint(-3, 4, (experts, run.n, run.k)).float()
+    scale = torch.exp2(torch.randint(-3, 4, (1 if run.has_one_scale else run.rows,)).float())
+    alpha, bias = operands(case.epilogue, run.n, None if layout == "plain" else experts)
+    want = torch.full((run.rows, run.n), POISON, dtype=case.epilogue.out_dtype)
+    for expert in range(experts):
+        own = owner == expert
+        sums = a[own].double() @ weight[expert].double().t() * scale.expand(run.rows)[own, None].double()
+        of_expert = None if layout == "plain" else expert
+        want[own] = finished(sums.float(), case.epilogue, alpha, bias, of_expert)
+    kernel = case.kernel
+    if changes:
+        kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
+        assert kernel.config.reason_unsupported(ARCHS[case.arch]) is None
+    is_masked = layout == "masked"
+    lead = (experts, run.room) if is_masked else (run.rows,)
+    out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
+    ends = [*run.begins, run.begins[-1] + run.counts[-1]]
+    prefetched = to_prefetch(case)
+    given = Arguments(
+        a=a.to(E4M3).view(*lead, run.k),
+        b=weight[0].to(E4M3).t() if layout == "plain" else weight.to(E4M3).mT,
+        a_scale=scale.expand(run.rows)[:, None],
+        b_scale=None,
+        offsets=torch.tensor(ends, dtype=torch.int32) if layout in ("offsets", "counted") else None,
+        counts=torch.tensor(run.counts, dtype=torch.int32) if layout in ("counted", "masked") else None,
+        alpha=alpha,
+        bias=bias,
+        out=out,
+        prefetch=prefetched,
+        max_ctas=run.max_ctas,
+    )
+    given, written = written_late(given, late or ())
+    before = None if late is None else written
+    arch = ARCHS[case.arch]
+    machines = run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
+    check_prefetched(machines, prefetched)
+    return out.view(run.rows, run.n), want
+
+
+def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **hints: bool) -> FP8TokenGemmCase:
+    return FP8TokenGemmCase(layout, tile, fast, Epilogue(*epilogue), **hints)
+
+
+# Partial tiles, experts without rows, several tiles of a CTA, more k tiles than stages, fewer k tiles than a pass of
+# the loop, a last k tile of 64 elements, one scale for all rows
+RUNS = [
+    Run(case("plain", (16, 128, 1), False, FP32), (3,), 136, 1984, 1, seed=None),
+    Run(case("plain", (16, 64, 2), True, BF16, "column", BF16), (11,), 200, 1344, 2, has_one_scale=True),
+    Run(case("plain", (64, 128, 3), False, BF16, "column"), (70,), 136, 896, 3, seed=2),
+    Run(case("counted", (32, 128, 4), True, FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4, seed=1),
+    Run(case("offsets", (32, 64, 1), False, FP16, "one"), (16, 0, 23), 264, 256, 3),
+    Run(case("masked", (64, 128, 1), True, BF16, "expert_column"), (3, 0, 70), 136, 576, 4, room=72),
+    Run(case("plain", (128, 128, 1), False, FP16, "column", FP16), (200,), 264, 1472, 2, seed=None),
+    Run(case("plain", (128, 192, 1), True, BF16, "column"), (150,), 392, 1600, 1, seed=1),
+    Run(case("counted", (128, 192, 1), False, FP32, "expert_column", FP32), (130, 0, 3), 200, 1088, 2),
+    Run(case("masked", (128, 128, 1), True, BF16, "expert"), (3, 0, 70), 264, 704, 1, room=74),
+    # One k tile, and two, of each of several tiles
+    Run(case("offsets", (128, 64, 1), True, BF16, "expert_column"), (70, 64, 3), 136, 128, 1),
+    Run(case("counted", (128, 128, 1), False, BF16), (3, 130, 0, 9), 136, 192, 1, seed=3),
+    Run(case("plain", (64, 64, 1), True, FP32, "one", prefetches=True), (77,), 136, 384, 4),
+]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_gemm(run: Run) -> None:
+    """Compare bit for bit. Rows of padding are not used and not written."""
+    got, want = execute(run)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_compiles_without_spills(run: Run) -> None:
+    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
+    test."""
+    check_emulated(run.case, run.case.kernel)
+
+
+def test_nothing_is_launched_on_overlap() -> None:
+    """Check overlaps of all tensors, with alpha and bias of experts."""
+    check_nothing_is_launched_on_overlap(RUNS[3].case.kernel, ARCHS["sm_90a"])
+
+
+STATIC = Run(case("plain", (16, 128, 2), False, BF16, "column", BF16), (5,), 136, 320, 6, seed=1)
+
+
+def test_a_static_weight() -> None:
+    check_static_weight(execute, STATIC)
+
+
+def test_whether_a_weight_is_read_before_the_wait() -> None:
+    check_read_ahead(execute, STATIC)
+
+
+MANY = Run(case("plain", (128, 64, 1), False, BF16), (130,), 120, 1728, 1)
+FAST = Run(case("counted", (128, 64, 1), True, BF16), (130, 3), 72, 704, 1)
+SWAPPED = Run(case("masked", (16, 64, 1), True, BF16), (3, 5), 72, 1792, 1, room=8)
+
+
+@pytest.mark.parametrize(
+    ("run", "edit"),
+    [
+        pytest.param(MANY, changed(WAIT, None, PASSED), id="copies arrived"),
+        pytest.param(MANY, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done"),
+        pytest.param(FAST, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done, fast"),
+        pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage empty"),
+        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done, swapped"),
+    ],
+)
+def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
+    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        check_in_orders(execute, run, 3, edit)
+
+
+WAITS = 12
+
+
+@pytest.mark.parametrize("wait", range(WAITS))
+def test_every_wait_is_needed(wait: int) -> None:
+    """Check the waits of the producer, and of consumers with and without rows, in a pass of the loop and after it."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        check_in_orders(execute, MANY, 3, changed(WAIT, wait, PASSED))
+
+
+def test_those_are_all_waits() -> None:
+    with pytest.raises(IndexError):
+        execute(MANY, changed(WAIT, WAITS, PASSED))
+
+
+@pytest.mark.parametrize("run", [MANY, FAST, SWAPPED], ids=["many", "fast", "swapped"])
+def test_what_orders_a_gemm_is_enough(run: Run) -> None:
+    check_in_orders(execute, run, 3)

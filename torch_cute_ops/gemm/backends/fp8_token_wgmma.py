@@ -1,0 +1,94 @@
+"""FP8 GEMMs with per-token and per-channel scales by Hopper's warpgroup MMA: ``kernels/fp8_token_wgmma``."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from torch_cute_ops.formats.fp8 import FP8_TENSOR
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8Tactic, plan_of_tile
+from torch_cute_ops.gemm.decode import reason_no_wgmma
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels import fp8_token_wgmma
+from torch_cute_ops.kernels.common.core.layouts import AlphaKind
+from torch_cute_ops.kernels.fp8_token_wgmma import MANY
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+FEW_K_TILE_CLOCKS = 150.0
+FEW_ROW_CLOCKS = 4.8
+"""SM clocks per k tile for tiles of up to 64 rows: fixed, and per row (measured on an H200)."""
+K_TILE_CLOCKS = 190.0
+COLUMN_CLOCKS = 4.0
+"""SM clocks per k tile for tiles of 128 rows: fixed, fitted to calls with 1,024 and 4,096 rows on an H200; and per
+column, the rate of the tensor cores."""
+FEW_WAIT = 0.5
+WAIT = 0.345
+"""Share of a k tile's transfer time that the MMAs wait, for tiles of up to 64 rows and for larger ones; as for block
+scales."""
+READ_AGAIN = 0.2
+"""Share of the weight that small M tiles side by side read once more in a layer, as for block scales."""
+SHARE_CLOCKS = 1500.0
+"""Clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
+
+
+class FP8TokenWgmma(FP8Backend):
+    """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
+    scales."""
+
+    name = "wgmma"
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_token_scales(problem) and problem.grouping.over == "none"
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_wgmma(target)
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
+        useful = [
+            tactic
+            for tactic in itertools.starmap(FP8Tactic, fp8_token_wgmma.TILES)
+            if (m > MANY // 4 if tactic.tile_m == MANY else m <= 4 * MANY)
+            and (tactic.split_k == 1 or m <= tactic.tile_m)
+        ]
+        # The first of equal estimates wins: the fewest rows, the widest tile, the fewest CTAs.
+        return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:
+        tile = self.tile(tactic)
+        if tile.tile_m < MANY:
+            clocks = FEW_K_TILE_CLOCKS + FEW_ROW_CLOCKS * tile.tile_m * tile.tile_n / K_TILE
+            return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS, read_again=READ_AGAIN)
+        return tile.seconds(problem, m, target, K_TILE_CLOCKS + COLUMN_CLOCKS * tile.tile_n, WAIT)
+
+    def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        given = plan_of_tile(problem, self.tile(tactic), arch)
+        given["epilogue"] = replace(problem.epilogue, alpha=scale_kind(problem))
+        config = fp8_token_wgmma.plan(**given, fast_accum=problem.fast_accum)
+        return (KernelSpec(fp8_token_wgmma.KERNEL, config),)
+
+    def tile(self, tactic: FP8Tactic) -> Tile:
+        return Tile(*tactic)
+
+    def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
+        function, max_ctas, prefetches = self.compiled(problem, tactic, target)
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            a, b, a_scale, b_scale, _, bias, offsets, counts, prefetch = given
+            following = prefetch if prefetches else None
+            function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, following, max_ctas)
+
+        return launch
+
+
+def has_token_scales(problem: GemmProblem) -> bool:
+    """Return True for a GEMM of FP8 matrices without block scales."""
+    return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
+
+
+def scale_kind(problem: GemmProblem) -> AlphaKind:
+    """Return the kind of the weight's scales as factors of the epilogue."""
+    return "one" if problem.b.format == FP8_TENSOR else "column"

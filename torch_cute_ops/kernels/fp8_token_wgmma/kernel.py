@@ -1,0 +1,31 @@
+"""Device code of the FP8 GEMM with per-token scales; the package's docstring describes roles and data path."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from torch_cute_ops.kernels.common.fp8.consumers import Consumers, GemmEpilogue, Results, SmemMma, TokenLoop
+from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments
+from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
+from torch_cute_ops.kernels.fp8_token_wgmma.config import Config
+
+
+class FP8TokenWgmmaKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        stages = Stages(config)
+        schedule = WorkSchedule(config, FP8Weight(config.tile_n, config.rows.is_plain, has_blocks=False))
+        results = Results(config, stages, schedule, GemmEpilogue(config))
+        loop = TokenLoop(config, stages, results)
+        consumers = Consumers(config, stages, SmemMma(config), loop, results)
+        self.gemm = FP8Gemm(config, schedule, None, consumers)
+
+    def arguments(self) -> Arguments:
+        return self.gemm.arguments()
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
+        self.gemm.launch(given, stream)
