@@ -92,10 +92,15 @@ def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, 
     return one, wants(rows, weights)
 
 
-def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, torch.Tensor]:
+def fp8_chain(
+    m: int, name: str, is_fp4: bool, static: bool, granularity: str = "block128"
+) -> tuple[Round, torch.Tensor]:
     """Return the chain of ``fp4_chain`` with FP8 activations whose scales are 1.
 
     Each block of K contains a 448, which zeros in the weight cancel.
+
+    Args:
+        granularity: granularity of the scales of the activations.
     """
     weights = [fp4_numbers(N, K) if is_fp4 else whole_numbers(N, K) for _ in range(2)]
     rows = [whole_numbers(m, K) for _ in range(2)]
@@ -112,9 +117,11 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
         multiply = partial(torch_cute_ops.mm_fp8_fp4, block_size=block_size)
         b, written = quantise_weight(weights[0])
         b_scale = written
+    elif granularity == "token":
+        multiply, b_scale = torch_cute_ops.mm_fp8, one_scale
     else:
         multiply = torch_cute_ops.mm_fp8_block
-    quantise = partial(torch_cute_ops.fp8_quantize, granularity="block128")
+    quantise = partial(torch_cute_ops.fp8_quantize, granularity=granularity)
     a, a_scale = quantise(rows[0])
     given = {"backend": name, "static_weight": static, "out_dtype": torch.float32}
 
@@ -132,6 +139,7 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
 CHAINS = {
     "mm_fp4": partial(fp4_chain, is_16_bit=False),
     "mm_fp4_weight_only": partial(fp4_chain, is_16_bit=True),
+    "mm_fp8": partial(fp8_chain, is_fp4=False, granularity="token"),
     "mm_fp8_block": partial(fp8_chain, is_fp4=False),
     "mm_fp8_fp4": partial(fp8_chain, is_fp4=True),
 }
@@ -140,7 +148,7 @@ by_chain = pytest.mark.parametrize(
     [
         (op, name, m)
         for op in CHAINS
-        for name in ("wgmma", "wgmma_ss", "wgmma_codes", "wgmma_rs", "recode", "tcgen05", "mma_sync")
+        for name in ("wgmma", "wgmma_ss", "wgmma_codes", "wgmma_rs", "recode", "tcgen05", "mma_sync", "scaled_mm")
         for m in (1, 24, 100)
     ],
 )
