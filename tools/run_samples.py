@@ -75,7 +75,7 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     steps = 4
     if spec.name == "mm_fp8":
         k = given["a"].shape[1]
-        steps = -(-(k if given["fast_accum"] else min(k, 512)) // 32)
+        steps = -(-(k if given.get("fast_accum") else min(k, 512)) // 32)
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
     return size.double() * (steps * 33 * 2.0**-13)
