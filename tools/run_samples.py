@@ -73,8 +73,8 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     if given["b"].dtype == torch.uint8:  # packed FP4 codes
         given["b"] = given["b"].view(torch.float4_e2m1fn_x2)
     steps = 4
-    if spec.name == "mm_fp8":
-        k = given["a"].shape[1]
+    if given["b"].dtype == torch.float8_e4m3fn and given["b_scale"].dim() < given["b"].dim():
+        k = given["a"].shape[-1]
         steps = -(-(k if given.get("fast_accum") else min(k, 512)) // 32)
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))

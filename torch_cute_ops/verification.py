@@ -19,6 +19,7 @@ from torch_cute_ops.formats.fp4 import unpack_e2m1
 from torch_cute_ops.formats.scale_layout import fitting_layouts, from_linear, to_linear
 from torch_cute_ops.ops._backend_path import BackendPath, seen_as
 from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.ops._gemm import with_alpha
 from torch_cute_ops.ops._row_quant import gate_arguments
 from torch_cute_ops.runtime.calls import described
 
@@ -384,6 +385,8 @@ def _gemm(
     else:
         owners, rows = None, _chosen(count, a.device)
     a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
+    if problem.a.is_fp8 and not problem.a.has_fp8_blocks:
+        b_scale, alpha = with_alpha(b_scale, alpha), None
     got = out.reshape(count, n)[rows]
     kept = {"fp8_sums": _fp8_sums_error(problem)}
     if owners is None:
@@ -415,7 +418,8 @@ def _gemm(
         bias = None if call.bias is None else call.bias[expert]
         own = slice(i, i + 1)
         assert a_scale is not None
-        given = Operands(a[rows[own]], weight[expert], a_scale[own], b_scale[expert], factor, bias)
+        scale = a_scale if a_scale.dim() == 1 else a_scale[own]
+        given = Operands(a[rows[own]], weight[expert], scale, b_scale[expert], factor, bias)
         found = _within(got[own], *error_bounds.expected(one, given, 1, **kept))
         if found is not None:
             return found

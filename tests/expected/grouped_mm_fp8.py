@@ -5,12 +5,13 @@ import itertools
 import numpy as np
 import torch
 
-from expected._epilogue import of_rows
-from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm
+from expected._epilogue import EPS, of_rows
+from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm, token_gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
-    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, str backend='auto', bool static_weight=False"
+    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, str backend='auto', bool static_weight=False, "
+    "bool fast_accum=False"
 )
 SCHEMA = f"cute::grouped_mm_fp8({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -28,6 +29,9 @@ def ranges(given):
 
 
 def results(given):
+    if given["b_scale"].dim() < 3:
+        return (of_tokens(given),)
+
     def weight_of(expert):
         return fp8_weight(given["b"][expert].mT, given["b_scale"][expert])
 
@@ -45,6 +49,26 @@ def grouped(given, weight_of):
         epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
         one = gemm(a[rows], weight_of(expert), a_scale[rows], *epilogue, device)
         total[rows], bound[rows] = one
+    shape = (*given["a"].shape[:-1], n)
+    return Bounded(total.reshape(shape), bound.reshape(shape))
+
+
+def of_tokens(given):
+    """Return the sums of all rows and their bounds with per-token scales."""
+    n, k = given["b"].shape[2], given["a"].shape[-1]
+    a, device = given["a"].reshape(-1, k), given["a"].device.type
+    a_scale = given["a_scale"].reshape(-1, 1).expand(len(a), 1)
+    total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
+    for expert, (begin, end) in enumerate(ranges(given)):
+        rows, scale = slice(begin, end), given["b_scale"][expert].reshape(-1).double()
+        alpha, bias = given["alpha"], of_rows(given["bias"], expert)
+        if alpha is not None:
+            alpha = alpha.double().reshape(-1) if alpha.numel() == 1 else alpha.double()[expert].reshape(-1)
+            scale = scale * alpha
+        one = token_gemm(a[rows], given["b"][expert].mT, a_scale[rows], scale, bias, given["fast_accum"], device)
+        total[rows], bound[rows] = one
+        # One more rounding: alpha · b_scale.
+        bound[rows] += np.abs(one.total) * 2 * EPS + np.abs(0 if bias is None else bias) * 2 * EPS
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))
 

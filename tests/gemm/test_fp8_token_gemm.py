@@ -1,4 +1,4 @@
-"""``mm_fp8``: exactness, promotion, NaN, tactics, and the backend of torch's scaled GEMM."""
+"""``mm_fp8``, and ``grouped_mm_fp8`` with per-token scales: exactness, promotion, NaN, tactics, backends."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,12 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from samples._fp8_gemm import FP8, NAN, integers, powers
+from samples.grouped_mm_fp8 import contiguous, masked, with_token_scales
 from samples.mm_fp8 import sample
 from support.emulated import poisoned
 from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, token_problem
-from support.tactics import check_every_tactic
+from support.tactics import check_every_tactic, operands_of
 
 import torch_cute_ops
+from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
+from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
@@ -186,3 +190,82 @@ def test_torch_computes_float32_bias_of_bfloat16_from_sums(scaled_mm):
     launch(Operands(a, b, a_scale, b_scale, None, bias), out)
     assert torch.equal(out, (exact(a, b, a_scale, b_scale) + bias).to(BF16))
     assert [call.out_dtype for call in scaled_mm] == [FP32]
+
+
+# Experts
+
+
+def exact_experts(one, counts, begins):
+    """Return the results (rows, N) of experts' rows, exact, and zero in other rows."""
+    a, b, a_scale, b_scale, *_ = one.args
+    rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, 1).expand(a.shape[:-1].numel(), 1)
+    want = torch.zeros(len(rows), b.shape[2], dtype=torch.float64, device=a.device)
+    for expert, (begin, count) in enumerate(zip(begins, counts, strict=False)):
+        own = slice(begin, begin + count)
+        want[own] = exact(rows[own], b[expert], scales[own], b_scale[expert].reshape(-1))
+    return want.view(*a.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 300, 0], [1, 0, 64, 65], [129, 128, 7, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_rows_of_experts(counts, layout, one_scale, device):
+    """Check exact results of experts' rows, and that other rows are not written."""
+    where = torch.device(device)
+    if layout == "masked":
+        one, begins = masked("", counts, 300, N, 704, where, exact=True), [0, 300, 600, 900]
+    else:
+        one = contiguous("", counts, N, 704, where, exact=True, alignment=128, spare=5)
+        begins = one.args[4].tolist()
+    one = with_token_scales(one, exact=True, one_a_scale=one_scale, one_b_scale=one_scale)
+    want = exact_experts(one, counts, begins).float()
+    out = torch.full(want.shape, 7e30, device=where)
+    torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs, out_dtype=FP32, out=out)
+    if device == "cuda":
+        offsets, given = one.args[4:] if layout == "contiguous" else (None, one.kwargs["counts"])
+        used = used_rows(out.shape[:-1].numel(), offsets, given)
+        assert (out.view(-1, N)[~used] == 7e30).all()
+        out.view(-1, N)[~used] = 0
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("alpha", [(1,), (3,), (3, N)])
+@pytest.mark.parametrize("one_b_scale", [False, True])
+def test_alpha_of_experts(alpha, one_b_scale, device):
+    """Check that ``alpha`` in each shape multiplies the scales of the experts' weights."""
+    where = torch.device(device)
+    one = with_token_scales(
+        contiguous("", [5, 3, 19], N, 256, where, exact=True, alignment=1), exact=True, one_b_scale=one_b_scale
+    )
+    factors = powers(*alpha, device=where)
+    a, b, a_scale, b_scale, offsets, counts = one.args
+    got = torch_cute_ops.grouped_mm_fp8(*one.args, alpha=factors, out_dtype=FP32)
+    full = b_scale.reshape(3, -1) * (factors.reshape(3, -1) if factors.numel() > 1 else factors)
+    want = exact_experts(replace(one, args=(a, b, a_scale, full)), counts.tolist(), offsets.tolist())
+    assert torch.equal(got, want.float())
+
+
+def test_one_expert_is_the_plain_gemm(device):
+    one = sample("", 70, N, K, torch.device(device), exact=True)
+    a, b, a_scale, b_scale = one.args
+    counts = torch.tensor([70], dtype=torch.int32, device=device)
+    got = torch_cute_ops.grouped_mm_fp8(a[None], b[None], a_scale[None], b_scale[None], counts=counts)
+    assert torch.equal(got[0], torch_cute_ops.mm_fp8(*one.args))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
+    """Check the operands that ``mma_sync`` passes to the kernel for block scales, with the reference as kernel."""
+    where = torch.device("cpu")
+    if layout == "masked":
+        one = masked("", [5, 0, 8], 8, 40, 320, where, exact=True)
+    else:
+        one = contiguous("", [5, 0, 8], 40, 320, where, exact=True, alignment=1)
+    one = with_token_scales(one, exact=True, one_a_scale=one_scale, one_b_scale=one_scale)
+    call = OPS["grouped_mm_fp8"].bind(*one.args, **one.kwargs)
+    problem = OPS["grouped_mm_fp8"].path.problem(call)
+    monkeypatch.setattr(FP8MmaSync, "launcher", lambda self, problem, *_: Reference().launcher(problem, (), HOPPER))
+    out = torch.empty(*call.a.shape[:-1], 40, dtype=BF16)
+    backend_for("mma_sync", problem).launcher(problem, None, HOPPER)(operands_of(call), out)
+    assert torch.equal(out, torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs))

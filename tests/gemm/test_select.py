@@ -106,6 +106,7 @@ def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
             for dtype in (BF16, FP16, FP32)
         ),
         *(fp8_problem(rows=rows, experts=4, **of_experts) for rows in ROW_LAYOUTS[1:]),
+        *(token_problem(rows=rows, experts=4, bias_dtype=bias_dtype) for rows in ROW_LAYOUTS[1:]),
     ):
         assert select.choose(problem, 16, target).backend.name != "reference"
 

@@ -403,8 +403,9 @@ def by_hand(problem, operands, rows, expert, part):
             weight = fp4_weight(codes, b_scale, problem.b.scale_layout.name, problem.b.format.block_size)
             own = slice(expert * problem.n, (expert + 1) * problem.n)
         elif not problem.b.has_fp8_blocks:
-            columns = b_scale.double().numpy()[:, None].repeat(-(-problem.k // 128), 1)
-            weight, own = Weight(numbers(b.mT), columns.repeat(problem.n // len(columns), 0)), slice(None)
+            columns = (b_scale[expert].reshape(-1) if grouped else b_scale).double().numpy()[:, None]
+            factors = columns.repeat(problem.n // len(columns), 0).repeat(-(-problem.k // 128), 1)
+            weight, own = Weight(numbers(b[expert].mT if grouped else b.mT), factors), slice(None)
         else:
             weight = fp8_weight(*((b[expert].mT, b_scale[expert]) if grouped else (b.mT, b_scale)))
             own = slice(None)

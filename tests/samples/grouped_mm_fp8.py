@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, matrix, option_errors, tensor_errors, weight
+from samples._fp8_gemm import FP8, NAN, matrix, option_errors, powers, scales, tensor_errors, weight
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
@@ -124,6 +124,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield contiguous(f"k-{k}", [5, 0, 19], 136, k, device)
         yield masked(f"masked-k-{k}", [5, 0, 8], 8, 72, k, device)
     yield from _epilogues(device)
+    yield from _tokens(device)
     for backend in ("auto", "reference"):
         yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
     yield contiguous("static-weight", [4, 3], 24, 256, device, static_weight=True)
@@ -157,6 +158,62 @@ def _epilogues(device: torch.device) -> Iterator[Sample]:
     yield contiguous("epilogue-exact", [5, 0, 19], 136, 320, device, exact=True, **exact)
     for name, given in special_epilogues(136, device, experts=3):
         yield contiguous(name, [5, 0, 19], 136, 256, device, **given)
+
+
+def with_token_scales(
+    one: Sample, *, exact: bool = False, one_a_scale: bool = False, one_b_scale: bool = False
+) -> Sample:
+    """Return the call with per-token and per-channel scales instead of block scales. Scales of rows without an expert,
+    and of experts without rows, stay NaN.
+
+    Args:
+        one: a call with block scales.
+        exact: True for powers of two.
+        one_a_scale, one_b_scale: True for one scale for all rows, and one scale per expert.
+    """
+    a, b, a_scale, b_scale, *rest = one.args
+    factors = powers if exact else scales
+    rows, columns = (1,) if one_a_scale else (*a.shape[:-1], 1), b.shape[:1] if one_b_scale else (len(b), b.shape[2])
+    new_a, new_b = factors(*rows, device=a.device), factors(*columns, device=a.device)
+    if not one_a_scale:
+        new_a.masked_fill_(a_scale[..., :1].isnan(), torch.nan)
+    unused = b_scale.flatten(1).isnan().any(1)
+    new_b.masked_fill_(unused if one_b_scale else unused[:, None], torch.nan)
+    return Sample(f"tokens-{one.name}", (a, b, new_a, new_b, *rest), one.kwargs)
+
+
+def _tokens(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with per-token and per-channel scales, or one scale for all rows or per expert."""
+    for i, out_dtype in enumerate(DTYPES):
+        dtype, one = short(out_dtype), {"one_a_scale": i == 1, "one_b_scale": i == 2}
+        given: dict[str, Any] = {"out_dtype": out_dtype, "fast_accum": i == 2}
+        yield with_token_scales(contiguous(f"to-{dtype}", [5, 0, 19], 136, 704, device, **given), **one)
+        yield with_token_scales(masked(f"masked-to-{dtype}", [5, 0, 8], 8, 136, 704, device, **given), **one)
+        exact = contiguous(f"exact-{dtype}", [3, 70], 264, 1088, device, exact=True, **given)
+        yield with_token_scales(exact, exact=True, **one)
+        n = (40, 136, 264)[i]
+        for name, epilogue in epilogues(n, out_dtype, device, experts=3):
+            named: dict[str, Any] = {"out_dtype": out_dtype, **epilogue}
+            yield with_token_scales(contiguous(f"{name}-{dtype}", [5, 0, 19], n, 256, device, **named), **one)
+            one = {"one_a_scale": one["one_b_scale"], "one_b_scale": not one["one_b_scale"]}
+    for name, counts, n, k in (
+        ("one-expert", [7], 136, 256),
+        ("no-rows-of-any", [0, 0, 0], 24, 128),
+        ("many-rows", [130, 3, 257], 264, 576),
+        ("many-experts", [i % 3 for i in range(1024)], 8, 128),
+        ("k-64", [5, 0, 19], 136, 64),
+        ("no-columns", [3, 4], 0, 128),
+    ):
+        yield with_token_scales(contiguous(name, counts, n, k, device))
+        yield with_token_scales(contiguous(f"uncounted-{name}", counts, n, k, device, counted=False), one_b_scale=True)
+    for name, counts, rows in (("many", [130, 0, 200], 200), ("room", [3, 65, 0], 136), ("no-room", [0, 0], 0)):
+        yield with_token_scales(masked(f"masked-{name}", counts, rows, 136, 192, device))
+        yield with_token_scales(masked(f"masked-one-{name}", counts, rows, 136, 192, device), one_a_scale=True)
+    one = with_token_scales(masked("masked", [5, 3], 8, 24, 256, device))
+    a, b, a_scale, b_scale = one.args
+    apart = torch.cat((a_scale, a_scale), 1)[:, :8]
+    yield Sample("tokens-masked-scale-apart", (a, b, apart, b_scale), one.kwargs)
+    yield Sample("tokens-b-scale-strided", (a, b, a_scale, b_scale.t().contiguous().t()), one.kwargs)
 
 
 def _views(device: torch.device) -> Iterator[Sample]:
@@ -218,6 +275,14 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     transposed = tensors["b_scale"].mT.contiguous().mT
     yield bad("b-scale-transposed-view", ValueError, "a transposed view", b_scale=transposed)
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    rows, columns = torch.ones(len(a), 1, device=device), torch.ones(2, n, device=device)
+    text = r"got b_scale with shape .*; expected \(2, 136\), a scale for each column of b, or \(2,\)"
+    for wrong in (columns[:, :-1], columns[:1], columns.t(), columns[0], columns[:0, 0]):
+        yield bad(f"tokens-b-scale-{tuple(wrong.shape)}", ValueError, text, a_scale=rows, b_scale=wrong)
+    text = r"got a_scale with shape .*; expected \(\d+, 1\), a scale for each row of a, or \(1,\)"
+    for wrong in (rows[:-1], rows[:, 0], rows.t(), rows.expand(-1, 2), rows[0, 0]):
+        yield bad(f"tokens-a-scale-{tuple(wrong.shape)}", ValueError, text, a_scale=wrong, b_scale=columns)
+    yield bad("tokens-b-scale-of-blocks", ValueError, "got a_scale with shape", a_scale=rows)
     yield from stride_errors(good, "b")
     yield from stride_errors(contiguous("square", [4, 3], k, k, device), "b")
     text = r"got offsets with shape \(2,\); expected \(3,\)"

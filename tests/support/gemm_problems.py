@@ -65,11 +65,21 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
 
 
 def token_problem(
-    n=4096, k=7168, out_dtype=BF16, bias_dtype=None, one_a_scale=False, one_b_scale=False, fast_accum=False
+    n=4096,
+    k=7168,
+    out_dtype=BF16,
+    bias_dtype=None,
+    one_a_scale=False,
+    one_b_scale=False,
+    fast_accum=False,
+    rows=ALL_ROWS,
+    experts=1,
 ):
-    """Return a GEMM of FP8 matrices with per-token and per-channel scales, or one scale per matrix."""
+    """Return a GEMM of FP8 matrices, or of each expert's, with per-token and per-channel scales, or one scale per
+    matrix."""
     a, b = (Operand(FP8_TENSOR if one else FP8_TOKEN) for one in (one_a_scale, one_b_scale))
-    return GemmProblem(a, b, n, k, Epilogue(out_dtype, None, bias_dtype), fast_accum=fast_accum)
+    grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
+    return GemmProblem(a, b, n, k, Epilogue(out_dtype, None, bias_dtype), grouping, fast_accum=fast_accum)
 
 
 def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
@@ -112,6 +122,8 @@ def problems():
         bias = (None, FP16, FP32)[i]
         yield token_problem(40, 192, out_dtype, bias, one_a_scale=i == 1, one_b_scale=i > 0, fast_accum=i == 2)
         yield token_problem(48, 192, out_dtype, bias, one_a_scale=i != 1, one_b_scale=i != 2, fast_accum=i == 0)
+        given = {"rows": ROW_LAYOUTS[i + 1], "experts": 3, "one_a_scale": i == 2, "one_b_scale": i == 0}
+        yield token_problem(40, 192, out_dtype, bias, fast_accum=i == 1, **given)
 
 
 def gated_problems():

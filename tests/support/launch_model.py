@@ -39,7 +39,7 @@ from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
 from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
@@ -319,7 +319,14 @@ def compute_fp8(config: Any, *args: Any) -> None:
 def compute_fp8_token(config: Any, *args: Any) -> None:
     call = fp8_token_wgmma.Arguments(*args)
     assert call.max_ctas > 0 and call.b_scale is None
-    write(call.out, scaled_gemm(call.a, call.b.t(), call.a_scale, call.alpha, call.bias, call.out.dtype))
+    if config.rows.is_plain:
+        write(call.out, scaled_gemm(call.a, call.b.t(), call.a_scale, call.alpha, call.bias, call.out.dtype))
+        return
+    a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
+    assert call.a_scale.shape == (a.shape[:-1].numel(), 1)
+    used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
+    rest = call.offsets, call.counts, None, call.bias, out.dtype
+    out.data[used] = grouped_token_gemm(a, call.b.mT, call.a_scale, call.alpha, *rest)[used]
 
 
 def compute_recoded_weight(config: Any, *args: Any) -> None:

@@ -18,10 +18,11 @@ from torch_cute_ops.ops._define import OpSpec
 
 
 def operands_of(call: Any) -> Operands:
-    """Return the tensors of a GEMM call. Backends take one scale of an FP8 matrix as a column for all rows."""
+    """Return the tensors of a GEMM call. Backends take per-token scales, or one scale of all rows, as one column."""
     operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
-    if operands.a_scale is not None and operands.a_scale.dim() == 1:
-        return operands._replace(a_scale=operands.a_scale[:, None].expand(len(call.a), 1))
+    scale, rows = operands.a_scale, call.a.shape[:-1].numel()
+    if scale is not None and (scale.dim() == 1 or (scale.dim() == 3 and call.b_scale.dim() < 3)):
+        return operands._replace(a_scale=scale.reshape(-1, 1).expand(rows, 1))
     return operands
 
 

@@ -272,6 +272,8 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
 def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     experts, held, n = call["b"].shape
     _, b_layout, block = _layouts(path, call)
+    has_tokens = path.b == "fp8" and call["b_scale"].ndim < 3
+    has_one_a_scale, has_columns = call["a_scale"].ndim == 1, call["b_scale"].ndim > 1
     k = held * (2 if path.b == "fp4" else 1)
     is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
     last = len(call["a"].shape) - 1
@@ -282,6 +284,8 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     if by_expert:
         own["alpha"] = Shard(0)
     inputs = _given(call, a=Shard(0), a_scale=Shard(0), counts=Shard(0)) | own
+    if has_one_a_scale:
+        del inputs["a_scale"]
     multiples = [Multiple("E", experts, 1)]
     if is_tiled:
         assert b_layout is not None
@@ -294,14 +298,18 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
         )
         yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
     columns = _given(call, b=Shard(2), b_scale=Shard(1), bias=Shard(1))
+    if not has_columns:
+        del columns["b_scale"]
     if by_expert and alpha.ndim == 2:
         columns["alpha"] = Shard(1)
     refusal = None
     if is_tiled:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
-    multiples = [Multiple("N", n, BLOCK if b_layout is None else 8)]
+    multiples = [Multiple("N", n, BLOCK if b_layout is None and not has_tokens else 8)]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
     sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(1 if is_tiled else 2))
+    if has_tokens:
+        sums, block = {"a": Shard(last), "b": Shard(1)}, FP8_K_MULTIPLE
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
 
 

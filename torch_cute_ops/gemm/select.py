@@ -16,7 +16,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
-from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
+from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync, FP8TokenMmaSync
 from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
@@ -45,6 +45,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4WgmmaRS(),
     FP8FP4Recode(),
     FP8MmaSync(),
+    FP8TokenMmaSync(),
     Cublas(),
     FP8ScaledMM(),
     Reference(),

@@ -267,6 +267,8 @@ def _operand(
         codes = _fp8((*lead, k), generator, exact)
         if operand.format == FP8_TENSOR:
             return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
+        if not operand.has_fp8_blocks:
+            return codes, _fp8_scales((math.prod(lead), 1), generator, exact)
         blocks = operand.format.scales_per_row(k)
         return codes, _fp8_scales((blocks, *lead), generator, exact).movedim(0, -1)  # column-major
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
@@ -283,7 +285,8 @@ def _weight(
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)
     if not operand.has_fp8_blocks:
-        return codes, _fp8_scales((*experts, 1 if operand.format == FP8_TENSOR else n), generator, exact)
+        shape = (*experts, n) if operand.format != FP8_TENSOR else (*experts,) or (1,)
+        return codes, _fp8_scales(shape, generator, exact)
     return codes, _fp8_scales((*experts, -(-n // 128), operand.format.scales_per_row(k)), generator, exact)
 
 

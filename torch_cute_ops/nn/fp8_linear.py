@@ -173,7 +173,8 @@ class _FP8Linear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
-        factor, bias = self._factor(), self.bias
+        factor = self._factor()
+        bias: Tensor | None = self.bias
         if not self._fits_mm_fp8():
             # torch takes row scales either for both operands or for neither.
             by_row = factor.numel() > 1 or a_scale.dim() == 2

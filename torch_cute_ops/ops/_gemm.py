@@ -382,6 +382,55 @@ class ExpertFP4Gemm(FP4Gemm):
         return super().make_operands(given, device) | {"alpha": factors}
 
 
+def check_token_scales(
+    op: str, a_scale: Tensor, b_scale: Tensor, rows: tuple[int, ...], experts: tuple[int, ...], n: int
+) -> None:
+    """Check the shapes of per-token and per-channel scales, or of scales of whole matrices.
+
+    Args:
+        op: name of the op.
+        a_scale, b_scale: scales of the activations and of the weight.
+        rows: shape of the activations without K.
+        experts: number of experts, or an empty tuple without experts.
+        n: number of columns.
+    """
+    for name, scale, shape, meaning, one in (
+        ("b_scale", b_scale, (*experts, n), "a scale for each column of b", experts or (1,)),
+        ("a_scale", a_scale, (*rows, 1), "a scale for each row of a", (1,)),
+    ):
+        if scale.shape not in (one, shape):
+            raise ValueError(
+                f"cute::{op}: got {name} with shape {tuple(scale.shape)}; expected {shape}, {meaning}, or {one}"
+            )
+
+
+def has_one_a_scale(call: GemmCall) -> bool:
+    """Return True if all rows of ``a`` share one scale."""
+    return call.a_scale is not None and call.a_scale.dim() == 1
+
+
+def has_one_b_scale(call: GemmCall) -> bool:
+    """Return True if all columns of ``b`` share one scale. Their number is a multiple of 8, so never 1."""
+    return call.b_scale.numel() == 1
+
+
+def token_operands(one_a_scale: bool, one_b_scale: bool) -> "tuple[Operand, Operand]":
+    """Return the formats of FP8 matrices with one scale each, or one scale per row of ``a`` and per column of ``b``."""
+    p = gemm_package().problem
+    return tuple(p.Operand(FP8_TENSOR if one else FP8_TOKEN) for one in (one_a_scale, one_b_scale))
+
+
+def with_alpha(b_scale: Tensor, alpha: Tensor | None) -> Tensor:
+    """Return the per-channel scales (E, N) or (E,) of experts' weights, multiplied by ``alpha``."""
+    if alpha is None:
+        return b_scale
+    if b_scale.dim() == 1 and alpha.dim() == 2:
+        b_scale = b_scale[:, None]
+    elif b_scale.dim() == 2 and alpha.dim() == 1 and alpha.numel() > 1:
+        alpha = alpha[:, None]
+    return b_scale * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
+
+
 class TokenFP8Gemm(Gemm):
     """A GEMM of FP8 matrices with per-token or per-tensor scales of ``a``, and per-channel or per-tensor scales of
     ``b``."""
@@ -408,36 +457,16 @@ class TokenFP8Gemm(Gemm):
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         _checks.check_matrix(op, "a", a, "(M, K)")
         _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
-        for name, scale, shape, meaning in (
-            ("a_scale", a_scale, (a.shape[0], 1), "a scale for each row of a"),
-            ("b_scale", b_scale, (n,), "a scale for each column of b"),
-        ):
-            if scale.shape not in ((1,), shape):
-                raise ValueError(
-                    f"cute::{op}: got {name} with shape {tuple(scale.shape)}; expected {shape}, {meaning}, or (1,)"
-                )
+        check_token_scales(op, a_scale, b_scale, a.shape[:-1], (), n)
         return n, k
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
-        p = gemm_package().problem
-        formats = (FP8_TENSOR if one else FP8_TOKEN for one in (self.has_one_a_scale(call), self.has_one_b_scale(call)))
-        a, b = (p.Operand(each) for each in formats)
-        return a, b
-
-    @staticmethod
-    def has_one_a_scale(call: GemmCall) -> bool:
-        """Return True if all rows of ``a`` share one scale."""
-        return call.a_scale is not None and call.a_scale.dim() == 1
-
-    @staticmethod
-    def has_one_b_scale(call: GemmCall) -> bool:
-        """Return True if all columns of ``b`` share one scale. Their number is a multiple of 8, so never 1."""
-        return call.b_scale.numel() == 1
+        return token_operands(has_one_a_scale(call), has_one_b_scale(call))
 
     def declare_kind(self) -> dict[str, Property]:
         return {
-            "one_a_scale": flag(self.has_one_a_scale),
-            "one_b_scale": flag(self.has_one_b_scale),
+            "one_a_scale": flag(has_one_a_scale),
+            "one_b_scale": flag(has_one_b_scale),
             **self.arguments_as_properties("fast_accum"),
         }
 
@@ -473,6 +502,22 @@ class FP8Gemm(Gemm):
         if n % FP8_N_MULTIPLE:
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         self.check_rows(call, experts, k)
+        if self.has_token_scales(call):
+            check_token_scales(op, a_scale, b_scale, a.shape[:-1], tuple(b.shape[:-2]), n)
+        else:
+            self._check_block_scales(call, n, k, fmt, layout)
+        self.check_expert_rows(call, experts)
+        return n, k
+
+    def has_token_scales(self, call: GemmCall) -> bool:
+        """Return True if the call has per-token and per-channel scales, or scales of whole matrices."""
+        return False
+
+    def _check_block_scales(
+        self, call: GemmCall, n: int, k: int, fmt: FP4Format | None, layout: ScaleLayout | None
+    ) -> None:
+        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
+        assert a_scale is not None
         blocks = FP8_BLOCK128.scales_per_row(k)
         _checks.check_shape(op, "a_scale", a_scale, (*a.shape[:-1], blocks), "a scale for 128 elements of a row of a")
         lead = tuple(b.shape[:-2])
@@ -482,8 +527,6 @@ class FP8Gemm(Gemm):
             meaning = "a scale for 128 rows of the weight and 128 elements of k"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
             self._refuse_transposed_scale(b_scale)
-        self.check_expert_rows(call, experts)
-        return n, k
 
     def check_layout(self, call: GemmCall) -> None:
         """Check that the call has ``offsets`` or ``counts``, which locate the rows of each expert."""
@@ -601,6 +644,19 @@ class GroupedFP8Gemm(FP8Gemm):
     def check_values(self, call: GemmCall) -> None:
         _checks.check_rows_of_experts(self.op, "a", call.a, call.offsets, call.counts)
 
+    def has_token_scales(self, call: GemmCall) -> bool:
+        return self.b == "fp8" and call.b_scale.dim() < 3
+
+    def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
+        if not self.has_token_scales(call):
+            return super().operands(call)
+        has_columns = call.b_scale.dim() == 2 or (call.alpha is not None and call.alpha.dim() == 2)
+        return token_operands(has_one_a_scale(call), not has_columns)
+
+    def alpha_kind(self, call: GemmCall) -> str | None:
+        """Return the kind of ``alpha``, or None with per-token scales, which ``alpha`` is multiplied into."""
+        return None if self.has_token_scales(call) else super().alpha_kind(call)
+
     def experts(self, call: GemmCall) -> int:
         return call.b.shape[0]
 
@@ -616,17 +672,32 @@ class GroupedFP8Gemm(FP8Gemm):
             "experts": size(self.experts),
             "masked": flag(lambda call: True if call.offsets is None else None),
             "counts": flag(lambda call: None if call.offsets is None else call.counts is not None, default=True),
+            **(self._declare_token_scales() if self.b == "fp8" else {}),
             **super().declare_kind(),
+        }
+
+    def _declare_token_scales(self) -> dict[str, Property]:
+        return {
+            "token_scales": flag(self.has_token_scales),
+            "one_a_scale": flag(lambda call: self.has_token_scales(call) and has_one_a_scale(call)),
+            "one_b_scale": flag(lambda call: self.has_token_scales(call) and call.b_scale.dim() == 1),
+            **self.arguments_as_properties("fast_accum"),
         }
 
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        return super().make_operands(given, device) | {
+        made = super().make_operands(given, device) | {
             "offsets": None if given.masked else zeros(given.experts + 1),
             "counts": zeros(given.experts) if given.masked or given.counts else None,
         }
+        if getattr(given, "token_scales", False):
+            a_scale = (1,) if given.one_a_scale else (*made["a"].shape[:-1], 1)
+            b_scale = (given.experts,) if given.one_b_scale else (given.experts, given.n)
+            for name, shape in (("a_scale", a_scale), ("b_scale", b_scale)):
+                made[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+        return made
 
 
 class GemmLauncher(BackendLauncher[GemmCall]):
@@ -686,8 +757,16 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             and (out is None or out.is_contiguous())
         ):
             return None
-        if self.has_token_scales and a_scale.dim() == 1:
-            a_scale, is_changed = a_scale.expand(m, 1), True
+        if self.has_token_scales:
+            if a_scale.dim() == 1:
+                a_scale, is_changed = a_scale.expand(m * shape[0] if self.is_masked else m, 1), True
+            elif self.is_masked:
+                # The compiled function takes any number of scales.
+                if a_scale.shape[:2] != shape[:2]:
+                    return None
+                a_scale, is_changed = a_scale.reshape(-1, 1), True
+            if self.is_grouped and alpha is not None:
+                return None
         if copies_scale:
             assert a_scale is not None
             a_scale, is_changed = new_column_scales(a_scale).copy_(a_scale), True
@@ -720,7 +799,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)
         elif self.has_token_scales:
             assert a_scale is not None
-            a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(a.shape[0], 1)
+            a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(a.shape[:-1].numel(), 1)
+            b_scale, alpha = with_alpha(b_scale, alpha), None
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.tile_rows:

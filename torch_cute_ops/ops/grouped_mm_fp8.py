@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: GEMM of each expert's rows and weight, in FP8 with block scales."""
+"""``grouped_mm_fp8``: GEMM of each expert's rows and weight, in FP8 with block scales or per-token scales."""
 
 import torch
 from torch import Tensor
@@ -20,15 +20,20 @@ def grouped_mm_fp8(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
     static_weight: bool = False,
+    fast_accum: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the rows of each expert by the expert's weight, in FP8 with block scales.
+    """Multiply the rows of each expert by the expert's weight, in FP8 with block scales or per-token scales.
 
-    For each row ``r`` of expert ``e``, with k in the j-th block of 128::
+    With block scales, for each row ``r`` of expert ``e`` and k in the j-th block of 128::
 
         sum[r, n] = Σ_j a_scale[r, j] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
+
+    With per-token and per-channel scales::
+
+        out[r, n] = (Σ_k a[r, k] · b[e, k, n]) · a_scale[r] · (alpha · b_scale[e, n]) + bias[e, n]
 
     Experts' rows are found on the device: nothing is copied to the host, and a captured call uses the offsets and
     counts of its replay. In the contiguous layout, expert ``e`` owns the rows from ``offsets[e]`` to
@@ -36,7 +41,7 @@ def grouped_mm_fp8(
     ``counts[e]`` rows of ``a[e]``. All other rows are padding: their contents do not affect results, and they are not
     written. Experts without rows cost nothing.
 
-    Sums are accumulated as in :func:`mm_fp8_block`.
+    Sums are accumulated as in :func:`mm_fp8_block`, or with per-token scales as in :func:`mm_fp8`.
 
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
@@ -47,9 +52,11 @@ def grouped_mm_fp8(
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
-            that the scales are transposed.
+            that the scales are transposed. With a ``b_scale`` per channel or per expert: (R, 1), one scale per row,
+            masked (E, max_rows, 1); or (1,), one scale for all rows.
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
+            Or (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
@@ -63,6 +70,7 @@ def grouped_mm_fp8(
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
+        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:
@@ -87,5 +95,5 @@ def grouped_mm_fp8(
 
     References:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
-        docs/numerics.md, "FP8 with block scales".
+        docs/numerics.md, "FP8 with block scales" and "FP8 with per-token scales".
     """

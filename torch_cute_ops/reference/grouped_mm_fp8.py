@@ -5,12 +5,53 @@ from typing import Any
 import torch
 
 from torch_cute_ops.formats.experts import expert_of_rows, used_rows, zeroed_rows
+from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 
 
 def grouped_mm_fp8(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
-    """Apply ``mm_fp8_block`` to each expert's rows with the expert's weight, alpha and bias; see the op's docstring."""
+    """Apply ``mm_fp8_block``, or ``mm_fp8`` with per-token scales, to each expert's rows with the expert's weight,
+    alpha and bias; see the op's docstring."""
+    if b_scale.dim() < 3:
+        return grouped_token_gemm(weights=b.mT, b_scale=b_scale, **named)
     return grouped_gemm(weights=b.mT, factors=factors_of_columns(b_scale, b.shape[2]), **named)
+
+
+def grouped_token_gemm(
+    a: torch.Tensor,
+    weights: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    offsets: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    **_: Any,
+) -> torch.Tensor:
+    """Apply ``scaled_gemm`` to each expert's rows. Rows without an expert become 0. Arguments as for ``grouped_gemm``,
+    except:
+
+    Args:
+        a_scale: (R, 1) or (E, rows of an expert, 1) float32, or (1,).
+        b_scale: (E, N) or (E,) float32, multiplied by ``alpha``.
+    """
+    experts, n, k = weights.shape
+    rows, dtype = a.reshape(-1, k), out_dtype or torch.bfloat16
+    scales = a_scale.reshape(-1, 1).expand(len(rows), 1)
+    out = rows.new_zeros((len(rows), n), dtype=dtype)
+    owner = expert_of_rows(len(rows), offsets, counts)
+    for expert in range(experts):
+        is_own = owner == expert
+        some = slice(None) if is_own.is_cuda else is_own
+        factor = b_scale[expert].reshape(-1)
+        if alpha is not None:
+            factor = factor * (alpha if alpha.numel() == 1 else alpha[expert]).reshape(-1)
+        own_rows = rows.view(torch.uint8)[some].view(rows.dtype)
+        added = None if bias is None else bias[expert]
+        result = scaled_gemm(own_rows, weights[expert], scales[some], factor, added, dtype)
+        out[some] = torch.where(is_own[some, None], result, out[some])
+    return out.view(*a.shape[:-1], n)
 
 
 def grouped_gemm(

@@ -1,12 +1,19 @@
 """FP8 GEMMs with block scales by ``mma.sync``, plain or grouped by rows, on every GPU: ``kernels/fp8_mma``."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
-from torch_cute_ops.gemm.backend import Target
+import torch
+
+from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales, scale_kind
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
-from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
@@ -54,3 +61,39 @@ class FP8MmaSync(FP8Backend):
 
     def tile(self, tactic: FP8MmaTactic) -> Tile:
         return Tile(tactic.tile_m, fp8_mma.TILE_N, ctas_per_sm=CTAS_PER_SM)
+
+
+class FP8TokenMmaSync(FP8MmaSync):
+    """Backend for experts with per-token and per-channel scales, by the kernel for block scales.
+
+    The scale of a row is repeated for its blocks of K, block scales of the weight are 1, and the per-channel scales are
+    the kernel's ``alpha``.
+    """
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_token_scales(problem) and problem.grouping.over == "rows"
+
+    def kernels(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return super().kernels(with_block_scales(problem), tactic, arch)
+
+    def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:
+        launch_blocks = FP8MmaSync().launcher(with_block_scales(problem), tactic, target)
+        blocks, tiles = FP8_BLOCK128.scales_per_row(problem.k), -(-problem.n // FP8_BLOCK128.block_size)
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            assert given.a_scale is not None
+            columns = given.a_scale.t().expand(blocks, -1).contiguous()
+            a_scale = columns.view(blocks, *given.a.shape[:-1]).movedim(0, -1)
+            ones = columns.new_ones(problem.experts, tiles, blocks)
+            launch_blocks(given._replace(a_scale=a_scale, b_scale=ones, alpha=given.b_scale), out)
+
+        return launch
+
+    def checks_operands(self, problem: GemmProblem, tactic: FP8MmaTactic) -> bool:
+        return False
+
+
+def with_block_scales(problem: GemmProblem) -> GemmProblem:
+    """Return the problem with block scales, and with the per-channel scales as ``alpha``."""
+    epilogue = replace(problem.epilogue, alpha=scale_kind(problem))
+    return replace(problem, a=Operand(FP8_BLOCK128, COLUMN), b=Operand(FP8_BLOCK128), epilogue=epilogue)

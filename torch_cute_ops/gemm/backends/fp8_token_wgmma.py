@@ -9,7 +9,7 @@ from torch_cute_ops.formats.fp8 import FP8_TENSOR
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8Tactic, plan_of_tile
 from torch_cute_ops.gemm.decode import reason_no_wgmma
-from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_token_wgmma
@@ -25,6 +25,8 @@ K_TILE_CLOCKS = 190.0
 COLUMN_CLOCKS = 4.0
 """SM clocks per k tile for tiles of 128 rows: fixed, fitted to calls with 1,024 and 4,096 rows on an H200; and per
 column, the rate of the tensor cores."""
+ONE_GROUP = 0.69
+"""Factor on these clocks if one warpgroup computes all rows of a tile, as for block scales."""
 FEW_WAIT = 0.5
 WAIT = 0.345
 """Share of a k tile's transfer time that the MMAs wait, for tiles of up to 64 rows and for larger ones; as for block
@@ -42,17 +44,19 @@ class FP8TokenWgmma(FP8Backend):
     name = "wgmma"
 
     def handles(self, problem: GemmProblem) -> bool:
-        return has_token_scales(problem) and problem.grouping.over == "none"
+        return has_token_scales(problem)
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_wgmma(target)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
+        rows, is_plain = rows_of_expert(problem, m), problem.grouping.rows.is_plain
         useful = [
             tactic
             for tactic in itertools.starmap(FP8Tactic, fp8_token_wgmma.TILES)
-            if (m > MANY // 4 if tactic.tile_m == MANY else m <= 4 * MANY)
-            and (tactic.split_k == 1 or m <= tactic.tile_m)
+            if (rows > MANY // 4 if tactic.tile_m == MANY else rows <= 4 * MANY)
+            and (tactic.tile_m == MANY or tactic.tile_n == K_TILE or is_plain)
+            and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
         # The first of equal estimates wins: the fewest rows, the widest tile, the fewest CTAs.
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
@@ -62,7 +66,10 @@ class FP8TokenWgmma(FP8Backend):
         if tile.tile_m < MANY:
             clocks = FEW_K_TILE_CLOCKS + FEW_ROW_CLOCKS * tile.tile_m * tile.tile_n / K_TILE
             return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS, read_again=READ_AGAIN)
-        return tile.seconds(problem, m, target, K_TILE_CLOCKS + COLUMN_CLOCKS * tile.tile_n, WAIT)
+        clocks = K_TILE_CLOCKS + COLUMN_CLOCKS * tile.tile_n
+        if rows_of_expert(problem, m) <= MANY // 2:
+            clocks *= ONE_GROUP
+        return tile.seconds(problem, m, target, clocks, WAIT)
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         given = plan_of_tile(problem, self.tile(tactic), arch)
@@ -91,4 +98,7 @@ def has_token_scales(problem: GemmProblem) -> bool:
 
 def scale_kind(problem: GemmProblem) -> AlphaKind:
     """Return the kind of the weight's scales as factors of the epilogue."""
-    return "one" if problem.b.format == FP8_TENSOR else "column"
+    has_one = problem.b.format == FP8_TENSOR
+    if problem.grouping.over == "rows":
+        return "expert" if has_one else "expert_column"
+    return "one" if has_one else "column"

@@ -11,7 +11,7 @@ from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
@@ -64,6 +64,9 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     if has_token_scales(problem):
         assert given.a_scale is not None
         scales = given.a_scale, given.b_scale
+        if over == "rows":
+            rows = given.offsets, given.counts
+            return grouped_token_gemm(given.a, given.b.mT, *scales, *rows, None, given.bias, problem.out_dtype)
         return scaled_gemm(given.a, given.b.t(), *scales, given.bias, problem.out_dtype)
     weight = given.b.mT
     assert given.a_scale is not None
