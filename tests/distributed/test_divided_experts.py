@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,12 +30,20 @@ from support.checkpoints import note_reads
 WORLD = 2
 WIDTH = 256
 WAYS = ("expert", "tensor")
-FORMS = [("nvfp4", Experts), ("nvfp4", GptOssExperts), ("mxfp4", GptOssExperts), ("fp8_block", Experts)]
+FORMS = [
+    *(("nvfp4", Experts), ("nvfp4", GptOssExperts), ("mxfp4", GptOssExperts)),
+    *(("fp8_block", Experts), ("fp8_channel", Experts)),
+]
 M, TOPK = 5, 2
 
 
 def block_of(form, scheme: str) -> Block:
     return quantize_(Block(form(width=WIDTH)).bfloat16(), scheme)
+
+
+def ways_of(scheme: str) -> tuple[str, ...]:
+    """Return the ways to divide experts in a format: a scale of a token cannot be divided."""
+    return ("expert",) if scheme == "fp8_channel" else WAYS
 
 
 def divided(block: Block, mesh, by: str, sums: torch.dtype | None = None) -> QuantExperts:
@@ -58,11 +67,13 @@ def values(rank: int) -> None:
         if form is GptOssExperts:
             stacks = (whole.gate_up_proj.bias, whole.down_proj.bias)
             biases = tuple(each.detach().double().numpy().reshape(E, -1) for each in stacks)
-        want = support.computed(x, ids, factors, *support.decoded(whole), biases, whole.swiglu)
+        granularity = "token" if scheme == "fp8_channel" else "block128"
+        weights = support.decoded(whole)
+        want = support.computed(x, ids, factors, *weights, biases, whole.swiglu, granularity=granularity)
         reference = copy.deepcopy(whole)
         if biases is not None:  # in a dtype that the GEMM accepts with the result's
             reference.down_proj.bias = nn.Parameter(whole.down_proj.bias.float(), requires_grad=False)
-        for by in WAYS:
+        for by in ways_of(scheme):
             for sums in (torch.float32, None):
                 experts = divided(block, mesh, by, sums)
                 assert isinstance(experts, QuantExperts) and f"DividedExperts(by='{by}'" in repr(experts)
@@ -82,7 +93,7 @@ def values(rank: int) -> None:
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
 
-        if scheme != "fp8_block":
+        if not scheme.startswith("fp8"):
             whole.route_few_()
             exact = whole(x, ids, factors).float()
             for by in WAYS:
@@ -120,6 +131,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
     read: list = []
     note_reads(read)
     styles = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
+    styles["fp8_channel"] = "compressed-tensors"
     for case, form in (*FORMS, ("gpt-oss", GptOssExperts)):
         path = folder / f"{case}-{form.__name__}"
         if rank == 0:
@@ -132,7 +144,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
         with torch.device("meta"):
             blank = [Block(form(width=WIDTH)).bfloat16() for _ in range(3)]
         whole = checkpoint.load_(blank.pop(), path)
-        for by in WAYS:
+        for by in ways_of(case):
             expected = divided(whole, mesh, by)
             read.clear()
             loaded = load_(blank.pop(), path, mesh, {"mlp.experts": DividedExperts(by)})
@@ -224,3 +236,14 @@ def test_errors(mesh, tmp_path):
     checkpoints.write(tmp_path / "float", {**tensors, "o_proj.weight": torch.randn(H, H)}, {"quant_method": "mxfp4"})
     with pytest.raises(ValueError, match=r"does not quantise mlp\.experts; expected quantised experts"):
         load(on_meta(), {"mlp.experts": experts}, "float")
+
+
+def test_scales_of_tokens_are_not_divided():
+    """Check that experts whose activations have one scale per token are refused by intermediate size, before and after
+    they are sharded."""
+    experts = block_of(Experts, "fp8_channel").mlp.experts
+    mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+    for divide in (DividedExperts("tensor").divide, DividedExperts("tensor").bind_experts):
+        with pytest.raises(ValueError, match=r"the activations of a token share one scale; expected by='expert'"):
+            divide(experts, mesh)
+    assert experts.experts == E and experts.intermediate_size == WIDTH

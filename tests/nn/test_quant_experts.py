@@ -19,7 +19,7 @@ from torch_cute_ops import moe_route_dense, moe_route_ids, nvfp4_global_scale
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
 from torch_cute_ops.nn.experts import MOST_FEW, few_tokens, reason_unrouted
 
-SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
+SCHEMES = ("nvfp4", "mxfp4", "fp8_block", "fp8_channel")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -39,6 +39,13 @@ def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
     whose sums are less precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
+
+
+def computed(experts: QuantExperts, *given) -> np.ndarray:
+    """Return the results with activations of the granularity that the experts use."""
+    x, ids, factors, *rest = given
+    granularity = "token" if experts.scheme == "fp8_channel" else "block128"
+    return support.computed(x, ids, factors, *support.multiplied(experts), *rest, granularity=granularity)
 
 
 def block_of(module: nn.Module, scheme: str, device: str = "cpu", **given) -> Block:
@@ -70,12 +77,12 @@ def test_values(scheme, form, device):
     # The decoded weights match the original module's, in the order of gate and up.
     for got, want in ((gate_up, want_gate_up), (down, want_down)):
         error = np.linalg.norm(got - want.double().numpy()) / want.norm().item()
-        assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04}[scheme]
+        assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04, "fp8_channel": 0.04}[scheme]
     for mine, theirs in zip(experts.dequantize(), (gate_up, down), strict=True):
         assert np.allclose(mine.cpu().double().numpy(), theirs, rtol=1e-6, atol=0)
     got = experts(x, ids, factors)
     assert got.shape == x.shape and got.dtype == x.dtype
-    assert_close(got, support.computed(x, ids, factors, *support.multiplied(experts), biases, swiglu))
+    assert_close(got, computed(experts, x, ids, factors, biases, swiglu))
 
 
 @by_scheme
@@ -93,7 +100,7 @@ def test_calls(scheme, device):
     elsewhere = ids.clone()
     elsewhere[:, 1] = -5
     elsewhere[0, 1] = -1
-    assert_close(experts(x, elsewhere, factors), support.computed(x, elsewhere, factors, *support.multiplied(experts)))
+    assert_close(experts(x, elsewhere, factors), computed(experts, x, elsewhere, factors))
     assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
     assert experts(x.half(), ids, factors).dtype == torch.float16
     torch._dynamo.reset()
@@ -142,9 +149,9 @@ def test_experts_that_stay():
     with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):
         block_of(Experts(width=64), "fp8_block")
     with pytest.warns(
-        UserWarning, match=r"scheme is 'fp8_channel'; expected 'nvfp4', 'mxfp4', 'fp8_block' for experts"
+        UserWarning, match=r"scheme is 'fp8_tensor'; expected 'nvfp4', 'mxfp4', 'fp8_block', 'fp8_channel' for experts"
     ):
-        block_of(Experts(), "fp8_channel")
+        block_of(Experts(), "fp8_tensor")
     for ignore in (("experts",), ("mlp.*",)):
         assert isinstance(block_of(Experts(), "nvfp4", ignore=ignore).mlp.experts, Experts)
 
@@ -226,7 +233,7 @@ def test_random(scheme, device):
     with torch.no_grad():
         assert_close(
             experts(x, ids, factors),
-            support.computed(x, ids, factors, *support.multiplied(experts), None, GPT_OSS),
+            computed(experts, x, ids, factors, None, GPT_OSS),
         )
 
 

@@ -112,7 +112,7 @@ def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
 def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights (E, 2I, H) and (E, H, I) by which FP8 activations are multiplied: FP4 weights are rounded to
     FP8."""
-    if experts.scheme == "fp8_block":
+    if experts.scheme in ("fp8_block", "fp8_channel"):
         return decoded(experts)
     gate_up, down = (
         layers.recoded({name: each.cpu() for name, each in layer.tensors().items()}, layer)
@@ -131,11 +131,12 @@ def computed(
     swiglu: tuple[float, float, float | None] = (1.0, 0.0, None),
     *,
     in_16_bits: bool = False,
+    granularity: str = "block128",
 ) -> np.ndarray:
-    """Return the weighted sum of each token's experts (M, H), with FP8 or 16-bit activations. It is rounded where the
-    ops round: with FP8 after both GEMMs, with 16 bits before the second GEMM."""
+    """Return the weighted sum of each token's experts (M, H), with FP8 activations of this granularity or 16-bit
+    activations. It is rounded where the ops round: with FP8 after both GEMMs, with 16 bits before the second GEMM."""
     alpha, beta, limit = swiglu
-    rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy())
+    rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy(), granularity)
     total = np.zeros((len(rows), down.shape[1]))
     for token, (own, own_factors) in enumerate(zip(ids.tolist(), factors.double().tolist(), strict=True)):
         for expert, factor in zip(own, own_factors, strict=True):
@@ -147,7 +148,7 @@ def computed(
             if limit is not None:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
             hidden = gate / (1 + np.exp(-alpha * gate)) * (up + beta)
-            hidden = rounded(hidden, x.dtype) if in_16_bits else in_fp8(hidden.astype(np.float32)[None])[0]
+            hidden = rounded(hidden, x.dtype) if in_16_bits else in_fp8(hidden.astype(np.float32)[None], granularity)[0]
             result = down[expert] @ hidden + (0 if biases is None else biases[1][expert])
             total[token] += factor * (result if in_16_bits else rounded(result, x.dtype))
     return total
@@ -157,8 +158,10 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(values).to(dtype).double().numpy()
 
 
-def in_fp8(rows: np.ndarray) -> np.ndarray:
-    """Return float64 rows rounded to FP8 with a scale per 128 elements."""
-    elements, scales = spec.quantise_fp8(rows, "block128", None)
+def in_fp8(rows: np.ndarray, granularity: str = "block128") -> np.ndarray:
+    """Return float64 rows rounded to FP8 with a scale per 128 elements, or per row (``"token"``)."""
+    elements, scales = spec.quantise_fp8(rows, granularity, None)
     numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
+    if granularity == "token":
+        return numbers * scales.astype(np.float64)
     return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]

@@ -538,9 +538,6 @@ class Loader:
         if scheme is None or schemes:
             reason = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
             raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {reason}")
-        if scheme.format not in (*FORMATS, "fp8_tensor"):
-            expected = ", ".join((*FORMATS, "fp8_tensor"))
-            raise ValueError(f"{self._describe(first)} is {scheme.format}; expected {expected} for experts")
         self._note_uncalibrated(every, [scheme] * len(every))
         is_fp8, cls = scheme.format.startswith("fp8"), FORMATS.get(scheme.format, FP8BlockLinear)
         device = self._device_of(given.module.down_proj)

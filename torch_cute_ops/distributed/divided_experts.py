@@ -111,6 +111,7 @@ class DividedExperts(Style):
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Replace whole experts by this rank's shard and connect them to the other ranks."""
         assert isinstance(module, QuantExperts)
+        self._refuse_shared_scales(module)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)
         if self.by == "tensor":
             reason = reason_unsupported(module.scheme, module.experts, module.hidden_size, end - begin)
@@ -137,8 +138,17 @@ class DividedExperts(Style):
                 tokens_of_expert=module.tokens_of_expert,
             )
 
+    def _refuse_shared_scales(self, module: QuantExperts) -> None:
+        """Check that the ranks' shards of a token's activations between the two layers share no scale."""
+        if self.by == "tensor" and module.scheme == "fp8_channel":
+            raise ValueError(
+                "DividedExperts: by is 'tensor', but with weights in fp8_channel the activations of a token share one "
+                "scale; expected by='expert'"
+            )
+
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
         """Connect experts that are already sharded to the other ranks."""
+        self._refuse_shared_scales(module)
         # If every rank computes partial sums, only the first rank adds the bias.
         fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)
         self.bind(module, mesh).first = mesh.get_local_rank() * module.experts if self.by == "expert" else 0

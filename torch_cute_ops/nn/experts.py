@@ -14,8 +14,9 @@ from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
-from torch_cute_ops.nn.fp8_linear import FP8BlockLinear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.ops.moe_fc1_fp4 import moe_fc1_fp4
@@ -26,11 +27,14 @@ from torch_cute_ops.ops.moe_finalize import moe_finalize
 from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import backends
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
-FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
+FORMATS: Final[dict[str, type[QuantLinear]]] = {
+    cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8ChannelLinear)
+}
 """Linear layer class by scheme, for the formats that experts support."""
 MULTIPLE: Final = 64
 """Widths of experts must be multiples of this, or of 128 in FP8 blocks."""
@@ -78,7 +82,7 @@ class SwiGLU(NamedTuple):
 class QuantExperts(nn.Module):
     """Experts of a layer with quantised weights, for inference; the router is another module.
 
-    For every weight format, activations are FP8 with one scale per 128 elements of a token:
+    Activations are FP8, with one scale per 128 elements of a token:
 
     1. ``moe_route_ids`` orders rows by expert.
     2. ``moe_permute_fp8quant`` quantises the tokens into that order.
@@ -86,6 +90,9 @@ class QuantExperts(nn.Module):
     4. ``moe_swiglu_fp8quant`` gates and quantises.
     5. A second grouped GEMM multiplies by ``down_proj``.
     6. ``moe_finalize`` sums each token's experts with their weights.
+
+    If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token:
+    ``fp8_quantize`` and copies of its rows replace step 2, and ``silu_mul_fp8quant`` replaces step 4.
 
     The host never waits for the device, and no shape depends on the routing, so calls can be captured. After
     :meth:`route_few_`, calls with few tokens use other ops. :class:`ExpertLayer` adds the router.
@@ -226,7 +233,7 @@ class QuantExperts(nn.Module):
 
     @property
     def scheme(self) -> str:
-        """Format of the weights: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``."""
+        """Format of the weights: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"`` or ``"fp8_channel"``."""
         return self.gate_up_proj.scheme
 
     @property
@@ -385,17 +392,25 @@ class QuantExperts(nn.Module):
         shared: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
+        has_token_scales = self.scheme == "fp8_channel"
+        if has_token_scales:
+            a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1])
+        else:
+            a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
-        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
+        if has_token_scales:
+            a, a_scale = silu_mul_fp8quant(h, None, "token", None, *self.swiglu)
+        else:
+            a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
         h = self._multiply(self.down_proj, a, a_scale, offsets, out_dtype)
         return moe_finalize(h, expanded, weights, shared)
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
         weight = layer.weight.unflatten(0, (self.experts, -1)).mT
-        if self.scheme == "fp8_block":
-            scale = layer.weight_scale_inv.unflatten(0, (self.experts, -1))
+        if self.scheme in ("fp8_block", "fp8_channel"):
+            stored = layer.weight_scale_inv if self.scheme == "fp8_block" else layer.weight_scale.flatten()
+            scale = stored.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
         alpha = layer._alpha()
         if alpha is not None and alpha.numel() > 1:
@@ -419,6 +434,20 @@ class QuantExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that ``print`` shows."""
         return f"experts={self.experts}, {self.swiglu}"
+
+
+def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Quantise tokens (M, H) with one scale per token, and return the rows and scales in the experts' order.
+
+    Args:
+        hidden_states: (M, H).
+        permuted: (R,) int32, index of each row's pair of a token and an expert, or a negative number for padding.
+        topk: number of experts per token.
+    """
+    codes, scale = fp8_quantize(hidden_states)
+    tokens = (permuted // topk).clamp(min=0)
+    # torch 2.9 does not index FP8.
+    return codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype), scale.index_select(0, tokens)
 
 
 class _SideBySide(nn.Module):
@@ -578,7 +607,7 @@ def reason_unrouted(
         target: GPU, or name of an architecture; ``None`` for the references, which take all sizes.
         activations: argument of ``route_few_``.
     """
-    if scheme == "fp8_block":
+    if scheme in ("fp8_block", "fp8_channel"):
         return "the weights are in FP8; the ops take FP4"
     if target is None:
         return None

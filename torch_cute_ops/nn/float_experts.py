@@ -117,7 +117,7 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def quantized_experts(
-    given: FloatExperts, swiglu: SwiGLU, scheme: Literal["nvfp4", "mxfp4", "fp8_block"], topk: int | None
+    given: FloatExperts, swiglu: SwiGLU, scheme: Literal["nvfp4", "mxfp4", "fp8_block", "fp8_channel"], topk: int | None
 ) -> QuantExperts:
     """Quantise experts. In NVFP4, gate and up of an expert share a global scale.
 

@@ -37,7 +37,7 @@ def quantize_(
     """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
 
     Experts in two three-dimensional parameters (``gate_up_proj`` and ``down_proj``), as in Hugging Face models, become
-    :class:`QuantExperts`. They support NVFP4, MXFP4 and FP8 blocks; their activations are FP8 with every scheme.
+    :class:`QuantExperts`. They support every scheme except ``"fp8_tensor"``, and their activations are always FP8.
 
     Only modules whose computation is known are replaced. Experts first pass a trial: their ``forward`` and the
     computation of :class:`QuantExperts` must give equal results for random tokens that exceed all clamps. These modules
