@@ -650,8 +650,11 @@ class GroupedFP8Gemm(FP8Gemm):
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         if not self.has_token_scales(call):
             return super().operands(call)
-        has_columns = call.b_scale.dim() == 2 or (call.alpha is not None and call.alpha.dim() == 2)
-        return token_operands(has_one_a_scale(call), not has_columns)
+        return token_operands(has_one_a_scale(call), self._has_one_factor(call))
+
+    def _has_one_factor(self, call: GemmCall) -> bool:
+        """Return True if all columns of an expert have one factor, the product of ``b_scale`` and ``alpha``."""
+        return call.b_scale.dim() == 1 and (call.alpha is None or call.alpha.dim() < 2)
 
     def alpha_kind(self, call: GemmCall) -> str | None:
         """Return the kind of ``alpha``, or None with per-token scales, which ``alpha`` is multiplied into."""
@@ -680,7 +683,7 @@ class GroupedFP8Gemm(FP8Gemm):
         return {
             "token_scales": flag(self.has_token_scales),
             "one_a_scale": flag(lambda call: self.has_token_scales(call) and has_one_a_scale(call)),
-            "one_b_scale": flag(lambda call: self.has_token_scales(call) and call.b_scale.dim() == 1),
+            "one_b_scale": flag(lambda call: self.has_token_scales(call) and self._has_one_factor(call)),
             **self.arguments_as_properties("fast_accum"),
         }
 
