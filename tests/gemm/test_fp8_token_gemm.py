@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from samples._fp8_gemm import FP8, NAN, integers, powers
-from samples.grouped_mm_fp8 import contiguous, masked, with_token_scales
+from samples.grouped_mm_fp8 import _tokens, contiguous, masked, with_token_scales
 from samples.mm_fp8 import sample
 from support.emulated import poisoned
 from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, token_problem
+from support.launch_model import launches  # noqa: F401  (a fixture)
 from support.tactics import check_every_tactic, operands_of
 
 import torch_cute_ops
@@ -229,7 +230,7 @@ def test_rows_of_experts(counts, layout, one_scale, device):
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("alpha", [(1,), (3,), (3, N)])
+@pytest.mark.parametrize("alpha", [(), (1,), (1, 1), (3,), (3, N)])
 @pytest.mark.parametrize("one_b_scale", [False, True])
 def test_alpha_of_experts(alpha, one_b_scale, device):
     """Check that ``alpha`` in each shape multiplies the scales of the experts' weights."""
@@ -269,3 +270,26 @@ def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
     out = torch.empty(*call.a.shape[:-1], 40, dtype=BF16)
     backend_for("mma_sync", problem).launcher(problem, None, HOPPER)(operands_of(call), out)
     assert torch.equal(out, torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs))
+
+
+@pytest.mark.usefixtures("launches")
+def test_repeated_calls():
+    """Check that a repeated call, which passes its tensors to the compiled function without checks, gives the results
+    of the first: scales are repeated, flattened or refused as the compiled function needs it."""
+    where, made = torch.device("cpu"), 0
+    plain = [sample("", 9, 136, 192, where, one_a_scale=one, one_b_scale=not one) for one in (False, True)]
+    for op, given in (
+        *(("mm_fp8", one) for one in plain),
+        *(("grouped_mm_fp8", one) for one in _tokens(where) if one.args[0].numel() and one.args[1].numel()),
+    ):
+        kwargs = {**given.kwargs, "backend": "wgmma"}
+        want = OPS[op].reference(*given.args, **given.kwargs)
+        call = OPS[op].bind(*given.args, **kwargs)
+        used = torch.ones(want.shape[:-1], dtype=torch.bool)
+        if op == "grouped_mm_fp8":
+            used = used_rows(used.numel(), call.offsets, call.counts).view(used.shape)
+        for _ in range(2):
+            got = OPS[op].cuda(*given.args, **kwargs)
+            assert torch.equal(got[used].nan_to_num(), want[used].nan_to_num()), given.name
+        made += 1
+    assert made > 30

@@ -424,11 +424,13 @@ def with_alpha(b_scale: Tensor, alpha: Tensor | None) -> Tensor:
     """Return the per-channel scales (E, N) or (E,) of experts' weights, multiplied by ``alpha``."""
     if alpha is None:
         return b_scale
-    if b_scale.dim() == 1 and alpha.dim() == 2:
+    if alpha.numel() == 1:
+        return b_scale * alpha.reshape(())
+    if b_scale.dim() < alpha.dim():
         b_scale = b_scale[:, None]
-    elif b_scale.dim() == 2 and alpha.dim() == 1 and alpha.numel() > 1:
+    elif b_scale.dim() > alpha.dim():
         alpha = alpha[:, None]
-    return b_scale * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
+    return b_scale * alpha
 
 
 class TokenFP8Gemm(Gemm):
@@ -654,7 +656,7 @@ class GroupedFP8Gemm(FP8Gemm):
 
     def _has_one_factor(self, call: GemmCall) -> bool:
         """Return True if all columns of an expert have one factor, the product of ``b_scale`` and ``alpha``."""
-        return call.b_scale.dim() == 1 and (call.alpha is None or call.alpha.dim() < 2)
+        return call.b_scale.dim() == 1 and (call.alpha is None or call.alpha.numel() == 1 or call.alpha.dim() < 2)
 
     def alpha_kind(self, call: GemmCall) -> str | None:
         """Return the kind of ``alpha``, or None with per-token scales, which ``alpha`` is multiplied into."""
