@@ -226,20 +226,22 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
     scales = torch.rand(2, 1, 1)
 
     def layer(x, first, second, codes, scales, scale):
-        for multiply, weight, weight_scale in (
-            (tco.mm_fp8_block, first, scales[0]),
-            (tco.mm_fp8_fp4, codes, scale),
-            (tco.mm_fp8_block, second, scales[1]),
+        for multiply, weight, weight_scale, granularity in (
+            (tco.mm_fp8_block, first, scales[0], "block128"),
+            (tco.mm_fp8_fp4, codes, scale, "block128"),
+            (tco.mm_fp8, second, scales[1].flatten(), "token"),
+            (tco.mm_fp8_block, first, scales[0], "block128"),
         ):
-            a, a_scale = tco.fp8_quantize(x, granularity="block128")
+            a, a_scale = tco.fp8_quantize(x, granularity=granularity)
             x = multiply(a, weight.t(), a_scale, weight_scale)
         return x
 
     operands = x, first, second, codes, scales, scale
     got, compiler = compiled(layer, *operands)
     names, weights, found = zip(*prefetched(compiler), strict=True)
-    assert names == ("mm_fp8_block", "mm_fp8_fp4", "mm_fp8_block") and len({*weights}) == 3
-    assert found == (weights[1] if rows <= 64 else None, weights[2] if rows <= 16 else None, None)
+    assert names == ("mm_fp8_block", "mm_fp8_fp4", "mm_fp8", "mm_fp8_block") and len({*weights}) == 3
+    own = weights[1] if rows <= 64 else None, weights[2] if rows <= 16 else None, weights[3] if rows <= 64 else None
+    assert found == (*own, None)
     assert torch.equal(got, layer(*operands))
 
 
