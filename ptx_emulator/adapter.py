@@ -98,6 +98,7 @@ def run_kernel(
     written_before: Mapping[int, torch.Tensor] | None = None,
     held: Collection[int] = (),
     starved: Collection[int] = (),
+    scoped: bool = False,
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which receive the results.
 
@@ -118,6 +119,7 @@ def run_kernel(
             ended.
         held: Bulk copies of each launch that are executed as late as possible (see ``Machine``).
         starved: Warps of each launch that run as late as possible (see ``Machine``).
+        scoped: True if the scopes of operations on mbarriers matter (see ``Machine``).
 
     Returns:
         Machine of each launch.
@@ -152,7 +154,7 @@ def run_kernel(
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(
-            programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held, starved
+            programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held, starved, scoped
         )
         machines.append(machine)
         machine.run()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx_emulator.memory import ALLOCATED, BARRIER, RANK_SHIFT, WRITTEN, EmulationError, Fault, OutOfBounds
+from ptx_emulator.races import mbarrier_key
 from ptx_emulator.values import Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
@@ -140,21 +141,36 @@ class Barriers:
             raise Fault(EmulationError, position, f"no mbarrier at {offset:#x} of CTA {cta}")
         return found
 
-    def arrive(self, space: str, threads: Array, address: Array, count: Array | int, expected: Array | int) -> Array:
-        """Expect ``expected`` more bytes, then arrive ``count`` times. Return the phase."""
+    def arrive(
+        self,
+        space: str,
+        threads: Array,
+        address: Array,
+        count: Array | int,
+        expected: Array | int,
+        relaxed: bool = False,
+        cluster: bool = False,
+    ) -> Array:
+        """Expect ``expected`` more bytes, then arrive ``count`` times. Return the phase.
+
+        ``relaxed`` and ``cluster`` are True for relaxed operations, and for operations at cluster scope.
+        """
         ctas, offsets = self.machine.shared_place(space, threads, address)
         counts, bytes_ = of_each(count, threads), of_each(expected, threads)
         phases = np.zeros(len(threads), np.uint64)
         for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
             barrier = self._found(i, cta, offset)
-            self.machine.races.read(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
+            visits = not (counts[i] and self.machine.scoped)
+            self.machine.races.read(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8, visits=visits)
             phases[i] = barrier.phase
             barrier.bytes += int(bytes_[i])
             barrier.pending -= int(counts[i])
             if barrier.pending < 0:
                 raise Fault(EmulationError, i, f"mbarrier at {offset:#x}: more than {barrier.expected} arrivals")
-            if counts[i]:
-                self.machine.races.arrive(("mbarrier", cta, offset), threads[i : i + 1])
+            if counts[i] and self.machine.scoped:
+                self.machine.races.arrive_scoped(cta, offset, int(threads[i]), relaxed, cluster)
+            elif counts[i]:
+                self.machine.races.arrive(mbarrier_key(cta, offset), threads[i : i + 1])
             self._check(cta, offset, barrier)
         return phases
 
@@ -175,16 +191,26 @@ class Barriers:
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.phase += 1
             barrier.pending = barrier.expected
-            self.machine.races.publish(("mbarrier", cta, offset))
+            self.machine.races.publish(mbarrier_key(cta, offset))
+            self.machine.races.publish(mbarrier_key(cta, offset, True))
             for waiters in barrier.waiters:
                 self.machine.retry(waiters)
             barrier.waiters = []
 
-    def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> tuple[Array, Array]:
+    def test(
+        self,
+        threads: Array,
+        address: Array,
+        wanted: Array,
+        parity: bool,
+        waits: bool,
+        relaxed: bool = False,
+        cluster: bool = False,
+    ) -> tuple[Array, Array]:
         """Test whether a phase, identified by its parity or its number, is complete.
 
         If ``waits``, a thread whose phase is not complete waits, unless its wait times out, which happens at most once
-        per thread and phase.
+        per thread and phase. ``relaxed`` and ``cluster`` are as in ``arrive``.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.
@@ -199,7 +225,10 @@ class Barriers:
             barrier = self._found(at[0], cta, offset)
             self.machine.races.read(threads[at], ctas[at], offsets[at], 8)
             complete[at] = (barrier.phase & 1) != (wanted[at] & 1) if parity else barrier.phase > wanted[at]
-            self.machine.races.leave(("mbarrier", cta, offset), threads[at][complete[at]])
+            if self.machine.scoped:
+                self.machine.races.leave_scoped(cta, offset, threads[at][complete[at]], relaxed, cluster)
+            else:
+                self.machine.races.leave(mbarrier_key(cta, offset), threads[at][complete[at]])
             done[at] = complete[at]
             if waits and not complete[at].all():
                 at = at[~complete[at]]

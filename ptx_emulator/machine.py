@@ -84,6 +84,8 @@ class Machine(Layout):
         strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
             and elections do too, because lanes that execute an instruction together have issued all earlier
             instructions.
+        scoped: True if the scope of an operation on an mbarrier limits the CTAs for which it orders memory, as PTX
+            specifies (see ``races``). Otherwise each operation orders memory for the whole cluster.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
             ``tensor_memory``), for calibration. Kernels of torch_cute_ops run without it.
         before: Function that performs the remaining writes of the previous kernel. The previous kernel ends as late as
@@ -108,6 +110,7 @@ class Machine(Layout):
         accessed_before: Collection[int] | None = None,
         held: Collection[int] = (),
         starved: Collection[int] = (),
+        scoped: bool = False,
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
@@ -123,6 +126,7 @@ class Machine(Layout):
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
         self.strict, self.lenient, self.held = strict, lenient, held
+        self.scoped = scoped and self.cluster_ctas > 1
         self.steps = 0
         self.fed = ~np.isin(self.warp, list(starved))
         self.barriers, self.under_way = Barriers(self), UnderWay(self)

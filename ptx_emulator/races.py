@@ -17,6 +17,12 @@ knowledge.
 Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
 to the source of a copy to another CTA is not always detected.
 
+Scopes. With ``scoped``, an mbarrier orders memory as far as the scopes of both of its operations reach. An arrival from
+another CTA, and a copy of another CTA, tell nothing to a thread that waits at CTA scope; an arrival at CTA scope tells
+nothing to another CTA. So each mbarrier gathers knowledge under two keys: its own for the CTA that contains it, and a
+``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the thread's last release fence; a relaxed wait
+takes effect at the thread's next acquire fence. Commits of tensor cores have no scope.
+
 Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
 must know of the access.
 
@@ -69,6 +75,11 @@ class Agent:
     clock: int
 
 
+def mbarrier_key(cta: int, offset: int, is_far: bool = False) -> Key:
+    """Return the key of an mbarrier, for knowledge of its own CTA or of other CTAs."""
+    return ("far mbarrier" if is_far else "mbarrier", cta, offset)
+
+
 class Races:
     """Clocks and records of one launch.
 
@@ -104,6 +115,10 @@ class Races:
         self.was_read = np.zeros((records, self.cluster_warps + 1), np.uint16)
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
+        # Knowledge at each thread's last release fence, and knowledge that awaits an acquire fence; keyed by True for
+        # other CTAs, False for the thread's CTA.
+        self.released: dict[bool, Array] = {}
+        self.pending: dict[bool, Array] = {}
         self.copies = 0
         # Needed only if bulk copies write shared memory: the time when each thread last started each load, the position
         # of that load among the thread's loads, and the number of loads in flight.
@@ -140,6 +155,49 @@ class Races:
         if known is not None and len(threads):
             self.clocks[threads] = np.maximum(self.clocks[threads], known)
             self.dirty[self.machine.warp[threads]] = True
+
+    # Scopes and memory fences
+
+    def arrive_scoped(self, cta: int, offset: int, thread: int, relaxed: bool, cluster: bool) -> None:
+        """Let a thread arrive at the mbarrier of a CTA. ``cluster`` is True if the scope is the cluster."""
+        is_far = cta != int(self.machine.cta[thread])
+        threads, key = np.array([thread]), mbarrier_key(cta, offset, is_far)
+        reaches = cluster or not is_far
+        released = self.released.get(is_far) if relaxed and reaches else None
+        if is_far:
+            # A thread that learns of the released accesses has also seen this arrival.
+            clocks = self.clocks if released is None else released
+            column = self.column[thread]
+            self.visited[cta, column] = max(self.visited[cta, column], clocks[thread, column])
+        if released is not None:
+            self._gather(key, released[thread].copy())
+        elif relaxed or not reaches:
+            self._tick(threads)
+        else:
+            self.arrive(key, threads)
+
+    def leave_scoped(self, cta: int, offset: int, threads: Array, relaxed: bool, cluster: bool) -> None:
+        """Let ``threads`` of the CTA, which have waited for its mbarrier, know of the accesses before the barrier."""
+        for is_far in (False, True)[: 1 + cluster]:
+            key = mbarrier_key(cta, offset, is_far)
+            if not relaxed:
+                self.leave(key, threads)
+            elif key in self.published:
+                pending = self.pending.setdefault(is_far, np.zeros_like(self.clocks))
+                pending[threads] = np.maximum(pending[threads], self.published[key])
+
+    def fence_memory(self, threads: Array, acquires: bool, releases: bool, cluster: bool) -> None:
+        """Execute a memory fence. ``cluster`` is True if the scope is the cluster or a larger scope."""
+        for is_far in (False, True)[: 1 + cluster]:
+            if acquires and is_far in self.pending:
+                self.clocks[threads] = np.maximum(self.clocks[threads], self.pending[is_far][threads])
+                self.dirty[self.machine.warp[threads]] = True
+        if releases:
+            self._settle(threads)
+            for is_far in (False, True)[: 1 + cluster]:
+                released = self.released.setdefault(is_far, np.zeros_like(self.clocks))
+                released[threads] = self.clocks[threads]
+            self._tick(threads)
 
     def forget(self, key: Key) -> None:
         self.gathered.pop(key, None)
@@ -221,8 +279,11 @@ class Races:
         first = cta * self.per_cta + offset // self.granule
         return slice(first, first + -(-size // self.granule))
 
-    def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
-        """Check and record reads. ``load`` is the number of the load instruction."""
+    def read(
+        self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None, visits: bool = True
+    ) -> None:
+        """Check and record reads. ``load`` is the number of the load instruction. ``visits`` is False if the caller
+        records accesses to other CTAs."""
         records = self._records(bank, offset, size)
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > self.clocks[threads[:, None], writer]
@@ -233,7 +294,8 @@ class Races:
         warps = self.warp[threads][:, None]
         self.reader[records, warps] = columns[:, None]
         self.was_read[records, warps] = self.clocks[threads, columns][:, None]
-        self._visit(threads, bank)
+        if visits:
+            self._visit(threads, bank)
         if self.has_copies:
             self.was_load[records, warps] = load is not None
             if load is not None:
@@ -386,14 +448,15 @@ class Races:
             self.clocks[threads, self.grouped + self.column[threads]] = groups
             self.dirty[self.machine.warp[threads]] = True
 
-    def copy_arrives(self, agent: Agent, key: Key, tells: bool) -> None:
-        """Let a copy arrive at an mbarrier: threads that wait for the mbarrier know of the copy.
+    def copy_arrives(self, agent: Agent, cta: int, offset: int, tells: bool) -> None:
+        """Let a copy arrive at the mbarrier of a CTA: threads that wait for the mbarrier know of the copy.
 
         If ``tells``, they also learn of the earlier accesses of the thread that started the copy.
         """
         known = agent.knows.copy() if tells else np.zeros_like(agent.knows)
         known[self.agent] = max(known[self.agent], agent.clock)
-        self._gather(key, known)
+        is_far = self.machine.scoped and cta != int(self.machine.cta[agent.thread])
+        self._gather(mbarrier_key(cta, offset, is_far), known)
 
     def _gather(self, key: Key, known: Array) -> None:
         self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known

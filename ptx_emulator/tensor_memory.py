@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ptx_emulator.memory import EmulationError, Fault, OutOfBounds, Race
-from ptx_emulator.races import PIPES
+from ptx_emulator.races import PIPES, mbarrier_key
 from ptx_emulator.values import Array, positions
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class TensorMemory:
 
         def execute() -> None:
             for cta, offset in barriers:
-                machine.races.pipe_arrives(known, ("mbarrier", cta, offset))
+                machine.races.pipe_arrives(known, mbarrier_key(cta, offset))
                 machine.barriers.arrive_later(cta, offset)
 
         self.issue(thread, execute, [cta for cta, _ in barriers])

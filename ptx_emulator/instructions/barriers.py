@@ -43,6 +43,11 @@ def _cluster_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 _MBARRIER = "b64 shared::cta shared::cluster shared release acquire relaxed cta cluster parity noComplete"
 
 
+def _order(parts: list[str]) -> tuple[bool, bool]:
+    """Return whether an operation is relaxed, and whether its scope is the cluster. The default scope is the CTA."""
+    return "relaxed" in parts, "cluster" in parts
+
+
 @effect("mbarrier.init")
 def _mbarrier_init(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     sources = [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])]
@@ -62,11 +67,11 @@ def _mbarrier_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     targets = [] if isinstance(operands[0], Mem) else [d.target(operands.pop(0), TYPES["b64"])]
     amount = d.source(operands[1], TYPES["u32"]) if len(operands) > 1 else d.source(Imm(1), TYPES["u32"])
     expects, arrives = "expect_tx" in ins.opcode, "arrive" in ins.opcode
-    machine = d.machine
+    machine, order = d.machine, _order(parts)
 
     def run(threads: Array, address: Array, amount: Array) -> tuple:
         count = 0 if not arrives else 1 if expects else amount
-        phases = machine.barriers.arrive(space, threads, address, count, amount if expects else 0)
+        phases = machine.barriers.arrive(space, threads, address, count, amount if expects else 0, *order)
         return (phases,) if targets else ()
 
     return Step(ins, [d.address(operands[0]), amount], targets, run)
@@ -92,10 +97,10 @@ def _mbarrier_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     parity = "parity" in mods
     blocks = "try_wait" in ins.opcode
     target, address, wanted = ins.operands[:3]
-    machine = d.machine
+    machine, order = d.machine, _order(parts)
 
     def run(threads: Array, address: Array, wanted: Array) -> Any:
-        done, complete = machine.barriers.test(threads, address, wanted, parity, blocks)
+        done, complete = machine.barriers.test(threads, address, wanted, parity, blocks, *order)
         return (done, complete) if blocks else (complete,)
 
     sources = [d.address(address), d.source(wanted, TYPES["u32" if parity else "b64"])]

@@ -207,7 +207,7 @@ def one_to_shared(
         m.shared.data[here] = read()
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
-        m.races.copy_arrives(agent, ("mbarrier", barrier_cta, barrier), tells=False)
+        m.races.copy_arrives(agent, barrier_cta, barrier, tells=False)
         m.barriers.complete(barrier_cta, barrier, size)
 
     # Bytes in flight count as uninitialised, even if they were initialised before.
@@ -314,7 +314,7 @@ def _one_st_async(
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
         # Kernels that reduce over a cluster rely on this ordering.
-        m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
+        m.races.copy_arrives(agent, where, barrier, tells=True)
         m.barriers.complete(where, barrier, size)
 
     return execute

@@ -121,7 +121,7 @@ def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 @effect(
-    "fence membar prefetch prefetchu nanosleep setmaxnreg"
+    "prefetch prefetchu nanosleep setmaxnreg fence.proxy fence.mbarrier_init"
     " cp.async.bulk.prefetch.tensor discard applypriority pragma wgmma.fence"
 )
 def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
@@ -144,6 +144,22 @@ def _wait_for_kernel(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _launch_dependents(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array) -> tuple:
         d.machine.release_dependents(threads)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("fence membar")
+def _fence(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """Decode a memory fence. The detector of races knows shared memory only, so ``sync_restrict`` changes nothing."""
+    restricted = "sync_restrict::shared::cta sync_restrict::shared::cluster"
+    modifiers(ins, parts, f"sc acq_rel acquire release cta cluster gpu sys gl {restricted}")
+    machine, cluster = d.machine, "cta" not in parts
+    acquires, releases = "release" not in parts, "acquire" not in parts
+
+    def run(threads: Array) -> tuple:
+        if machine.scoped:
+            machine.races.fence_memory(threads, acquires, releases, cluster)
         return ()
 
     return Step(ins, [], [], run)

@@ -434,6 +434,130 @@ def test_cluster(seed: int | None) -> None:
         launch(entry(early, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
 
 
+def waits(order: str, fence: str = "") -> str:
+    """Return ``WAIT`` with another order of memory, followed by a fence."""
+    return WAIT.replace("try_wait.parity", f"try_wait.parity{order}") + fence
+
+
+ACQUIRE = "fence.acquire.sync_restrict::shared::cluster.cluster;"
+RELEASE = "fence.release.sync_restrict::shared::cta.cluster;"
+
+
+SENT = f"""
+    {AT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 64;
+    mov.u32 %r3, %cluster_ctarank;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 4;
+READY:
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    @%p0 bra SENT;
+    xor.b32 %r4, %r3, 1;
+    mapa.shared::cluster.u32 %r5, %r1, %r4;
+    mapa.shared::cluster.u32 %r6, %r2, %r4;
+    add.u32 %r7, %r3, 100;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r5], %r7, [%r6];
+SENT:
+    WAIT
+    ld.shared.u32 %r10, [%r1];
+    mov.u32 %r12, %ctaid.x; mov.u32 %r13, %ntid.x; mad.lo.u32 %r0, %r12, %r13, %r0;
+    {AT}
+    st.global.u32 [%rd9], %r10;
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "suffices"),
+    [
+        pytest.param(WAIT, False, id="default"),
+        pytest.param(waits(".acquire.cta"), False, id="CTA"),
+        pytest.param(waits(".acquire.cluster"), True, id="cluster"),
+        pytest.param(waits(".relaxed.cluster"), False, id="relaxed"),
+        pytest.param(waits(".relaxed.cluster", ACQUIRE), True, id="fence"),
+        pytest.param(waits(".relaxed.cluster", RELEASE), False, id="release fence"),
+        pytest.param(waits(".relaxed.cluster", "fence.acq_rel.cluster;"), True, id="fence of all memory"),
+        pytest.param(waits(".relaxed.cluster", "fence.acq_rel.cta;"), False, id="fence of the CTA"),
+        pytest.param(waits(".relaxed.cta", ACQUIRE), False, id="relaxed, CTA"),
+    ],
+)
+def test_words_of_another_cta_are_acquired_at_cluster_scope(wait: str, suffices: bool) -> None:
+    """Check the scope of a wait for a word that the other CTA sends. Without ``scoped``, any scope will do."""
+    text = entry(SENT.replace("WAIT", wait), 72, 1)
+    want = ([101] * 32 + [100] * 32) * 2
+    for seed in (None, *SEEDS):
+        (out,) = launch(text, zeros(128), grid=4, cluster=2, seed=seed)
+        assert out.tolist() == want
+        if suffices:
+            (out,) = launch(text, zeros(128), grid=4, cluster=2, seed=seed, scoped=True)
+            assert out.tolist() == want
+        else:
+            with pytest.raises(Race, match="which an asynchronous copy wrote unordered"):
+                launch(text, zeros(128), grid=4, cluster=2, seed=seed, scoped=True)
+
+
+ARRIVED = f"""
+    {SLOT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 128;
+    mov.u32 %r3, %cluster_ctarank;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 32;
+READY:
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    add.u32 %r7, %r3, 7;
+    st.shared.u32 [%r9], %r7;
+    xor.b32 %r3, %r3, 1;
+    mapa.shared::cluster.u32 %r6, %r2, %r3;
+    ARRIVE
+    {waits(".acquire.cluster")}
+    mapa.shared::cluster.u32 %r5, %r9, %r3;
+    ld.shared::cluster.u32 %r6, [%r5];
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    mov.u32 %r12, %ctaid.x; mov.u32 %r13, %ntid.x; mad.lo.u32 %r0, %r12, %r13, %r0;
+    {AT}
+    st.global.u32 [%rd9], %r6;
+"""
+
+
+@pytest.mark.parametrize(
+    ("fence", "order", "suffices"),
+    [
+        pytest.param("", "", False, id="default"),
+        pytest.param("", ".release.cta", False, id="CTA"),
+        pytest.param("", ".release.cluster", True, id="cluster"),
+        pytest.param("", ".relaxed.cluster", False, id="relaxed"),
+        pytest.param(RELEASE, ".relaxed.cluster", True, id="fence"),
+        pytest.param(ACQUIRE, ".relaxed.cluster", False, id="acquire fence"),
+        pytest.param("fence.acq_rel.gpu;", ".relaxed.cluster", True, id="fence of all memory"),
+        pytest.param("fence.acq_rel.cta;", ".relaxed.cluster", False, id="fence of the CTA"),
+        pytest.param(RELEASE, ".relaxed.cta", False, id="relaxed, CTA"),
+    ],
+)
+def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: str, suffices: bool) -> None:
+    """Check the scope of the arrival of threads whose words the other CTA loads."""
+    arrival = f"{fence} mbarrier.arrive{order}.shared::cluster.b64 _, [%r6];"
+    text = entry(ARRIVED.replace("ARRIVE", arrival), 136, 1)
+    for seed in (None, *SEEDS):
+        if suffices:
+            (out,) = launch(text, zeros(128), grid=4, cluster=2, seed=seed, scoped=True)
+            assert out.tolist() == ([8] * 32 + [7] * 32) * 2
+        else:
+            with pytest.raises(Race, match="wrote unordered"):
+                launch(text, zeros(128), grid=4, cluster=2, seed=seed, scoped=True)
+
+
+def test_stores_after_a_release_fence_are_not_released() -> None:
+    """Check that a relaxed arrival tells of accesses before the thread's fence only."""
+    arrival = f"{RELEASE} st.shared.u32 [%r9], %r7; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r6];"
+    with pytest.raises(Race, match="wrote unordered"):
+        launch(entry(ARRIVED.replace("ARRIVE", arrival), 136, 1), zeros(128), grid=4, cluster=2, scoped=True)
+
+
 MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 PEER = f"""
     {SLOT}

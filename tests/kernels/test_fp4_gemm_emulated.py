@@ -8,6 +8,7 @@ import pytest
 import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import (
+    ACQUIRE,
     BLACKWELL,
     CONSUMER,
     CPU,
@@ -525,7 +526,7 @@ def multiply_by_warpgroups(
     given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    how = {"seed": one.seed, "strict": True, "edit": edit, "written_before": before}
+    how = {"seed": one.seed, "strict": True, "scoped": True, "edit": edit, "written_before": before}
     check_prefetched(run_kernel(case.kernel, ARCHS[case.arch], *given, **how), prefetched)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, *layouts)
@@ -679,6 +680,8 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
         pytest.param(WARPGROUPS, freed_early, id="codes loaded, warpgroups"),
         pytest.param(WARPGROUPS, MMAS_UNAWAITED, id="MMAs of a cluster ended"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="partial sums received, warpgroups"),
+        pytest.param(WARPS, changed(ACQUIRE), id="partial sums received, acquired"),
+        pytest.param(WARPGROUPS, changed(ACQUIRE), id="partial sums received, acquired, warpgroups"),
         pytest.param(PAIRS, half_a_group, id="activations of both decoders complete"),
         pytest.param(CODES, changed(WAIT, -4, PASSED), id="stage of activations empty, codes"),
         pytest.param(CODES, changed(r"fence\.proxy\.async", 1), id="activations fenced, codes"),

@@ -10,10 +10,12 @@ import torch
 from samples.grouped_mm_fp8_fp4 import contiguous, masked
 from samples.mm_fp8_fp4 import sample
 from support.emulated import (
+    ACQUIRE,
     CPU,
     INPUTS,
     KERNEL_WAIT,
     PASSED,
+    RELEASE,
     WAIT,
     WEIGHT,
     changed,
@@ -131,7 +133,14 @@ def execute(
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    how = {"seed": seed, "strict": True, "edit": edit, "written_before": before, "held": held}
+    how = {
+        "seed": seed,
+        "strict": True,
+        "scoped": case.kernel.config.cluster_m == 1,
+        "edit": edit,
+        "written_before": before,
+        "held": held,
+    }
     how["starved"] = starved
     how |= {} if lacks is None else {"max_steps": 40_000}
     machines = run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
@@ -527,6 +536,9 @@ FAULTS = {
     + [
         pytest.param(EXCHANGED, changed(r"fence\.proxy\.async", -1), id="exchanged-partial sums loaded"),
         pytest.param(EXCHANGED, told_twice, id="exchanged-peer told of partial sums"),
+        pytest.param(EXCHANGED, changed(ACQUIRE, 0), id="exchanged-partial sums read, acquired"),
+        pytest.param(EXCHANGED, changed(ACQUIRE, 1), id="exchanged-partial sums arrived, acquired"),
+        pytest.param(EXCHANGED, changed(RELEASE), id="exchanged-partial sums read, released"),
     ],
 )
 def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:

@@ -11,8 +11,10 @@ from samples._fp8_gemm import NAN
 from samples.grouped_mm_fp8 import contiguous, masked
 from samples.mm_fp8_block import sample
 from support.emulated import (
+    ACQUIRE,
     CPU,
     PASSED,
+    RELEASE,
     WAIT,
     changed,
     check_prefetched,
@@ -119,7 +121,9 @@ def execute(
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    machines = run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
+    machines = run_kernel(
+        kernel, arch, *given, seed=run.seed, strict=True, scoped=True, edit=edit, written_before=before
+    )
     check_prefetched(machines, prefetched)
     return out, want
 
@@ -361,6 +365,9 @@ def place_told_late(ptx: str) -> str:
         pytest.param(SENT, changed(r"fence\.proxy\.async", None), id="partial sums loaded"),
         pytest.param(SHARED, changed(WAIT, -2, PASSED), id="partial sums read"),
         pytest.param(SHARED, told_twice, id="peer told of partial sums"),
+        pytest.param(SHARED, changed(ACQUIRE, 0), id="partial sums read, acquired"),
+        pytest.param(SHARED, changed(ACQUIRE, 1), id="partial sums arrived, acquired"),
+        pytest.param(SENT, changed(RELEASE), id="partial sums read, released"),
         pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
         pytest.param(WARPS, changed(r"cp\.async\.wait_group", None), id="copies of warps there"),
         pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="K tile there for all"),

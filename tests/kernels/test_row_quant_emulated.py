@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from samples._rows import special_rows
-from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
+from support.emulated import ACQUIRE, BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
 from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
 
 from ptx_emulator import EmulationError, Race
@@ -119,7 +119,7 @@ def execute(
     )
     # In a cluster, a CTA learns through a shuffle that another CTA has read the values that it overwrites. The
     # emulator does not track this.
-    run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, edit=edit)
+    run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, scoped=True, edit=edit)
     return Outcome(y, scale, linear, norm, residual)
 
 
@@ -503,6 +503,16 @@ def test_broken_kernels_are_noticed(edit: Any) -> None:
     with pytest.raises((EmulationError, AssertionError)):
         got = execute(config, one.arch, *given, one.max_ctas, one.seed, edit=edit)
         check(config.spec, got, expected(config.spec, *given))
+
+
+def test_sums_of_other_ctas_are_acquired() -> None:
+    """Check that the threads of a cluster must acquire, at cluster scope, the sums that other CTAs send."""
+    one = Run("norm", HF, 1152, NV[1], HOPPER, 5, 2, 0, CLUSTER)
+    given = inputs(one.config, one.rows)
+    got = execute(one.config, one.arch, *given, one.max_ctas, one.seed)
+    check(one.config.spec, got, expected(one.config.spec, *given))
+    with pytest.raises(Race, match="which an asynchronous copy wrote unordered"):
+        execute(one.config, one.arch, *given, one.max_ctas, one.seed, edit=changed(ACQUIRE, None))
 
 
 LOADED = [

@@ -120,6 +120,11 @@ def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
     return edit
 
 
+ACQUIRE = r"fence\.acquire\.sync_restrict"
+RELEASE = r"@p fence\.release\.sync_restrict"
+"""Beginnings of the fences that order accesses to shared memory between CTAs of a cluster."""
+
+
 def told_twice(ptx: str) -> str:
     """Edit PTX so that a warp that arrives at barriers of two CTAs arrives twice at its own CTA's barrier."""
     return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)

@@ -154,7 +154,7 @@ class WorkTileEpilogue:
             own = reduced_rows(c.partial_sums, c.split_k, rank, m)
             if tid < finishers:
                 send_partial_sums(*tile, smem.codes, smem.received, smem.received_full, rank, tid, m, n)
-                ptx.wait(smem.received_full, 0)
+                ptx.wait(smem.received_full, 0, scope="cluster")
                 reduce_received(*tile, finish, work.out, smem.received, rank, tid, own, *at)
         else:
             self._sync_cluster(threads)

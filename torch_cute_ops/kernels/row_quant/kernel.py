@@ -514,7 +514,7 @@ class RowQuantKernel:
                 for i in range_constexpr(len(values)):
                     slot = slots + (i * c.num_partials + thread.rank * c.group_warps + thread.warp)
                     cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(values[i])), barrier, thread.lane)
-            ptx.wait(barrier, parity)
+            ptx.wait(barrier, parity, scope="cluster")
             sync_group(self.config, thread)
         elif const_expr(c.num_partials > 1):
             if thread.lane == 0:

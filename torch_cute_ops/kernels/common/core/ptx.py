@@ -343,17 +343,24 @@ def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
+def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=None) -> None:
     """Wait for the end of an mbarrier's phase with this parity, polling about every ``sleep`` nanoseconds.
+
+    ``scope`` is ``"cluster"`` if threads or copies of other CTAs of the cluster arrive at the mbarrier, otherwise
+    ``"cta"``. At cluster scope, accesses to shared memory before their arrivals are visible after the wait; an acquire
+    that covers all memory would invalidate L1 (``CCTL.IVALL``), this fence adds no work.
 
     Only warps that run far ahead should sleep, because sleeping warps wake late. (``cute.arch.mbarrier_wait`` passes a
     time limit. ptxas then generates waits that sleep, and FP8 GEMMs were 1 to 6 % slower on an H200.)
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
+    order, fence = "", ""
+    if scope == "cluster":
+        order, fence = ".relaxed.cluster", "fence.acquire.sync_restrict::shared::cluster.cluster; "
     text = (
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-        f"@p bra.uni DONE; {pause}bra.uni AGAIN; DONE: }}"
+        f"{{.reg .pred p; AGAIN: mbarrier.try_wait.parity{order}.shared::cta.b64 p, [$0], $1; "
+        f"@p bra.uni DONE; {pause}bra.uni AGAIN; DONE: {fence}}}"
     )
     _asm(None, operands, text, "r,r", loc, ip)
 
@@ -376,18 +383,24 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=None) -> None:
+def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, ip=None) -> None:
     """Arrive at the mbarrier of CTA ``rank`` of the cluster, if ``condition``.
 
-    If ``tells``, a fence makes this thread's earlier stores visible to threads that wait for the mbarrier. Otherwise
-    the arrival only tells them that this thread's loads are complete, as CUTLASS's arrivals at barriers of other CTAs
-    do. (Strictly, the memory model guarantees this only within the thread's own CTA.)
+    Args:
+        barrier: mbarrier at the same place in this CTA.
+        rank: rank of the CTA in the cluster.
+        condition: condition for the arrival.
+        releases: earlier accesses of this thread that come before accesses after a wait at cluster scope. ``"all"``:
+            all accesses, by a fence of the whole GPU (``MEMBAR.GPU``). ``"shared"``: accesses to this CTA's shared
+            memory, by a fence of the CTA (``MEMBAR.CTA``). ``"none"``: no accesses; this costs no fence. CUTLASS's
+            arrivals at barriers of other CTAs are of this kind, although the memory model then orders nothing.
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
-    order = ".release.cluster" if tells else ""
+    fence = "@p fence.release.sync_restrict::shared::cta.cluster; " if releases == "shared" else ""
+    order = {"all": ".release.cluster", "shared": ".relaxed.cluster", "none": ""}[releases]
     text = (
         "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
-        f"@p mbarrier.arrive{order}.shared::cluster.b64 _, [there];}}"
+        f"{fence}@p mbarrier.arrive{order}.shared::cluster.b64 _, [there];}}"
     )
     _asm(None, operands, text, "r,r,r", loc, ip)
 

@@ -558,7 +558,7 @@ class Results:
         """
         c, threads = self.config, GROUPS * WARPGROUP
         # All CTAs have read the previous tile's sums. (Waiting for parity 1 passes a barrier that was never used.)
-        ptx.wait(smem.partial_sums.empty, turn ^ 1)
+        ptx.wait(smem.partial_sums.empty, turn ^ 1, scope="cluster")
         tokens, columns = cutlass.min(rows, Int32(c.tile_m)), cutlass.min(work.n - column, Int32(c.tile_n))
         own = reduced_rows(c.sum_tile, c.split_k, work.rank, tokens)
         if consumer.tid == 0:
@@ -570,7 +570,7 @@ class Results:
         send_partial_sums(
             *tile, smem.stores, smem.received, smem.partial_sums.full, work.rank, consumer.tid, tokens, columns
         )
-        ptx.wait(smem.partial_sums.full, turn)
+        ptx.wait(smem.partial_sums.full, turn, scope="cluster")
         first = work.out.iterator + cute.assume(Int64(row) * work.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, work.n), stride=(work.n, 1)))
         reduce_received(*tile, finish, out, smem.received, work.rank, consumer.tid, own, Int32(0), column)
@@ -585,14 +585,14 @@ class Results:
         and ``is_last`` are as in ``add_up``.
         """
         c, tid = self.config, consumer.tid % WARPGROUP
-        ptx.wait(smem.partial_sums.empty, turn ^ 1)
+        ptx.wait(smem.partial_sums.empty, turn ^ 1, scope="cluster")
         if group == work.rank:
             if tid == 0:
                 # Accumulators of the other CTA may arrive before this arrival.
                 size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, size)
             # Wait even if nothing is sent: a wait by parity must see every phase of the barrier.
-            ptx.wait(smem.partial_sums.full, turn)
+            ptx.wait(smem.partial_sums.full, turn, scope="cluster")
             if exists:
                 add_accumulators(acc, smem.received, tid)
         elif exists:
@@ -613,4 +613,5 @@ class Results:
             # The next tile's partial sums overwrite this tile's.
             fence_async()
             cute.arch.sync_warp()
-            ptx.arrive_at_if(smem.partial_sums.empty, consumer.lane, Uint32(consumer.lane < self.config.split_k))
+            shares = Uint32(consumer.lane < self.config.split_k)
+            ptx.arrive_at_if(smem.partial_sums.empty, consumer.lane, shares, releases="shared")

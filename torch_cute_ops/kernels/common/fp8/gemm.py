@@ -188,7 +188,7 @@ class Stages:
         cluster_m = self.config.cluster_m
         if cluster_m > 1:
             cute.arch.sync_warp()
-            ptx.arrive_at_if(smem.stages.empty + stage, lane, Uint32(lane < cluster_m), tells=False)
+            ptx.arrive_at_if(smem.stages.empty + stage, lane, Uint32(lane < cluster_m), releases="none")
         else:
             arrive(smem.stages.empty + stage, lane)
 
