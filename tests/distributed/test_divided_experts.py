@@ -61,7 +61,7 @@ def values(rank: int) -> None:
         block = block_of(form, scheme)
         whole, x = block.mlp.experts, torch.randn(M, H).bfloat16()
         ids = torch.stack([torch.randperm(E)[:TOPK] for _ in range(M)])
-        ids[1, 0], ids[2] = -1, -2
+        ids[1, 0], ids[2] = -1, -1
         factors = torch.rand(M, TOPK)
         biases = None
         if form is GptOssExperts:

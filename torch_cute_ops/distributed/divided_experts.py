@@ -42,7 +42,7 @@ class _Experts(Divided):
         dtype = hidden_states.dtype
         check_routing(top_k_index, top_k_weights, module.experts * (self.world if self.style.by == "expert" else 1))
         own = top_k_index - self.first
-        own = torch.where(own < module.experts, own, -1)  # -1 also for experts of later ranks
+        own = torch.where((own >= 0) & (own < module.experts), own, -1)  # -1 for other ranks' experts
         y: Tensor = module.summed(hidden_states, own, top_k_weights, self.style.sums or dtype)
         return all_reduce(y, self.group).to(dtype)
 

@@ -15,6 +15,7 @@ from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
+from torch_cute_ops.ops._checks import index_out_of_range
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
@@ -250,9 +251,9 @@ class QuantExperts(nn.Module):
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 32. A pair with a negative
-                index, such as -1 for an expert on another rank, adds nothing. An index of E or more is refused on a
-                CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
+            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 32. A pair with the
+                index -1, such as one for an expert on another rank, adds nothing. An index below -1, or of E or more,
+                is refused on a CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
             top_k_weights: (M, topk), any floating-point dtype.
 
         Tokens and weights that require grad get the gradient of experts with the decoded weights. The backward waits
@@ -542,7 +543,7 @@ def _renew(experts: Any, incompatible_keys: Any) -> None:
 
 
 def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
-    """Check the dtypes of a routing and, where values can be read, that no index is ``experts`` or more.
+    """Check the dtypes of a routing and, where values can be read, that each index is -1, or below ``experts``.
 
     Values of compiled calls are not checked; values on a GPU only if ``TORCH_CUTE_OPS_CHECK`` is set.
 
@@ -572,10 +573,10 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
     # In a capture the ops raise, naming the setting.
     reads_gpu = settings.CHECK and top_k_index.is_cuda and not torch.cuda.is_current_stream_capturing()
     if top_k_index.is_cpu or reads_gpu:
-        largest = int(top_k_index.max())
-        if largest >= experts:
+        wrong = index_out_of_range(top_k_index, experts)
+        if wrong is not None:
             raise ValueError(
-                f"QuantExperts: top_k_index holds {largest}, out of range: there are {experts} experts; -1 stands for "
+                f"QuantExperts: top_k_index holds {wrong}, out of range: there are {experts} experts; -1 stands for "
                 "no expert"
             )
 

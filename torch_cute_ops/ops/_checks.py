@@ -400,10 +400,18 @@ def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device:
 
 
 def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
-    """Check that CPU ``indices`` are below ``count``, the number of objects that ``of`` names."""
-    largest = int(indices.max()) if indices.numel() else -1
-    if largest >= count:
-        raise ValueError(f"cute::{op}: {name} holds {largest}, out of range: there are {count} {of}")
+    """Check that each of CPU ``indices`` is -1, or the index of one of ``count`` objects, which ``of`` names."""
+    wrong = index_out_of_range(indices, count)
+    if wrong is not None:
+        raise ValueError(f"cute::{op}: {name} holds {wrong}, out of range: there are {count} {of}")
+
+
+def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
+    """Return an element of ``indices`` that is ``count`` or more, or less than -1; or None."""
+    if not indices.numel():
+        return None
+    least, largest = (int(each) for each in indices.aminmax())
+    return largest if largest >= count else least if least < -1 else None
 
 
 def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> None:

@@ -73,9 +73,8 @@ class _Finalize(KernelPath[_Call]):
             _checks.check_device(op, "residual", residual, "input", input.device)
 
     def check_values(self, call: _Call) -> None:
-        _checks.check_indices(
-            self.op, "expanded_to_permuted", call.expanded_to_permuted, len(call.input), "rows of input"
-        )
+        of = "rows of input; -1 stands for no row"
+        _checks.check_indices(self.op, "expanded_to_permuted", call.expanded_to_permuted, len(call.input), of)
 
     def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import moe_finalize as family
@@ -118,14 +117,14 @@ def moe_finalize(
 
         out[m] = residual[m] + Σ_j weights[m, j] · input[expanded_to_permuted[m, j]]
 
-    A pair with a negative index adds nothing, even if its weight is NaN. CPU and GPU results are equal bit for bit.
+    A pair with the index -1 adds nothing, even if its weight is NaN. CPU and GPU results are equal bit for bit.
 
     Args:
         input: (R, H) bfloat16, float16 or float32, rows in the experts' order; H is a multiple of 8. Rows may be
             strided.
         expanded_to_permuted: (M, topk) int32, the row of ``input`` of each pair of a token and one of its experts, or
-            -1, as :func:`moe_route` returns it. An index of R or more is refused on a CPU; on a GPU the pair adds
-            nothing.
+            -1, as :func:`moe_route` returns it. An index below -1, or of R or more, is refused on a CPU; on a
+            GPU the pair adds nothing.
         weights: (M, topk) float32, routing weights.
         residual: (M, H) in the dtype of ``input``, e.g. the result of a shared expert; ``None`` means 0.
         out: contiguous tensor to write the result into. It may be ``residual``, and must not overlap ``input``.

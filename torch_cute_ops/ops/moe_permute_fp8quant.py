@@ -87,10 +87,12 @@ class _Permute(KernelPath[_Call]):
 
     def check_values(self, call: _Call) -> None:
         pairs = call.input.shape[0] * call.topk
-        _checks.check_indices(self.op, "permuted_to_expanded", call.permuted_to_expanded, pairs, "pairs")
+        of = "pairs; -1 stands for padding"
+        _checks.check_indices(self.op, "permuted_to_expanded", call.permuted_to_expanded, pairs, of)
         if call.expanded_to_permuted is not None:
             rows = len(call.permuted_to_expanded)
-            _checks.check_indices(self.op, "expanded_to_permuted", call.expanded_to_permuted, rows, "rows")
+            of = "rows; -1 stands for no row"
+            _checks.check_indices(self.op, "expanded_to_permuted", call.expanded_to_permuted, rows, of)
 
     def fill_without_work(self, call: _Call, out: Outputs) -> bool:
         return not (call.input.numel() and out[0].numel())
@@ -144,18 +146,19 @@ def moe_permute_fp8quant(
 
         y[r], scale[r] = fp8_quantize(input[permuted_to_expanded[r] // topk])
 
-    Rows with a negative index are padding and are not written. The kernel reads and quantises each token once and
+    Rows with the index -1 are padding and are not written. The kernel reads and quantises each token once and
     stores it ``topk`` times. For this, the kernel needs ``expanded_to_permuted``. If this argument is ``None``, a few
     small kernels first compute it from ``permuted_to_expanded``.
 
     Args:
         input: (M, H) bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.
         permuted_to_expanded: (R,) int32, the pair ``token · topk + j`` of each row, or -1, as :func:`moe_route` returns
-            it. No pair occurs twice.
+            it. No pair occurs twice. An index below -1, or of M · topk or more, is refused on a CPU; on a GPU the row
+            is not written.
         topk: experts per token, at most 32.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
-            :func:`moe_route` returns it. With any other content the result is unspecified. An index of R or more is
-            refused on a CPU; on a GPU the pair is not written.
+            :func:`moe_route` returns it. With any other content the result is unspecified. An index below -1, or
+            of R or more, is refused on a CPU; on a GPU the pair is not written.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:

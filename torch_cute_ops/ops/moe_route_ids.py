@@ -98,8 +98,8 @@ def moe_route_ids(
 
     Rows are ordered by expert, and within an expert by pair. Without ``max_rows``, each expert's rows begin at the next
     multiple of ``alignment``. With ``max_rows``, the rows of expert e begin at ``e · max_rows``, and pairs beyond an
-    expert's first ``max_rows`` are dropped. A pair with a negative id, such as -1 for an expert on another rank, gets
-    no row and is not counted. A token that names an expert twice gets two rows.
+    expert's first ``max_rows`` are dropped. A pair with the id -1, such as one for an expert on another rank, gets no
+    row and is not counted. A token that names an expert twice gets two rows.
 
     For the k-th pair of expert e::
 
@@ -108,8 +108,8 @@ def moe_route_ids(
         permuted_to_expanded[row] = token · topk + j
 
     Args:
-        ids: (M, topk) int32, experts of each token, or a negative number; topk is at most 32. An id of E or more is
-            refused on a CPU; on a GPU the pair gets no row.
+        ids: (M, topk) int32, experts of each token, or -1; topk is at most 32. An id below -1, or of E or more,
+            is refused on a CPU; on a GPU the pair gets no row.
         experts: number of experts E, at most 1,024.
         alignment: divisor of the row at which each expert's rows begin, if ``max_rows`` is ``None``. GEMMs of other
             libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
@@ -127,7 +127,7 @@ def moe_route_ids(
         ``counts``: (E,) int32, rows of each expert.
 
     Raises:
-        ValueError: If a shape, device or number is wrong, if an id is E or more (on a CPU), or if an input requires
+        ValueError: If a shape, device or number is wrong, if an id is out of range (on a CPU), or if an input requires
             grad while gradients are enabled.
         TypeError: If a dtype is wrong.
 
