@@ -18,7 +18,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
-from samples._weights import stride_errors, unaligned, with_padding
+from samples._weights import scale_stride_errors, stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 
@@ -324,7 +324,6 @@ class GemmSamples(FP4Samples):
             ("every-other-column", b[:, ::2], scale[::2]),
             ("pitched", with_padding(b), scale),
             ("unaligned", unaligned(b), scale),
-            ("scale-columns-first", b, scale.t().contiguous().t()),
         ):
             given = {b_name: weight, b_scale_name: scales}
             yield self.changed(sample, f"{b_name}-{name}", **given)
@@ -368,6 +367,8 @@ class GemmSamples(FP4Samples):
         yield from stride_errors(good, b_name)
         square = self.sample("square", m, k // 2, k, NVFP4, "128x4", device)
         yield from stride_errors(square, b_name)
+        for sample in (good, self.sample("tiles", m, 136, 2 * k, NVFP4, "128x4", device)):
+            yield from scale_stride_errors(sample, *range(2, len(self.names)))
         if self.prefetches:
             yield from prefetch_errors(bad, device)
 

@@ -13,7 +13,7 @@ from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha, with_nan_
 from samples._row_errors import error_maker, out_errors
 from samples._rows import short
 from samples._silu_mul import GPT_OSS, swiglu_errors
-from samples._weights import every_other_expert, stride_errors, unaligned, with_padding
+from samples._weights import every_other_expert, scale_stride_errors, stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
@@ -148,7 +148,7 @@ class GatedSamples(FP4Samples):
         m, experts = 6, 2
         sample = self.sample("", m, experts * 64, 64, NVFP4, "linear", device)
         given = self.by_name(sample)
-        a, w, w_scale = given["a"], given["w"], given["w_scale"]
+        a, w = given["a"], given["w"]
 
         yield self.changed(sample, "w-float4", w=w.view(fp4))
         if self.has_a_scale:
@@ -159,8 +159,6 @@ class GatedSamples(FP4Samples):
             ("every-other-expert", every_other_expert(w)),
         ):
             yield self.changed(sample, f"w-{name}", w=weight)
-        by_columns = w_scale.transpose(1, 2).contiguous().transpose(1, 2)
-        yield self.changed(sample, "w-scale-columns-first", w_scale=by_columns)
         wide = torch.cat((a, a, a), 1)
         yield self.changed(sample, "a-columns-first", a=a.t().contiguous().t())
         yield self.changed(sample, "a-row-strided", a=wide[:, : a.shape[1]])
@@ -222,7 +220,10 @@ class GatedSamples(FP4Samples):
             text = f"w is of {count} experts; expected 1 to 1024"
             yield bad(f"experts-{count}", ValueError, text, w=w.new_zeros(1, 128, k // 2).expand(count, -1, -1).mT)
         yield from stride_errors(good, "w")
-        yield from stride_errors(self.sample("square", m, experts * 64, 256, NVFP4, "128x4", device), "w")
+        square = self.sample("square", m, experts * 64, 256, NVFP4, "128x4", device)
+        yield from stride_errors(square, "w")
+        for sample in (good, square):
+            yield from scale_stride_errors(sample, *range(2, len(self.names)))
         yield from self._epilogue_errors(good, m, experts, device)
         for error in swiglu_errors(good.args):
             yield replace(error, kwargs=kwargs | error.kwargs)

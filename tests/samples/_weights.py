@@ -1,4 +1,4 @@
-"""Weights with unusual strides, good and bad."""
+"""Weights and block scales with unusual strides, good and bad."""
 
 from collections.abc import Iterator
 
@@ -57,3 +57,20 @@ def stride_errors(good: Sample, name: str) -> Iterator[ErrorInput]:
         yield ErrorInput(
             f"{name}-{what}-{good.name}", (a, wrong.view(weight.dtype), *rest), good.kwargs, ValueError, text
         )
+
+
+def scale_stride_errors(good: Sample, *places: int) -> Iterator[ErrorInput]:
+    """Yield calls whose FP4 block scales have the right values and shape, and the strides of a transposed view.
+
+    Args:
+        good: good call in NVFP4.
+        places: indices of the scales among the arguments.
+    """
+    text = r"got \w*scale with shape .* and strides .*, a transposed view; expected block scales by row"
+    for place in places:
+        scale = good.args[place].view(torch.uint8)
+        for outer, inner in ((-2, -1), (0, 1)):
+            if (outer != 0 or scale.dim() > 3) and min(scale.shape[outer], scale.shape[inner]) > 1:
+                wrong = scale.transpose(outer, inner).contiguous().transpose(outer, inner).view(torch.float8_e4m3fn)
+                args = (*good.args[:place], wrong, *good.args[place + 1 :])
+                yield ErrorInput(f"scale-{place}-transposed-{outer}-{good.name}", args, good.kwargs, ValueError, text)

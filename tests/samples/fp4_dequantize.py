@@ -10,6 +10,7 @@ from samples._fp4 import FORMATS, FP4, random_global_scale
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import out_errors
 from samples._rows import DTYPES
+from samples._weights import scale_stride_errors
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
 
@@ -109,7 +110,6 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield sample("codes-row-strided", *linear, wider[:, :64], scale)
     yield sample("codes-columns-first", *linear, y.t().contiguous().t(), scale)
     yield sample("codes-offset", *linear, wider[:, 1:65], scale)
-    yield sample("scale-columns-first", *linear, y, scale.t().contiguous().t())
     yield sample("every-other-row", *linear, y[::2], scale[::2])
     yield sample("rows-expanded", *linear, y[:1].expand(6, 64), scale)
     y, scale = random_blocks(3, 4, 64, fmt=NVFP4, layout="linear", device=device)
@@ -183,6 +183,9 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     yield bad("scale-not-tiled", ValueError, text, scale_layout="128x4")
     text = r"got scale with shape \(4, 4\), which are not the 8x4 scales of y: expected \(1, 1, 8, 4\), or the same "
     yield bad("scale-not-tiled-8x4", ValueError, text, scale_layout="8x4")
+    yield from scale_stride_errors(Sample("linear", (y, scale), {}), 1)
+    tiles = random_blocks(136, 128, fmt=NVFP4, layout="128x4", device=device)
+    yield from scale_stride_errors(Sample("tiles", tiles, {}), 1)
     yield bad("scale-device", ValueError, "scale is on meta, y on", scale=scale.to(meta))
     if device.type == "cuda":
         yield bad("scale-cpu", ValueError, "scale is on cpu, y on", scale=scale.cpu())

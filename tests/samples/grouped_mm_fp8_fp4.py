@@ -14,7 +14,7 @@ from samples._fp8_gemm import option_errors, tensor_errors
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
-from samples._weights import every_other_expert, stride_errors, with_padding
+from samples._weights import every_other_expert, scale_stride_errors, stride_errors, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 
 ROW_DIMENSIONS = grouped_mm_fp8.ROW_DIMENSIONS
@@ -137,6 +137,8 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
     yield from stride_errors(good, "b")
     yield from stride_errors(contiguous("square", NVFP4, "128x4", [4, 3], k // 2, k, device), "b")
+    for layout in ("linear", "128x4"):
+        yield from scale_stride_errors(contiguous(layout, NVFP4, layout, [4, 3], 136, k, device), 3)
     yield from option_errors(bad, n, device, "wgmma_ss", experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

@@ -15,7 +15,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
-from samples._weights import stride_errors, unaligned, with_padding
+from samples._weights import scale_stride_errors, stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 
 ROW_DIMENSIONS = mm_fp8_block.ROW_DIMENSIONS
@@ -100,7 +100,6 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("b-pitched", (a, with_padding(b), a_scale, b_scale)),
         ("b-offset", (a, unaligned(b), a_scale, b_scale)),
         ("a-scale-row-major", (a, b, a_scale.contiguous(), b_scale)),
-        ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
     ):
         yield replace(one, name=name, args=args)
     one = sample("b-scale-e8m0", m, n, k, MXFP4, "128x4", device)
@@ -130,5 +129,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield from prefetch_errors(bad, device)
     yield from stride_errors(good, "b")
     yield from stride_errors(sample("square", m, k // 2, k, NVFP4, "128x4", device), "b")
+    for layout in ("linear", "128x4"):
+        yield from scale_stride_errors(sample(layout, m, n, k, NVFP4, layout, device), 3)
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

@@ -80,7 +80,8 @@ def check_fp4_scale(
     given: str | None,
     follows: str | None = None,
 ) -> None:
-    """Check that ``scale`` has the shape of the block scales of a tensor of shape ``matrix`` in ``layout``.
+    """Check that ``scale`` has the shape of the block scales of a tensor of shape ``matrix`` in ``layout``, and is no
+    transposed view.
 
     Args:
         op: name of the op.
@@ -96,6 +97,7 @@ def check_fp4_scale(
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
     expected = layout.shape(lead, blocks)
     if scale.shape == expected:
+        _check_not_transposed(op, name, scale, layout)
         return
     got, of = f"cute::{op}: got {name} with shape {tuple(scale.shape)}", name.removesuffix("_scale")
     if of == "scale":
@@ -106,6 +108,7 @@ def check_fp4_scale(
         reason = reason_no_tiles(scale, lead, blocks, layout)
         if reason is not None:
             raise ValueError(f"{got}, which are not the {layout.name} scales of {of}: {reason}")
+        _check_not_transposed(op, name, scale, layout)
         return
     if follows is not None:
         shown = "linear scales" if layout.is_linear else "tiles"
@@ -117,6 +120,28 @@ def check_fp4_scale(
         f"{got}; expected {shapes}, the scales of {of}. For tiles in another library's shape, name scale_layout, or "
         "pass torch_cute_ops.as_tiles(…)"
     )
+
+
+def _check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: ScaleLayout) -> None:
+    """Refuse FP4 block scales whose strides are the strides of a transposed view: a transposed matrix can have the
+    expected shape.
+
+    For tiles, the tile indices are checked as well as the last two dimensions of a tile.
+    """
+    is_swapped = scale.dim() > 1 and scale.stride(-2) == 1 and _is_transposed(scale, -2, -1)
+    is_tiled = not layout.is_linear and scale.dim() == 2 + len(layout.tile)
+    if is_swapped or (is_tiled and _is_transposed(scale, 0, 1)):
+        raise ValueError(
+            f"cute::{op}: got {name} with shape {tuple(scale.shape)} and strides {scale.stride()}, a transposed view; "
+            f"expected block scales by row. If the view has the right order, pass {name}.contiguous()"
+        )
+
+
+def _is_transposed(tensor: torch.Tensor, outer: int, inner: int) -> bool:
+    """Return True if the stride of the dimension ``outer`` is smaller than the stride of ``inner``, and both have more
+    than one element. Expanded dimensions do not count."""
+    # Compare strides first: for contiguous scales no guard on a symbolic number of rows is added.
+    return 0 < tensor.stride(outer) < tensor.stride(inner) and tensor.shape[outer] > 1 and tensor.shape[inner] > 1
 
 
 def check_global_scale(
