@@ -274,6 +274,81 @@ def test_routers():
     )
 
 
+class MixtureOfExperts(nn.Module):
+    """Sum of the experts' results, weighted by the softmax of a router's results.
+
+    Args:
+        router: name of the router.
+        experts: name of the list of experts.
+        layers: the router.
+        count: number of experts.
+    """
+
+    def __init__(self, router: str, experts: str, layers: nn.Module, count: int = 16) -> None:
+        super().__init__()
+        self.names = router, experts
+        self.add_module(experts, nn.ModuleList(nn.Linear(K, K, bias=False) for _ in range(count)))
+        self.add_module(router, layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        router, experts = map(self.get_submodule, self.names)
+        results = torch.stack([expert(x) for expert in experts.children()], -1)
+        return (results * router(x).softmax(-1).unsqueeze(-2)).sum(-1)
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(K, 64), nn.SiLU(), nn.Linear(64, 16))
+
+
+@pytest.mark.parametrize(
+    ("router", "experts", "make"),
+    [
+        *((name, "experts", lambda: nn.Linear(K, 16)) for name in ("classifier", "score", "dispatch")),
+        ("score", "feed_forwards", lambda: nn.Linear(K, 16)),
+        ("dispatch", "experts", two_layers),
+    ],
+)
+@torch.no_grad()
+def test_a_router_with_any_name(router, experts, make):
+    """A layer with a result for each expert next to it stays, so that each token's weights keep their values."""
+    model = nn.ModuleDict({"moe": MixtureOfExperts(router, experts, make()), "head": nn.Linear(K, 16)})
+    x = torch.randn(5, K)
+    want = model["moe"].get_submodule(router)(x)
+    left = left_by(model, scheme="fp8_channel")
+    layers = [f"moe.{router}.0", f"moe.{router}.2"] if make is two_layers else [f"moe.{router}"]
+    assert left == dict.fromkeys(layers, "it is a router")
+    assert torch.equal(model["moe"].get_submodule(router)(x), want)
+    assert all(isinstance(expert, QuantLinear) for expert in model["moe"].get_submodule(experts))
+
+
+def test_a_router_next_to_stacked_experts():
+    """Experts in two parameters may have any name, and the layers of such blocks may follow each other."""
+    blocks = []
+    for _ in range(2):
+        stacked = Experts()
+        stacked.gate_up_proj = nn.Parameter(torch.randn(16, 2 * I, H))
+        stacked.down_proj = nn.Parameter(torch.randn(16, H, I))
+        blocks.append(nn.ModuleDict({"ffn": stacked, "proj": nn.Linear(H, H), "classifier": nn.Linear(H, 16)}))
+    reasons = left_by(nn.Sequential(*blocks))
+    assert {name for name, why in reasons.items() if why == "it is a router"} == {"0.classifier", "1.classifier"}
+
+
+def test_layers_that_are_no_routers():
+    """Layers with another number of results than experts, shared experts, and heads above other lists are replaced."""
+    shared = nn.Sequential(nn.Linear(K, 64), nn.Linear(64, 16))
+    others = nn.ModuleList(nn.Linear(64, K) for _ in range(16))
+    model = nn.ModuleDict(
+        {
+            "moe": nn.ModuleDict(
+                {"mix": MixtureOfExperts("score", "experts", nn.Linear(K, 8)), "shared": nn.Linear(K, K)}
+            ),
+            "shared": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(K, K)] * 1), "shared_expert": shared}),
+            "head": nn.ModuleDict({"branches": others, "score": nn.Linear(K, 16)}),
+        }
+    )
+    assert left_by(model, scheme="fp8_channel") == {}
+
+
 # Experts
 
 

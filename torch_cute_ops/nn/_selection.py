@@ -116,8 +116,9 @@ def select(
 def is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module routes tokens to experts, or is a part of a router.
 
-    A router is recognised by its class or name. A module called ``gate`` or ``wg`` is a router if it is next to
-    experts, unless it is a layer with another number of results than experts, such as the gate of a shared expert.
+    A router is recognised by its class or name, or by the number of its results: a layer next to experts whose results
+    are as many as the experts. A module called ``gate`` or ``wg`` is a router if it is next to experts, unless it is a
+    layer with another number of results than experts, such as the gate of a shared expert.
     """
     parent, components = model, name.split(".") if name else []
     for component in components:
@@ -129,8 +130,48 @@ def is_router(model: nn.Module, name: str) -> bool:
             counts = {_experts_in(each) for each in siblings} - {None}
             if not isinstance(module, nn.Linear) or not counts or module.out_features in counts:
                 return True
+        if _has_a_result_for_each_expert(parent, component, module):
+            return True
         parent = module
     return False
+
+
+def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Module) -> bool:
+    """Return True if the results of a layer, or of the last layer of a module, are as many as the experts next to it.
+
+    Args:
+        parent: module that contains ``module`` and its siblings.
+        name: name of ``module`` in its parent. An expert, such as a shared expert, is no router.
+        module: linear layer, or module with linear layers.
+    """
+    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    if not layers or _EXPERTS.search(name) or any(map(_has_experts, module.modules())):
+        return False
+    count = layers[-1].out_features
+    for key, sibling in parent._modules.items():
+        if sibling is None or key == name:
+            continue
+        if (_EXPERTS.search(key) or experts_or_reason(sibling) is not None) and _experts_in(sibling) == count:
+            return True
+        # Experts may have any name. The result for each of them is then expected of a single layer.
+        if module is layers[0] and _like_modules(sibling, layers[0].in_features) == count:
+            return True
+    return False
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(_EXPERTS.search(key) for key in module._modules) or experts_or_reason(module) is not None
+
+
+def _like_modules(module: nn.Module, width: int) -> int | None:
+    """Return the number of modules in a list of at least two modules of one class, each with a layer that takes
+    ``width`` features; or None."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
+        return None
+    every = list(module.children())
+    is_one_class = len({type(each) for each in every}) == 1
+    layers = (each for each in every[0].modules() if isinstance(each, nn.Linear))
+    return len(module) if is_one_class and any(layer.in_features == width for layer in layers) else None
 
 
 def _experts_in(module: Any) -> int | None:
