@@ -87,9 +87,8 @@ def quantize_(
         raise ValueError(f"quantize_: the model is itself a linear layer; use {cls.__name__}.from_float(model)")
     if float_experts(model) is not None:
         raise ValueError("quantize_: the model is itself a module of experts; pass a module that contains it")
-    needs_input = cls is NVFP4Linear and cls._chosen(activations) == "fp4"
+    needs_input = cls._chosen(activations) == "fp4" and cls is NVFP4Linear
     takes_input = needs_input or cls in (FP8TensorLinear, FP8ChannelLinear)
-    cls._chosen(activations)
     if needs_input and calibrate is None:
         raise ValueError(
             "quantize_: calibrate is None; NVFP4 activations need a function that runs the model on typical inputs"
