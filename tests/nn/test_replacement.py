@@ -83,6 +83,64 @@ def test_a_replaced_forward():
     assert torch.equal(model[0](x), x * 3)
 
 
+class Attributes(nn.Module):
+    """Model that reads an attribute, or a buffer, which was set on its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.other = nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * self.proj.factor
+
+
+@torch.no_grad()
+def test_attributes_of_a_layer(tmp_path):
+    """Plain attributes of an object stay on the layer that replaces it, also after loading and calibration."""
+    model, x = Attributes().bfloat16(), torch.randn(3, K).bfloat16()
+    model.proj.factor, model.proj.notes = 3.0, {"source": "test"}
+    notes = model.proj.notes
+    want = quantize_(copy.deepcopy(model).requires_grad_(False)).proj.dequantize(torch.float64)
+    assert left_by(model) == {}
+    assert model.proj.factor == 3.0 and model.proj.notes is notes and not hasattr(model.other, "factor")
+    exact = 3 * (x.double() @ want.T + model.proj.bias.double())
+    assert torch.allclose(model(x).double(), exact, rtol=2**-7, atol=2**-7)
+    checkpoint.save(model, tmp_path, "modelopt")
+    loaded = Attributes().bfloat16()
+    loaded.proj.factor = 3.0
+    checkpoint.load_(loaded, tmp_path)
+    assert isinstance(loaded.proj, NVFP4Linear) and torch.equal(loaded(x), model(x))
+
+
+HOLDS: dict[str, Callable[[nn.Linear], object]] = {
+    "a quantised layer cannot hold its buffer factor": lambda layer: layer.register_buffer("factor", torch.tensor(3.0)),
+    "a quantised layer cannot hold its parameter factor": lambda layer: layer.register_parameter(
+        "factor", nn.Parameter(torch.tensor(3.0))
+    ),
+    "a quantised layer cannot hold its module factor": lambda layer: layer.add_module("factor", nn.Linear(1, 1)),
+    "a quantised layer has another attribute parts": lambda layer: setattr(layer, "parts", (1, 2)),
+    "a quantised layer has another attribute weight_scale": lambda layer: setattr(layer, "weight_scale", 3.0),
+    "a quantised layer has another attribute scheme": lambda layer: setattr(layer, "scheme", "own"),
+}
+
+
+@pytest.mark.parametrize("reason", HOLDS)
+@torch.no_grad()
+def test_layers_that_hold_more(reason, tmp_path):
+    """A layer with a buffer, a parameter or a module of its own stays, and so does a layer whose attribute would
+    collide; loaders refuse such a layer."""
+    model = Attributes().bfloat16()
+    checkpoint.save(quantize_(Attributes().bfloat16()), tmp_path, "modelopt")
+    HOLDS[reason](model.proj)
+    old, held = model.proj, {**vars(model.proj)}
+    with pytest.raises(ValueError, match=rf"proj is quantised in .*{reason}"):
+        checkpoint.load_(copy.deepcopy(model), tmp_path)
+    with pytest.warns(UserWarning, match=rf"quantize_: modules stay unchanged\. proj: {reason}"):
+        quantize_(model)
+    assert summary(model).left["proj"] == reason
+    assert model.proj is old and vars(old).keys() == held.keys() and isinstance(model.other, NVFP4Linear)
+
+
 def prune_(linear: nn.Linear) -> nn.Linear:
     return prune.l1_unstructured(linear, "weight", 0.5)
 

@@ -118,7 +118,7 @@ def _resolve(model: nn.Module, plan: Plan) -> dict[str, LinearStyle | DividedExp
             if type(module) is not nn.Linear if is_linear else float_experts(module) is None:
                 expected = "a torch.nn.Linear" if is_linear else "experts in parameters gate_up_proj and down_proj"
                 raise TypeError(f"load_: {name} is a {type(module).__name__}; expected {expected}")
-            reason = _names.reason_bound(module)
+            reason = _names.reason_bound(module) or (_names.reason_holds_more(module) if is_linear else None)
             if reason is not None:
                 raise TypeError(f"load_: {name} cannot be divided: {reason}; expected an unchanged module")
             chosen[name] = style

@@ -1,6 +1,7 @@
 """Names of modules and parameters in a model, and patterns that match them."""
 
 import fnmatch
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,33 @@ def reason_bound(module: nn.Module) -> str | None:
     return None
 
 
+def reason_holds_more(module: nn.Module) -> str | None:
+    """Return the reason that a quantised layer cannot keep something that was added to an ``nn.Linear``, or None.
+
+    Other attributes are kept: see :func:`replace`.
+    """
+    for kind, held in (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules)):
+        more = [name for name in held if name not in ("weight", "bias") or kind != "parameter"]
+        if more:
+            return f"a quantised layer cannot hold its {kind} {more[0]}"
+    own = [name for name in vars(module) if name not in _attributes_of_linear()]
+    taken = [name for name in own if name in _attributes_of_quantised()]
+    return f"a quantised layer has another attribute {taken[0]}" if taken else None
+
+
+@functools.cache
+def _attributes_of_linear() -> frozenset[str]:
+    return frozenset(vars(nn.Linear(1, 1, device="meta")))
+
+
+@functools.cache
+def _attributes_of_quantised() -> frozenset[str]:
+    from torch_cute_ops.nn.quantize import SCHEMES
+
+    layers = [cls(128, 128, bias=True, has_input_scale=True, device="meta") for cls in SCHEMES.values()]
+    return frozenset(name for layer in layers for name in dir(layer))
+
+
 def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
     """Return the reason that a module may not compute the same as ``nn.Linear``, or None.
 
@@ -86,7 +114,7 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
         if parametrize.is_parametrized(module):
             return "it is parametrized"
         return f"{kind} is a subclass of nn.Linear" if isinstance(module, nn.Linear) else f"{kind} is not nn.Linear"
-    reason = reason_bound(module)
+    reason = reason_bound(module) or reason_holds_more(module)
     if reason is not None:
         return reason
     for name in ("weight", "bias"):
@@ -107,8 +135,14 @@ def reason_not_floats(name: str, tensor: Tensor) -> str | None:
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace ``old`` by ``new`` wherever it occurs in the model."""
+    """Replace ``old`` by ``new`` wherever it occurs in the model.
+
+    Attributes that were set on a linear layer are kept, for code that reads them.
+    """
     new.train(old.training)
+    if type(old) in (nn.Linear, type(new)):
+        for name, value in vars(old).items():
+            vars(new).setdefault(name, value)
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is old:

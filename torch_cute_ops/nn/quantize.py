@@ -44,6 +44,8 @@ def quantize_(
     stay:
 
     - modules with hooks, parametrizations or a replaced ``forward``, and subclasses of ``nn.Linear``;
+    - layers to which a buffer, parameter or module was added, or an attribute with the name of an attribute of the
+      quantised layer (other attributes are kept);
     - modules that share a weight with another module, such as an ``lm_head`` with tied embedding;
     - routers;
     - layers and experts of sizes that the ops do not support;
