@@ -15,11 +15,13 @@ from support import spec, weights
 from support.layers import assert_product
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import torch_cute_ops
 from torch_cute_ops import QuantizedWeight, dequantize, linear, quantize
 from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.runtime import settings
 
 LAYERS = {"nvfp4": NVFP4Linear, "mxfp4": MXFP4Linear, "fp8_block": FP8BlockLinear}
 ACTIVATIONS = {"nvfp4": ("16bit", "fp8"), "mxfp4": ("16bit", "fp8", "fp4"), "fp8_block": ("fp8",)}
@@ -268,6 +270,7 @@ def test_inductor(name, device):
 
 W = torch.randn(N, K)
 Q = quantize(W)
+LINEAR = torch_cute_ops.convert_scales(Q.scale, N, K, "128x4", "linear")
 X = torch.randn(2, K).bfloat16()
 MX = quantize(W, "mxfp4")
 
@@ -333,6 +336,24 @@ def test_errors(call, error, message):
         ({"scale": Q.scale[:1]}, ValueError, "expected (2, 5, 32, 4, 4), or linear scales (136, 20)"),
         ({"codes": Q.codes.t().contiguous().t()}, ValueError, "got codes with strides (1, 136); expected row-major"),
         ({"scale": Q.scale.to("meta")}, ValueError, "scale is on meta, codes on cpu; move them to one"),
+        (
+            {"scale": Q.scale.mT},
+            ValueError,
+            "a transposed view; if the view has the right order, pass scale.contiguous()",
+        ),
+        (
+            {"scale": LINEAR.t().contiguous().t()},
+            ValueError,
+            "got scale with shape (136, 20) and strides (1, 136), a tran",
+        ),
+        *(
+            (
+                {"global_scale": torch.tensor([value])},
+                ValueError,
+                f"global_scale is {value}; expected a positive, finite",
+            )
+            for value in (0.0, -0.0, -2.0, torch.inf, -torch.inf, torch.nan)
+        ),
         ({"format": "int4"}, ValueError, "QuantizedWeight: format is 'int4'"),
     ],
 )
@@ -340,3 +361,28 @@ def test_errors_of_the_record(change, error, message):
     tensors = {"codes": Q.codes, "scale": Q.scale, "global_scale": Q.global_scale, "format": "nvfp4"}
     with pytest.raises(error, match=re.escape(message)):
         QuantizedWeight(**{**tensors, **change})
+
+
+def test_a_global_scale_without_a_value():
+    """Check that a global scale is not read where that is impossible: in fake tensors, transforms and compiled code."""
+
+    def decoded(codes, scale, global_scale):
+        return dequantize(QuantizedWeight(codes, scale, global_scale, format="nvfp4"))
+
+    tensors, zero = (Q.codes, Q.scale), torch.zeros(1)
+    with pytest.raises(ValueError, match=r"global_scale is 0\.0; expected a positive, finite number"):
+        decoded(*tensors, zero)
+    with FakeTensorMode() as mode:
+        assert decoded(*(mode.from_tensor(each) for each in (*tensors, zero))).shape == Q.shape
+    assert decoded(*(each.to("meta") for each in (*tensors, zero))).shape == Q.shape
+    compiled = torch.compile(decoded, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*tensors, Q.global_scale), dequantize(Q))
+
+
+@pytest.mark.gpu
+def test_a_global_scale_on_a_gpu_is_read_in_debug_mode(monkeypatch):
+    tensors = {"codes": Q.codes.cuda(), "scale": Q.scale.cuda(), "global_scale": torch.zeros(1, device="cuda")}
+    QuantizedWeight(**tensors, format="nvfp4")
+    monkeypatch.setattr(settings, "CHECK", True)
+    with pytest.raises(ValueError, match=r"global_scale is 0\.0; expected a positive, finite number"):
+        QuantizedWeight(**tensors, format="nvfp4")

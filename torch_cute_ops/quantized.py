@@ -3,6 +3,7 @@
 ``encode`` and the functions for FP8 blocks are shared with the layers of :mod:`torch_cute_ops.nn`.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
-from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, encode_e4m3
 from torch_cute_ops.formats.scale_layout import (
     SCALE_LAYOUTS,
     FP4ScaleLayout,
@@ -21,7 +23,7 @@ from torch_cute_ops.formats.scale_layout import (
     layout_of_operand,
 )
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
-from torch_cute_ops.ops._checks import INPUT_DTYPES, PACKED_DTYPES
+from torch_cute_ops.ops._checks import INPUT_DTYPES, PACKED_DTYPES, is_transposed_scale
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -29,6 +31,7 @@ from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.dispatch import is_proxy
 
 WeightFormat = Literal["nvfp4", "mxfp4", "fp8_block"]
@@ -73,9 +76,10 @@ class QuantizedWeight:
         scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
             :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32, the factors of
             decoded blocks (FP8).
-        global_scale: float32, one element, by which the matrix was multiplied before it was encoded. It equals
-            compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4 requires it; other
-            formats take None.
+        global_scale: float32, one element, positive and finite, by which the matrix was multiplied before it was
+            encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. The
+            value is checked on a CPU, and on a GPU if ``TORCH_CUTE_OPS_CHECK=1``; no check can detect that the
+            reciprocal was passed. NVFP4 requires it; other formats take None.
         format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
 
     Attributes:
@@ -83,7 +87,8 @@ class QuantizedWeight:
         shape: (N, K).
 
     Raises:
-        ValueError: for an unknown format, a wrong shape or device, or a ``global_scale`` that is missing or not used.
+        ValueError: for an unknown format, a wrong shape, strides or device, or a ``global_scale`` that is missing, not
+            used, or not positive and finite.
         TypeError: for a wrong dtype, or an argument that is no tensor.
     """
 
@@ -468,8 +473,25 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
             f"{name}: got scale with shape {tuple(scale.shape)}; expected {tiles}, or linear scales {linear}. Tiles of "
             f"another shape: pass as_tiles(scale, {n}, {k}, '128x4')"
         )
+    if is_transposed_scale(scale, SCALE_LAYOUTS["linear"] if fmt is None else layout_of_operand(scale)):
+        raise ValueError(
+            f"{name}: got scale with shape {tuple(scale.shape)} and strides {scale.stride()}, a transposed view; if "
+            "the view has the right order, pass scale.contiguous()"
+        )
     if global_scale is not None:
         _check_dtype(name, "global_scale", global_scale, (torch.float32,))
         if global_scale.numel() != 1:
             raise ValueError(f"{name}: got global_scale with shape {tuple(global_scale.shape)}; expected one element")
+        value = _readable_value(global_scale)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"{name}: global_scale is {value}; expected a positive, finite number")
     return n, k
+
+
+def _readable_value(tensor: Tensor) -> float | None:
+    """Return the element of a CPU tensor, or in debug mode also of a GPU tensor. Return None where it cannot be read:
+    in compiled programs, transforms and captures."""
+    if not _has_value(tensor) or _get_current_dispatch_mode() is not None:
+        return None
+    reads_gpu = settings.CHECK and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return tensor.item() if tensor.is_cpu or reads_gpu else None

@@ -57,7 +57,7 @@ class Verifier:
 
         Raises:
             RuntimeError: if a CUDA graph is being captured.
-            ValueError: if an index is out of range, or a global scale is not finite.
+            ValueError: if an index is out of range, or a global scale is not finite and positive.
         """
         if call[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -69,9 +69,14 @@ class Verifier:
         given = path.arguments(call)
         for name in _scales_of(self.spec):
             scale = given[name]
-            if scale is not None and not bool(scale.isfinite().all()):
-                wrong = scale[~scale.isfinite()].flatten()[0].item()
-                raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected finite numbers")
+            if scale is None:
+                continue
+            # A factor such as alpha may be zero or negative.
+            is_wrong = ~scale.isfinite() | (scale <= 0) if name == "global_scale" else ~scale.isfinite()
+            if bool(is_wrong.any()):
+                expected = "positive, finite numbers" if name == "global_scale" else "finite numbers"
+                wrong = scale[is_wrong].flatten()[0].item()
+                raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected {expected}")
         # The updated argument may be the input itself.
         return {name: given[name].clone() for name in (*self.spec.updated, *(("input",) if self.spec.updated else ()))}
 

@@ -96,11 +96,12 @@ def test_a_capture_raises():
 
 
 def test_values_are_checked():
-    """Check indices on any device, and that global scales are finite."""
+    """Check indices on any device, and that global scales are finite and positive."""
     wrong = torch.tensor([torch.inf])
     quantise = OPS["fp4_quantize"]
-    with pytest.raises(ValueError, match="cute::fp4_quantize: global_scale holds inf; expected finite numbers"):
-        Verifier(quantise).before(quantise.bind(torch.ones(2, 64), wrong))
+    for value in (torch.inf, torch.nan, 0.0, -1.0):
+        with pytest.raises(ValueError, match=f"fp4_quantize: global_scale holds {value}; expected positive, finite"):
+            Verifier(quantise).before(quantise.bind(torch.ones(2, 64), torch.tensor([value])))
     static = OPS["fp8_quantize"]
     with pytest.raises(ValueError, match="cute::fp8_quantize: scale holds nan; expected finite numbers"):
         Verifier(static).before(static.bind(torch.ones(2, 64), wrong * 0, "tensor"))

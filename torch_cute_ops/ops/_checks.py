@@ -123,18 +123,22 @@ def check_fp4_scale(
 
 
 def _check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: ScaleLayout) -> None:
-    """Refuse FP4 block scales whose strides are the strides of a transposed view: a transposed matrix can have the
-    expected shape.
-
-    For tiles, the tile indices are checked as well as the last two dimensions of a tile.
-    """
-    is_swapped = scale.dim() > 1 and scale.stride(-2) == 1 and _is_transposed(scale, -2, -1)
-    is_tiled = not layout.is_linear and scale.dim() == 2 + len(layout.tile)
-    if is_swapped or (is_tiled and _is_transposed(scale, 0, 1)):
+    """Refuse FP4 block scales whose strides are the strides of a transposed view."""
+    if is_transposed_scale(scale, layout):
         raise ValueError(
             f"cute::{op}: got {name} with shape {tuple(scale.shape)} and strides {scale.stride()}, a transposed view; "
             f"expected block scales by row. If the view has the right order, pass {name}.contiguous()"
         )
+
+
+def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
+    """Return True if block scales in ``layout`` have the strides of a transposed view, which can have their shape.
+
+    For tiles, the tile indices are compared as well as the last two dimensions of a tile.
+    """
+    is_swapped = scale.dim() > 1 and scale.stride(-2) == 1 and _is_transposed(scale, -2, -1)
+    is_tiled = not layout.is_linear and scale.dim() == 2 + len(layout.tile)
+    return is_swapped or (is_tiled and _is_transposed(scale, 0, 1))
 
 
 def _is_transposed(tensor: torch.Tensor, outer: int, inner: int) -> bool:
