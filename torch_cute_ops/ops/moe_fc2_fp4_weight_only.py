@@ -40,13 +40,15 @@ def moe_fc2_fp4_weight_only(
         a: (M, E·I) bfloat16 or float16. I is a multiple of 64.
         w: (E·I/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. A
-            row-major tensor is refused. A square weight that is stored transposed cannot be detected.
+            row-major tensor is refused. A square weight that is stored transposed cannot be detected, and neither can a
+            stack that was reshaped without :func:`moe_fc2_weight`.
         w_scale: block scales of ``w`` as an (N, E·I) matrix: 128x4 (⌈N/128⌉, ⌈E·I/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, E·I/B), with B the block size; float8_e4m3fn (NVFP4), or
             uint8 or float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / g_w``, as
             :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
-            skipped, even if the pair's elements or scales are NaN or uninitialised.
+            skipped, even if the pair's elements or scales are NaN or uninitialised. If M = E, a transposed ``alpha``
+            cannot be detected.
         bias: (E, N) float32 or the dtype of the result, added to each expert's sum before the multiplication by
             ``alpha``. If ``alpha`` contains a factor that divides out global scales, divide the bias by this factor.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
