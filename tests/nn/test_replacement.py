@@ -483,6 +483,45 @@ class Buffered(Experts):
         return self.factor * super().forward(x, ids, weights)
 
 
+class Capacity(Experts):
+    """Each expert computes at most ``factor`` times its share of the pairs, and at least ``least``; other pairs are
+    dropped."""
+
+    def __init__(self, factor: float, least: int = 0, training_only: bool = False) -> None:
+        super().__init__()
+        self.factor, self.least, self.training_only = factor, least, training_only
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.training_only and not self.training:
+            return super().forward(x, ids, weights)
+        capacity = max(self.least, int(self.factor * ids.numel() / E))
+        place = (ids.flatten()[:, None] == torch.arange(E)).cumsum(0).gather(1, ids.reshape(-1, 1))
+        return super().forward(x, ids, weights * (place.view(ids.shape) <= capacity))
+
+
+class TrainingFactor(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, weights) * (2 if self.training else 1)
+
+
+class WithDropout(Experts):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.dropout(super().expert(x, expert))
+
+
+class ByDtype(Experts):
+    """Gate and up change places in 16 bits."""
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        both = self.gate_up_proj[expert] @ x
+        gate, up = both.chunk(2) if x.dtype.itemsize > 2 else both.chunk(2)[::-1]
+        return self.down_proj[expert] @ (self.act_fn(gate) * up)
+
+
 OTHER = "computes something else than experts with SwiGLU"
 
 
@@ -498,13 +537,22 @@ OTHER = "computes something else than experts with SwiGLU"
         (Interleaved, OTHER),
         (lambda: Buffered(2.0), OTHER),
         (lambda: Experts(act_fn=nn.GELU()), OTHER),
+        (lambda: Capacity(1.25), OTHER),
+        (lambda: Capacity(1.25, 48), rf"{OTHER} for 256 tokens of the same experts in float32: "),
+        (
+            lambda: Capacity(1.25, 48, True),
+            rf"{OTHER} for 256 tokens of the same experts in float32 in training mode: ",
+        ),
+        (TrainingFactor, rf"{OTHER} for 8 tokens in bfloat16 in training mode: "),
+        (lambda: WithDropout(0.1), rf"{OTHER} for 8 tokens in bfloat16 in training mode: "),
+        (ByDtype, rf"{OTHER} for 8 tokens in bfloat16: "),
         (Swapped, "its forward refuses tokens, expert ids and weights: "),
         (Scaled, "QuantExperts cannot hold its factor"),
     ],
 )
 @torch.no_grad()
 def test_experts_that_compute_something_else(make, reason):
-    block = Block(make()).bfloat16()
+    block = Block(make()).bfloat16().eval()
     old = block.mlp.experts
     given = torch.randn(2, H).bfloat16(), torch.tensor([[0, 1], [3, 2]]), torch.rand(2, 2)
     want = None if isinstance(old, Swapped) else old(*given)
@@ -522,9 +570,20 @@ def test_an_unknown_buffer():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("make", [Experts, GptOssExperts, lambda: Experts(experts=1), lambda: Experts(experts=2)])
-def test_experts_that_are_replaced(make):
-    for experts in (make(), make().to("meta")):
+@pytest.mark.parametrize(
+    "make",
+    [
+        Experts,
+        GptOssExperts,
+        lambda: Experts(experts=1),
+        lambda: Experts(experts=2),
+        lambda: Capacity(E),  # drops nothing
+        lambda: WithDropout(0.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_that_are_replaced(make, dtype):
+    for experts in (make().to(dtype), make().to("meta", dtype)):
         want = SwiGLU(1.702, 1.0, 7.0) if isinstance(experts, GptOssExperts) else SwiGLU()
         assert float_experts(experts).verified() == want
 
@@ -588,6 +647,39 @@ def test_each_trial_depends_on_the_whole_module(monkeypatch):
     assert OTHER in float_experts(Experts()).verified()
 
 
+SCALE = 1.0
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class WithGlobals(Experts):
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return scaled(super().forward(x, ids, weights)) * self.factor
+
+
+def test_each_trial_depends_on_globals(monkeypatch):
+    """Another value of an attribute of the class, of a global variable, or another dtype needs another trial."""
+    assert float_experts(WithGlobals()).verified() == SwiGLU()
+    monkeypatch.setattr(WithGlobals, "factor", 2.0)
+    assert OTHER in float_experts(WithGlobals()).verified()
+    monkeypatch.undo()
+    assert float_experts(WithGlobals()).verified() == SwiGLU()
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert OTHER in float_experts(WithGlobals()).verified()
+    assert float_experts(ByDtype()).verified() == SwiGLU() and OTHER in float_experts(ByDtype().half()).verified()
+
+
+class Gathered(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("mkfh,mh->mkf", self.gate_up_proj[ids], x).chunk(2, -1)
+        y = torch.einsum("mkhi,mki->mkh", self.down_proj[ids], self.act_fn(gate) * up)
+        return (y * weights[..., None]).sum(1)
+
+
 class Dense(Experts):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("mh,enh->men", x, self.gate_up_proj).chunk(2, -1)
@@ -599,9 +691,15 @@ def test_modules_that_read_all_experts(monkeypatch):
     """Small modules may multiply all experts at once. Large modules may read one expert at a time, so that a trial
     never copies the weights of all experts."""
     assert float_experts(Dense()).verified() == SwiGLU()
+    assert float_experts(Gathered()).verified() == SwiGLU()
     monkeypatch.setattr(_trial, "LARGEST", E * 2 * I * H - 1)
     monkeypatch.setattr(_trial, "_FOUND", {})
-    assert "MemoryError: the trial is limited to modules that read" in float_experts(Dense()).verified()
+    for cls in (Dense, Gathered):
+        assert "MemoryError: the trial is limited to modules that read" in float_experts(cls()).verified()
+    assert float_experts(Experts()).verified() == SwiGLU()
+    monkeypatch.setattr(_trial, "CROWD", (64, 64))
+    monkeypatch.setattr(_trial, "LARGEST", 2 * I * H - 1)  # a single expert is never too large
+    monkeypatch.setattr(_trial, "_FOUND", {})
     assert float_experts(Experts()).verified() == SwiGLU()
 
 

@@ -1,9 +1,16 @@
-"""Trial of a module of experts: compare its forward with the computation of ``QuantExperts`` on random tokens."""
+"""Trial of a module of experts: compare its forward with the computation of ``QuantExperts`` on random tokens.
+
+A trial searches the gate with a few tokens in float64. With this gate, four more comparisons must hold: the same tokens
+in the module's own dtype, and many tokens of two experts, which exceed a capacity; each in evaluation and in training
+mode.
+"""
 
 import copy
+import inspect
+import math
 from collections.abc import Callable, Hashable, Sequence
-from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +26,19 @@ MAGNITUDES: Final = (0.25, 1.0, 3.0, 12.0, 50.0, 200.0, 1000.0, 20000.0)
 GREATEST_LIMIT: Final = 1e6
 """Clamps at larger values are not tried, because their tokens would leave the range of 16-bit activations."""
 LARGEST: Final = 2**27
-"""Largest number of weights that one op of a trial may read."""
-TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial."""
+"""Largest number of weights that one op of a trial may read, unless one expert has more."""
+TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
+"""Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial. In 16 bits, each step of
+a forward is rounded: the 63 classes of transformers 5.24 that are replaced have errors up to 0.0007 in float16 and
+0.006 in bfloat16."""
+SEARCHED: Final = (torch.float64, torch.float32)
+"""Dtypes in which the gate is searched: the first that the forward takes."""
+GREATEST_HALF: Final = 12.0
+"""Largest magnitude of float16 trials, whose products of gate and up must be finite."""
+CROWD: Final = (64, 256)
+"""Smallest and largest number of tokens that are sent to two experts."""
+CROWD_WORK: Final = 2**33
+"""Products of tokens and weights of all experts that a crowd may need beyond the smallest one."""
 _BUILT_IN: Final = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 """transformers' own implementations of a forward, which all compute what the class itself computes."""
 _SHIFT, _PERIOD = 101, 65537
@@ -39,11 +56,12 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
 
     A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
     clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
+    docs/models.md lists what a trial cannot show.
     """
     key = _key_of(given.module)
     if key is None:
         return _tried(given)
-    key = (*given[1:], key)
+    key = (*given[1:], given.module.gate_up_proj.dtype, key)
     if key not in _FOUND:
         if len(_FOUND) >= _MOST_FOUND:
             _FOUND.clear()
@@ -67,40 +85,70 @@ def candidates(module: Any) -> list[SwiGLU]:
 
 @torch.no_grad()
 def _tried(given: "FloatExperts") -> SwiGLU | str:
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         reasons = []
-        for dtype in TOLERANCE:
-            found = _tried_in(given, dtype)
+        for dtype in SEARCHED:
+            found = _found_in(given, dtype)
             if isinstance(found, SwiGLU):
-                return found
+                return _reason_of_more(given, found) or found
             reasons.append(found)
     # If a forward fails in float64 because it casts to float32, report the reason from the float32 trial.
-    return reasons[0] if "its forward refuses" not in reasons[0] else reasons[-1]
+    return reasons[0] if REFUSES not in reasons[0] else reasons[-1]
 
 
-def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
-    generator = torch.Generator("cpu").manual_seed(0)
-    gates = candidates(given.module)
-    magnitudes = [*MAGNITUDES, *{4 * gate.limit for gate in gates if gate.limit is not None}]
-    tokens = torch.randn(len(magnitudes), given.hidden, generator=generator, dtype=dtype)
-    tokens *= torch.tensor(magnitudes, dtype=dtype)[:, None]
-    used = sorted({0, given.experts // 2, given.experts - 1})
+class _Tokens(NamedTuple):
+    """Arguments of a forward: tokens (M, H), experts and weights of each token, (M, topk)."""
+
+    tokens: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+def _few(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
+    """Return one token of each magnitude, with different pairs of experts."""
+    limits = {4 * gate.limit for gate in candidates(given.module) if gate.limit is not None}
+    magnitudes = [*MAGNITUDES, *limits]
+    if dtype == torch.float16:
+        magnitudes = [min(each, GREATEST_HALF) for each in magnitudes]
+    used = _used(given)
     chosen = torch.tensor([used[i % len(used) :] + used[: i % len(used)] for i in range(len(magnitudes))])[:, :2]
-    weights = torch.rand(chosen.shape, generator=generator, dtype=dtype) + 0.25
-    try:
-        clone = _clone(given.module, _synthetic(given, dtype, generator), dtype, generator)
-        with _OneExpertAtATime():
-            got = clone(tokens.clone(), chosen.clone(), weights.clone())
-    except Exception as error:  # a module's own code may raise anything
-        text = str(error).strip().split("\n")[0]
-        return f"its forward refuses tokens, expert ids and weights: {type(error).__name__}: {text[:160]}"
-    if not isinstance(got, Tensor) or got.shape != tokens.shape:
-        result = f"a tensor {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
-        return f"its forward returns {result} for tokens {tuple(tokens.shape)}"
-    errors = []
-    for want in _results(given._replace(module=clone), gates, tokens, chosen, weights):
-        relative = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
-        errors.append(relative.nan_to_num(torch.inf, torch.inf).amax().item())
+    return _tokens(given, magnitudes, chosen, dtype, generator)
+
+
+def _crowd(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
+    """Return tokens that all choose the same two experts."""
+    least, most = CROWD
+    count = min(most, max(least, CROWD_WORK // (3 * given.experts * given.hidden * given.width)))
+    chosen = torch.tensor([_used(given)[:2]]).expand(count, -1).contiguous()
+    return _tokens(given, [1.0] * count, chosen, dtype, generator)
+
+
+def _used(given: "FloatExperts") -> list[int]:
+    return sorted({0, given.experts // 2, given.experts - 1})
+
+
+def _tokens(
+    given: "FloatExperts",
+    magnitudes: Sequence[float],
+    chosen: Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> _Tokens:
+    tokens = torch.randn(len(magnitudes), given.hidden, generator=generator, dtype=torch.float64)
+    tokens *= torch.tensor(magnitudes, dtype=torch.float64)[:, None]
+    weights = torch.rand(chosen.shape, generator=generator, dtype=torch.float64) + 0.25
+    return _Tokens(tokens.to(dtype), chosen, weights.to(dtype))
+
+
+def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
+    """Return the gate that gives the module's results for a few tokens in ``dtype``, or the reason that none does."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    gates, few = candidates(given.module), _few(given, dtype, generator)
+    clone = _cloned(given, dtype, generator)
+    got = clone if isinstance(clone, str) else _result(clone, few)
+    if isinstance(got, str):
+        return got
+    errors = [_error(got, want) for want in _results(given._replace(module=clone), gates, few)]
     for gate, largest in zip(gates, errors, strict=True):
         if largest <= TOLERANCE[dtype]:
             return gate
@@ -110,18 +158,100 @@ def _tried_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
     )
 
 
+def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
+    """Return the reason that the gate does not give the module's results in another mode or dtype, or for many tokens;
+    or None."""
+    own, kind = given.module.gate_up_proj.dtype, type(given.module).__name__
+    generator = torch.Generator("cpu").manual_seed(1)
+    for make, dtype in ((_few, own), (_crowd, torch.float32)):
+        clone, arguments = _cloned(given, dtype, generator), make(given, dtype, generator)
+        want = None
+        for is_training in (False, True):
+            got = clone if isinstance(clone, str) else _result(clone.train(is_training), arguments)
+            where = f"for {len(arguments.tokens)} tokens{' of the same experts' if make is _crowd else ''} in "
+            where += f"{str(dtype).removeprefix('torch.')}{' in training mode' if is_training else ''}"
+            if isinstance(got, str):
+                return f"{got} ({where})"
+            if want is None:
+                (want,) = _results(given._replace(module=clone), [gate], arguments)
+            error = _error(got, want)
+            if error > TOLERANCE[dtype]:
+                return (
+                    f"{kind} computes something else than experts with SwiGLU {where}: its results differ by "
+                    f"{error:.1e} (relative)"
+                )
+    return None
+
+
+def _cloned(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """Return a copy of the module with synthetic weights in ``dtype``, or the reason that it cannot be copied."""
+    try:
+        return _clone(given.module, _synthetic(given, dtype, generator), dtype, generator)
+    except Exception as error:  # a module's own code may raise anything
+        return _refusal(error)
+
+
+def _result(clone: Any, arguments: _Tokens) -> Tensor | str:
+    """Return the result of a module's forward, or the reason that there is none."""
+    try:
+        with _OneExpertAtATime(max(LARGEST, clone.gate_up_proj[0].numel())):
+            got = clone(*(each.clone() for each in arguments))
+    except Exception as error:  # a module's own code may raise anything
+        return _refusal(error)
+    if not isinstance(got, Tensor) or got.shape != arguments.tokens.shape:
+        result = f"a tensor {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
+        return f"its forward returns {result} for tokens {tuple(arguments.tokens.shape)}"
+    return got
+
+
+def _refusal(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{REFUSES}: {type(error).__name__}: {text[:160]}"
+
+
+REFUSES: Final = "its forward refuses tokens, expert ids and weights"
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Return the largest relative error of a token's result."""
+    relative = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+    return relative.nan_to_num(torch.inf, torch.inf).amax().item()
+
+
 class _OneExpertAtATime(TorchDispatchMode):
-    """Mode that refuses ops that read more than ``LARGEST`` elements of the experts' weights, before such an op
+    """Mode that refuses ops that read or gather more elements of the experts' weights than a limit, before such an op
     allocates its result.
 
     The synthetic weights of all experts take almost no memory, but a copy of the weights might not fit.
+
+    Args:
+        limit: largest number of elements.
     """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = any(each.alias_info is not None for each in func._schema.returns)
-        if not is_view and any(isinstance(each, Tensor) and each.numel() > LARGEST for each in args):
-            raise MemoryError("the trial is limited to modules that read the weight of one expert at a time")
+        if not is_view and any(isinstance(each, Tensor) and each.numel() > self.limit for each in args):
+            raise MemoryError(LIMITED)
+        if func in _GATHERS and _size_of_gather(*args) > self.limit:
+            raise MemoryError(LIMITED)
         return func(*args, **(kwargs or {}))
+
+
+LIMITED: Final = "the trial is limited to modules that read the weight of one expert at a time"
+_GATHERS: Final = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+
+
+def _size_of_gather(source: Tensor, *where: Any) -> int:
+    """Return the number of elements of the result of an op in ``_GATHERS``."""
+    indices = [where[1]] if isinstance(where[0], int) else [each for each in where[0] if each is not None]
+    indexed = [where[0]] if isinstance(where[0], int) else [i for i, each in enumerate(where[0]) if each is not None]
+    count = max((each.numel() for each in indices), default=1)
+    rest = [size for dim, size in enumerate(source.shape) if dim not in indexed]
+    return count * math.prod(rest)
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
@@ -173,18 +303,20 @@ def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generato
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _results(
-    given: "FloatExperts", gates: Sequence[SwiGLU], tokens: Tensor, chosen: Tensor, weights: Tensor
-) -> list[Tensor]:
-    """Return the results of ``QuantExperts`` with each gate, from the weights that quantisation would read."""
+def _results(given: "FloatExperts", gates: Sequence[SwiGLU], arguments: _Tokens) -> list[Tensor]:
+    """Return the results of ``QuantExperts`` with each gate, from the weights that quantisation would read, in at least
+    float32."""
+    tokens, chosen, weights = arguments
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    tokens, weights = tokens.to(dtype), weights.to(dtype)
     totals = [torch.zeros_like(tokens) for _ in gates]
     gate_up_bias, down_bias = (
-        torch.zeros(given.experts, parts, dtype=tokens.dtype) if bias is None else bias.view(given.experts, -1)
+        torch.zeros(given.experts, parts, dtype=dtype) if bias is None else bias.view(given.experts, -1).to(dtype)
         for bias, parts in zip(given.biases(), (2, 1), strict=True)
     )
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        *halves, down = given.weights(expert)
+        *halves, down = (each.to(dtype) for each in given.weights(expert))
         biases = gate_up_bias[expert].chunk(2)
         gate, up = (tokens[rows] @ half.t() + bias for half, bias in zip(halves, biases, strict=True))
         hidden = torch.cat([swiglu.of(gate, up) for swiglu in gates])
@@ -197,8 +329,14 @@ def _key_of(module: nn.Module) -> Hashable | None:
     """Return a value that is equal for modules that compute the same from equal weights, or None if attributes of the
     module cannot be compared."""
     own = [base for base in type(module).__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
-    members = [each for base in own for each in vars(base).values()]
-    items: list[Any] = [type(module), *(each for each in members if callable(each) or isinstance(each, property))]
+    items: list[Any] = [type(module)]
+    for name, value in (each for base in own for each in vars(base).items()):
+        if callable(value) or isinstance(value, (property, classmethod)):
+            items += [value, *_globals_of(value)]
+        elif _is_plain(value):
+            items.append((name, repr(value)))
+        elif not name.startswith("__"):
+            return None
     for name, value in module.__dict__.items():
         if name in ("_parameters", "_buffers", "_modules", "training") or _is_empty(value):
             continue
@@ -219,6 +357,36 @@ def _key_of(module: nn.Module) -> Hashable | None:
             return None
         items.append((name, key))
     return tuple(items)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a number, text or dtype, and for a container of these."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
+
+
+def _globals_of(member: Any) -> list[tuple[str, str]]:
+    """Return the names and values of plain global variables that a method reads, itself or in functions of its file."""
+    waiting, seen, found = [getattr(member, "__func__", getattr(member, "fget", member))], set(), {}
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                if _is_plain(value):
+                    found[f"{function.__module__}.{name}"] = repr(value)
+                elif getattr(value, "__module__", None) == function.__module__:
+                    waiting.append(value)
+    return sorted(found.items())
 
 
 def _is_empty(value: Any) -> bool:
