@@ -130,6 +130,20 @@ def test_input_that_changes_in_place(with_gradients):
         model(X.clone())
 
 
+def test_inference_tensors_that_change_in_place():
+    """Torch does not count changes of inference tensors, so that their values are compared."""
+    plain = quantize_(nn.Sequential(Scales(), Attention()).bfloat16().requires_grad_(False))
+    model = merge_(copy.deepcopy(plain))
+    text = "qkv_proj merges layers, and their input was changed in place"
+    with torch.inference_mode():
+        x = X.clone()
+        x[0, 0] = torch.nan
+        assert x.is_inference()
+        assert torch.equal(model[1](x).view(torch.uint8), plain[1](x).view(torch.uint8))
+        with pytest.raises(RuntimeError, match=text):
+            model[0](x)
+
+
 def test_merging_twice_changes_nothing():
     model = merge_(model_of())
     want = model(X)

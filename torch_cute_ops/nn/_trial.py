@@ -161,7 +161,9 @@ def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
 def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
     """Return the reason that the gate does not give the module's results in another mode or dtype, or for many tokens;
     or None."""
-    own, kind = given.module.gate_up_proj.dtype, type(given.module).__name__
+    kind, own = type(given.module).__name__, given.module.gate_up_proj.dtype
+    if own not in TOLERANCE:  # a quantised parameter; quantize_ refuses it
+        own = torch.float32
     generator = torch.Generator("cpu").manual_seed(1)
     for make, dtype in ((_few, own), (_crowd, torch.float32)):
         clone, arguments = _cloned(given, dtype, generator), make(given, dtype, generator)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import QuantLinear, merge
-from torch_cute_ops.runtime.dispatch import is_proxy
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 
 @torch.no_grad()
@@ -27,8 +28,10 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
 
     Returns:
         ``model``. A call that passes different inputs to merged layers, as in cross-attention, raises ``RuntimeError``,
-        and so does a call that changes the input in place between two merged layers. Under ``torch.inference_mode()``
-        and ``torch.compile`` changes are not counted, so that such a call goes unnoticed.
+        and so does a call that changes the input in place between two merged layers. Torch does not count the changes
+        of inference tensors, so that under ``torch.inference_mode()`` their values are compared instead: on a CPU, and
+        on a GPU if ``TORCH_CUTE_OPS_CHECK=1``. Under ``torch.compile``, and on a GPU under ``torch.inference_mode()``,
+        such a call goes unnoticed.
     """
     # Exclude quantised layers: the list would keep all layers in memory until the last layer is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
@@ -106,18 +109,20 @@ class _Results:
         self.name, self.layer = name, layer
         self.input: Tensor | None = None
         self.version: int | None = None
+        self.copy: Tensor | None = None
         self.values: Sequence[Tensor] = ()
 
     def of(self, x: Tensor) -> Sequence[Tensor]:
         version = _version(x)
         if self.input is None:
             self.input, self.version = x, version
+            self.copy = x.clone() if _compares_values(x) else None
             self.values = self.layer(x).split(self.layer.parts, -1)
         elif self.input is not x:
             raise RuntimeError(
                 f"{self.name} merges layers that were called with different inputs; do not merge them (merge=False)"
             )
-        elif self.version != version:
+        elif self.version != version or (self.copy is not None and not _has_equal_bytes(self.copy, x)):
             raise RuntimeError(
                 f"{self.name} merges layers, and their input was changed in place between two calls; do not merge them "
                 "(merge=False)"
@@ -131,6 +136,19 @@ def _version(x: Tensor) -> int | None:
     Inference tensors have no such number, and compiled or traced code cannot compare the number.
     """
     return None if torch.compiler.is_compiling() or is_proxy(x) or x.is_inference() else x._version
+
+
+def _compares_values(x: Tensor) -> bool:
+    """Return True if the values of an input must show whether it was changed, and may be read: the values of an
+    inference tensor, on a GPU only in debug mode."""
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or not x.is_inference():
+        return False
+    return x.is_cpu or (settings.CHECK and x.is_cuda and not torch.cuda.is_current_stream_capturing())
+
+
+def _has_equal_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors of one shape and dtype have the same bits, so that NaN equals NaN."""
+    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (one, other)))
 
 
 class _Original:
