@@ -157,11 +157,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_cases(config, items, sample)
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
-    # Long tests begin first, so that no worker ends up with them; tests that measure time run after all others.
-    items.sort(key=lambda item: bool(item.get_closest_marker("timing")) - takes_long(item))
+    # Tests of the GPU begin first, so that a run that is stopped contains them, and then long tests, so that no worker
+    # ends up with them; tests that measure time run after all others.
+    items.sort(key=lambda item: (bool(item.get_closest_marker("timing")), not runs_on_gpu(item), not takes_long(item)))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
+
+
+def runs_on_gpu(item: pytest.Item) -> bool:
+    """Return whether a test uses a GPU, and one is present."""
+    device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+    return not GPU_MISSING and (device == "cuda" or bool(item.get_closest_marker("gpu")))
 
 
 def takes_long(item: pytest.Item) -> bool:

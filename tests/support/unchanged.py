@@ -66,7 +66,7 @@ def digest_of(item: pytest.Item) -> str:
     imported = (file for file in _imports(item.path) if ROOT / COMPILED[0] in file.parents)
     compiled = _code((*map(_path_of, named), *imported), COMPILED) if named else _all_kernels()
     run = _code((item.path,), RUN)
-    # The configurations themselves: names of tests do not tell all of a configuration.
+    # Include the configurations, because the names of tests do not contain every property of a configuration.
     configs = sorted(repr(kernel.config) for kernel in _kernels_of(item))
     docstrings = _docstrings() if item.path.name in DOCSTRINGS_READ else ()
     return _sha(item.nodeid, compiled, run, *configs, *docstrings, *_toolchain())[:16]
@@ -143,7 +143,7 @@ def _imports(file: Path) -> tuple[Path, ...]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     # A package is imported before its modules.
     names |= {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
-    # Tests of kernels import each other by their names alone.
+    # Test files in tests/kernels import each other by file name, without a package.
     siblings = (file.with_name(f"{name}.py") for name in names)
     paths = (*map(_path_of, sorted(names)), *(sibling for sibling in siblings if sibling.is_file()))
     return tuple(path for path in paths if path is not None)

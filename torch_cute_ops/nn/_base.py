@@ -87,7 +87,7 @@ class QuantLinear(nn.Module):
         in_features: K.
         out_features: N.
         bias: True to add a bias, in fp32 before the single rounding of the GEMM's result.
-        activations: format of the activations in the GEMM; ``"auto"`` is the first of the class's ``choices``.
+        activations: format of the activations in the GEMM; ``"auto"`` selects the first of the class's ``choices``.
         parts: rows of each layer that this layer merges, such as q, k and v; ``None`` for a layer that is not merged.
         has_input_scale: True to add an ``input_scale``, in formats that use it. NVFP4 activations need it. FP8
             activations with a tensor or channel scale of the weight are static if it exists.
@@ -132,12 +132,12 @@ class QuantLinear(nn.Module):
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}")
         for name, (shape, kind) in self.layout().items():
-            byte = 0xFF if "scale" in name else 0  # NaN in every format of scales, and zero
+            byte = 0xFF if "scale" in name else 0  # a byte that is NaN in every format of scales; 0 for other tensors
             undefined = torch.full((*shape[:-1], shape[-1] * kind.itemsize), byte, dtype=torch.uint8, device=device)
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Stored without the scale, which is a buffer that can be moved or replaced.
+        # Store the description without the scale, which is a buffer that may be moved or replaced.
         self._input_quantization = self._quantization()
         self._derive()
 
@@ -359,7 +359,7 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of input rows that lead to at least ``rows`` rows in the GEMM.
+        """Return a number of input rows for which the GEMM multiplies at least ``rows`` rows.
 
         Layers that gather rows from several ranks need fewer input rows.
         """
@@ -461,9 +461,9 @@ class QuantLinear(nn.Module):
 def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     """Merge layers with the same input into one layer that computes their results side by side.
 
-    For q, k and v, or gate and up: one GEMM reads the input once. ``y.split(layer.parts, -1)`` separates the results.
-    Each part keeps its own NVFP4 global scale or FP8 tensor scale, applied per column in the GEMM's epilogue; nothing
-    is quantised again. Activations use the largest of the input scales.
+    Use it for q, k and v, or for gate and up, so that one GEMM reads the input once. ``y.split(layer.parts, -1)``
+    separates the results. Each part keeps its own NVFP4 global scale or FP8 tensor scale, applied per column in the
+    GEMM's epilogue; nothing is quantised again. Activations use the largest of the input scales.
 
     Args:
         layers: layers of one class, with equal ``in_features`` and ``activations``, all with a bias or all without. For
@@ -567,7 +567,7 @@ def link(layer: QuantLinear, following: QuantLinear | None) -> None:
         _FOLLOWING[layer] = weakref.ref(following)
 
 
-# If this were an attribute of the modules, copies and pickles would follow the chain of layers.
+# Keep the links outside of the modules: copies and pickles would follow attributes through the whole chain of layers.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 

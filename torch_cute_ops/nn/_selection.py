@@ -192,7 +192,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _left_of_other(model: nn.Module, name: str, module: nn.Module) -> Left:
-    """Return the reason for a module that is neither a linear layer nor experts."""
+    """Return the reason that a module, which is neither a linear layer nor experts, stays unchanged."""
     kind = type(module).__name__
     if isinstance(module, nn.Embedding) or "Embedding" in kind:
         return Left("it is an embedding", is_expected=True)
@@ -229,7 +229,8 @@ def _left_of_linear(
 
 @functools.cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the names of layers whose weight the methods of a class pass on or convert other tensors to.
+    """Return the names of layers whose weight the methods of a class use: they pass it on, or convert other tensors to
+    its dtype.
 
     T5 converts the input of ``wo`` to the dtype of its weight, and WavLM passes the weights of its projections to
     ``multi_head_attention_forward``. Other code that names a weight reads its device or shape, or initialises it.

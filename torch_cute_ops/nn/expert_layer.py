@@ -215,7 +215,7 @@ class ExpertLayer(nn.Module):
         return f"topk={self.topk}, {', '.join(f'{name}={value!r}' for name, value in self.scoring.items())}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the bias of the choice without casting it."""
+        """Move ``bias``, which is added for the choice of experts, without casting it."""
         own = self.bias
         super()._apply(lambda tensor: moved(fn, own) if own is not None and tensor is own else fn(tensor), recurse)
         return self

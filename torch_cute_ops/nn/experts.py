@@ -58,7 +58,8 @@ def few_tokens(width: int) -> int:
 
     Measured on an H200: for I = 256 the routed path is faster than the permuted path up to ``MOST_FEW`` tokens, for any
     routing; for I = 768, it is faster up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to a
-    fifth with 2 tokens per expert and by more with further tokens; only a call with one token is 1 to 3 % faster.
+    fifth with 2 tokens per expert, and by more with more tokens. Only calls with a single token are faster, by 1 to 3
+    %.
 
     Args:
         width: I, the intermediate size of an expert.
@@ -157,18 +158,18 @@ class QuantExperts(nn.Module):
         activations in the weights' format they are ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
         Few means at most ``tokens_of_expert`` tokens per expert on average, and at most 512 tokens in a call. For 256
-        experts with I = 256, and 8 experts per token, the limit is 512 tokens. If no number of tokens is few, as for
-        gpt-oss's experts with I = 2,880, nothing changes and a warning says so.
+        experts with I = 256, and 8 experts per token, the limit is 512 tokens. For large experts the limit is zero, for
+        example for gpt-oss's experts with I = 2,880. Then nothing changes, and a warning says so.
 
         Only the number of tokens selects the path. Results of the two paths differ by the rounding of the activations.
         In each path a token's result does not depend on the other tokens or on their experts, to the bit. It depends on
         the number of tokens only through the path and, on a GPU, through the GEMMs' tactics.
 
         The down layers are stored twice, because these ops need them side by side, (H, E · I/2): one third more bytes
-        in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements. It takes 2 bytes
-        per element in 16 bits, 9/16 in NVFP4, 17/32 in MXFP4; for example 64 MiB in 16 bits for 512 tokens of 256
-        experts with I = 256. The state dict does not change, so it does not contain global scales. CUDA graphs captured
-        with other ``activations`` must be captured again.
+        in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements. The tensor takes 2
+        bytes per element in 16 bits, 9/16 bytes in NVFP4, or 17/32 bytes in MXFP4; for example 64 MiB in 16 bits for
+        512 tokens of 256 experts with I = 256. The state dict does not change, so it does not contain global scales.
+        CUDA graphs captured with other ``activations`` must be captured again.
 
         Args:
             activations: ``"16bit"``, for bfloat16 or float16 calls (float32 calls use the permuted path), or ``"fp4"``.

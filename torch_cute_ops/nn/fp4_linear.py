@@ -92,8 +92,8 @@ class _FP4Linear(QuantLinear):
         return self.activations == "16bit" or self._quantises(rows, gated=True)
 
     def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
-        # In compiled models the pass of ``integrations.inductor`` decides, because it knows the other readers of the
-        # codes.
+        # In compiled models, the pass of ``integrations.inductor`` decides if the GEMM quantises, because it knows
+        # whether anything else reads the codes.
         if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
             return False
         return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
@@ -218,8 +218,8 @@ class NVFP4Linear(_FP4Linear):
             weight_scale: (N, K/16) float8_e4m3fn, linear.
             weight_scale_2: float32, one element, or one per part; factor of decoded weights, as in ModelOpt. It is 1 /
                 ``weight_global_scale`` of compressed-tensors.
-            input_scale: float32, one element; factor of decoded activations, as in ModelOpt. ``activations="fp4"``
-                needs it.
+            input_scale: float32, one element, by which decoded activations are multiplied, as in ModelOpt.
+                ``activations="fp4"`` needs it.
             bias, parts, activations: arguments of :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}

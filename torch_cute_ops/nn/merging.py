@@ -18,8 +18,8 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
     """Merge the quantised layers of a model that have the same input, in place: one GEMM instead of two or three.
 
     A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
-    unchanged: a call to one of the three returns its columns of the merged result. Modules therefore need no support
-    for merging, also under ``torch.compile``; Hugging Face decoders are an example. Layers that cannot be merged stay
+    unchanged: a call to one of the three returns its columns of the merged result. Modules such as Hugging Face
+    decoders therefore need no support for merging, even under ``torch.compile``. Layers that cannot be merged stay
     separate, such as the layers of an attention if only some are quantised, or layers with hooks.
 
     Args:

@@ -33,8 +33,9 @@ def warmup(
 
     Args:
         model: model with layers of this package at any depth, on the device that serves.
-        rows: numbers of rows that will be served, or one number, summed over all ranks: sequences in a decode step,
-            tokens of a prefill. Numbers in the same bucket share kernels, so only one number per bucket is called.
+        rows: numbers of rows that will be served, or one number. A number of rows is the number of sequences in a
+            decode step, or of tokens in a prefill, summed over all ranks. Numbers in the same bucket share kernels, so
+            only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
@@ -160,8 +161,8 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
 
 
 def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) -> None:
-    """Call a layer as if ``following`` came next. If its GEMM quantises rows, also call it with codes, which compiled
-    models and layers with a shared input use."""
+    """Call a layer as a model calls it whose next layer is ``following``. If its GEMM quantises rows, also call it with
+    codes, which compiled models and layers with a shared input use."""
     with _linked(layer, following):
         layer(x)
         if layer.prologue_quantises(x):

@@ -205,7 +205,7 @@ class Gemm(BackendPath[GemmCall]):
             )
         _checks.check_device(op, "prefetch", prefetch, "a", device)
 
-    # What is computed
+    # Description of the GEMM
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         """Return the formats of the activations and of the weight."""
@@ -798,7 +798,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
             if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:
-                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # prefetching a copy would be useless
+                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # no prefetch of a copy, which would be useless
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)

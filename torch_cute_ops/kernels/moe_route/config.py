@@ -35,7 +35,7 @@ class Config(ExpertChoice, PlacementConfig):
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Placement of pairs in rows. A slot is a token."""
+        """Assignment of pairs to rows, in which a slot is a token."""
         return ExpertPlacement(self.experts, self.topk, self.batch, SINGLE_CTA_TOKENS, SLOTS_PER_CTA, self.is_masked)
 
 

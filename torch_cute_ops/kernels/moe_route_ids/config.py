@@ -28,7 +28,7 @@ class Config(PlacementConfig):
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Placement of pairs in rows. A slot is a pair."""
+        """Assignment of pairs to rows, in which a slot is a single pair."""
         return ExpertPlacement(self.experts, 1, BATCH, BATCH, SLOTS_PER_CTA, self.is_masked)
 
 

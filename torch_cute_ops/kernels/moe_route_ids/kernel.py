@@ -42,7 +42,7 @@ class MoeRouteIdsKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """Read the expert of each thread's pair, and rank the pair."""
+        """Read the expert of each thread's pair, and compute the pair's rank among the pairs with the same expert."""
         expert, rank = Int32(-1), Int32(0)
         if self.has_pair(batch, thread):
             expert = self.expert_of(batch + thread.tid, inputs)

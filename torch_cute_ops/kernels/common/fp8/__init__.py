@@ -1,1 +1,1 @@
-"""FP8 operands on the device, and the frame of the FP8 GEMMs."""
+"""Device code for FP8 operands, and the parts of which FP8 GEMMs are composed."""

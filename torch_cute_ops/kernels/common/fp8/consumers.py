@@ -1,4 +1,4 @@
-"""Consumer warpgroups of the FP8 GEMMs by wgmma, as parts: MMAs, main loop, promotion, results.
+"""Parts of the consumer warpgroups of FP8 GEMMs by wgmma: MMAs, main loop, promotion, results.
 
 ``Consumers.run`` loops over the CTA's tiles. For each tile, it calls its *main loop*, which starts MMAs (``SmemMma`` or
 a kernel's own class), promotes their results to the accumulators in fp32, and releases stages. Then ``Results`` stores
@@ -40,7 +40,7 @@ from torch_cute_ops.kernels.common.fp8.gemm import Smem, Stages, WorkSchedule, k
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, STORE_TILE_BYTES, FP8GemmConfig
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
 
-K_STEP = 32  # elements of K of an MMA
+K_STEP = 32  # extent K of an MMA, in elements
 
 
 class Consumer(NamedTuple):
@@ -93,7 +93,7 @@ class SmemMma:
             the stages.
     """
 
-    parts = 1  # number of accumulators for an element of the result in a k tile
+    parts = 1  # number of accumulators per element of the result and k tile
 
     def __init__(self, config: FP8GemmConfig, is_decoded: bool = False):
         self.config, self.is_decoded = config, is_decoded
@@ -182,7 +182,8 @@ def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, facto
 
 
 class TokenScaled:
-    """Promotion by the scales of ``a`` alone: the weight's scales are powers of two that the epilogue applies."""
+    """Promotion rule: results are multiplied by the scales of ``a`` only. The weight's scales are powers of two, which
+    the epilogue applies."""
 
     def __init__(self, config: FP8GemmConfig, stages: Stages):
         self.config, self.stages = config, stages
@@ -236,7 +237,8 @@ class MainLoop:
             else:
                 self.results.store_pending(acc, pending, consumer, work)
         if const_expr(c.unrolls):
-            # Finish the round that the previous tile has begun, then run whole rounds, then the remainder
+            # First complete the round of the pipeline that the previous tile has begun, then run whole rounds, then the
+            # remainder.
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             stage, parity = self.add(multiply, acc, partials, begun, count - begun, stage, parity, consumer, smem)
             for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
@@ -264,8 +266,8 @@ class MainLoop:
         run. The first stage is full. ``meanwhile`` is called after all MMAs have started. Return the next stage, and
         its parity.
 
-        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. So a consumer
-        loads factors and waits for the next stage earlier, before its last MMAs end.
+        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. Therefore a
+        consumer loads factors, and waits for the next stage, before its last MMAs end.
         """
         rule, reads = self.promotion, []
         for i, partial in enumerate(partials):
@@ -379,7 +381,7 @@ class Consumers:
         stages: pipeline.
         mma: MMAs of a k tile.
         loop: main loop.
-        results: object that stores finished accumulators, or shares them with the cluster.
+        results: object that stores a tile's accumulators, or first adds up partial sums over the cluster.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
@@ -412,7 +414,7 @@ class Consumers:
                 stage, parity = self.loop.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
                 if const_expr(not c.is_swapped):
                     if const_expr(c.split_k > 1):
-                        # The other CTA stores the rows of the other warpgroup.
+                        # The other CTA of the pair stores the rows of the other warpgroup.
                         rows = ptx.select(work.rank == group, rows, Int32(0))
                     pending = Pending(row, rows, column, expert)
                 elif const_expr(c.split_k > 1):
@@ -488,7 +490,8 @@ class Results:
         its expert.
 
         Without split-K, they are read from the record of the stage, because finding a tile takes some 1,000 clocks.
-        Under split-K, the CTA finds the tile: it may have no k tile of the output tile, and thus no record.
+        Under split-K, the CTA finds the tile itself, because it may have no k tile of the output tile, and thus no
+        record.
         """
         if const_expr(self.config.split_k == 1):
             smem.stages.wait_full(stage, parity)
@@ -505,8 +508,8 @@ class Results:
             cute.arch.cluster_wait()
 
     def finish(self, column, expert, consumer: Consumer, work):
-        """Return the functions that finish a thread's accumulators of a swapped tile: one function per column of the
-        thread (two columns), or, under split-K, one function for the columns of ``thread_columns``."""
+        """Return the functions that apply the epilogue to a thread's accumulators of a swapped tile: one function for
+        each of the thread's two columns, or, under split-K, one function for the columns of ``thread_columns``."""
         c, epilogue = self.config, self.epilogue.of_tile(expert, work)
         if c.split_k > 1:
             return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
@@ -546,8 +549,8 @@ class Results:
 
     @cute.jit
     def add_up(self, acc, finish, row, rows, column, turn, is_last, consumer, work, smem):
-        """Add up the partial sums of a swapped tile over the CTAs that share the tile, in the order of K. Finish and
-        store the sums.
+        """Add up the partial sums of a swapped tile over the CTAs that share the tile, in the order of K. Apply the
+        epilogue and store the results.
 
         The CTAs send each other the partial sums of rows and columns that exist. A CTA may end when it has received all
         partial sums that it waits for: afterwards, no CTA sends to it or arrives at its barriers.
@@ -610,7 +613,7 @@ class Results:
     def _tell_read(self, is_last, consumer, smem):
         """Tell all CTAs that share the tile that a warp has read their partial sums, unless this is the last tile."""
         if not is_last:
-            # The next tile's partial sums overwrite this tile's.
+            # The next tile's partial sums will overwrite the partial sums of this tile.
             fence_async()
             cute.arch.sync_warp()
             shares = Uint32(consumer.lane < self.config.split_k)

@@ -1,4 +1,5 @@
-"""FP8 on the device: fp32 scales, and fp32 values divided by a scale, with IEEE rounding, and converted to e4m3.
+"""Quantisation to FP8 on the device: computes fp32 scales, divides fp32 values by a scale with IEEE rounding, and
+converts the quotients to e4m3.
 
 A division costs three instructions per element (Markstein 1990): the product of a value and the correctly rounded
 inverse of the scale is off by at most one ulp, and one residual step rounds the quotient correctly. If a scale is
@@ -21,7 +22,7 @@ class Divisor(NamedTuple):
     """A scale that values are divided by.
 
     Attributes:
-        factor: row factor times the power of two; values are first multiplied by it.
+        factor: row factor times the power of two. Values are multiplied by this factor before the division.
         scale: scale times the power of two.
         inverse: inverse of ``scale``.
         live: True if a computed scale is neither zero nor NaN; None for a given scale.
@@ -48,7 +49,7 @@ def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Div
     factor = power if rstd is None else ptx.mul_rn(rstd, power)
     if is_dynamic:
         return Divisor(factor, near_one, inverse, scale > Float32(0.0))
-    # Any finite value over an infinite scale is zero: no residual step.
+    # A finite value divided by an infinite scale is zero, so skip the residual step.
     return Divisor(factor, ptx.select(magnitude < Float32(_INFINITY), near_one, Float32(0.0)), inverse, None)
 
 
@@ -63,11 +64,11 @@ def _divide_four(values: list, divisor: Divisor) -> Uint32:
     for raw in values:
         value = ptx.mul_rn(raw, divisor.factor)
         guess = ptx.mul_rn(value, divisor.inverse)
-        # With the signs in this order a zero keeps its sign.
+        # With the operands' signs chosen in this way, a zero keeps its sign.
         excess = ptx.fma_rn(divisor.scale, guess, -value)
         quotient = ptx.fma_rn(-excess, divisor.inverse, guess)
         if divisor.live is None:
-            # A given scale may be zero or far too small: then ``guess`` (infinite, NaN or large) is the result.
+            # If a given scale is zero or far too small, ``guess`` (infinite, NaN or large) is the result.
             quotient = ptx.select(ptx.max_abs_nan(Float32(0.0), guess) <= Float32(_BEYOND_E4M3), quotient, guess)
         quotients.append(quotient)
     word = ptx.e4m3x4_of(tuple(quotients))

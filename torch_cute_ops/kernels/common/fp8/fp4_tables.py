@@ -5,9 +5,9 @@ Each block scale gives a table of eight e4m3 bytes: ``magnitude · scale / unit`
 then looks up four codes, with the codes as selectors. The signs are added afterwards.
 
 By definition (``reference.mm_fp8_fp4``), each k tile of a row (128 elements) has its own unit ``2^t``, the smallest
-unit with which no number exceeds 448. A larger unit gives the same values as long as no number is subnormal. So usually
-all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times
-the scale in e4m3: the other bytes are these two times powers of two.
+unit with which no number exceeds 448. A larger unit gives the same values as long as no number is subnormal, so usually
+all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times the scale, both
+in e4m3: the other bytes are these two numbers times powers of two.
 
 For a k tile with its own unit, and for NVFP4 scales, the numbers are computed in float16. This is exact, because a
 product has at most 6 significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
@@ -25,7 +25,7 @@ from torch_cute_ops.kernels.common.core import ptx
 # Two e2m1 magnitudes in each word, as float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
 _ONE_AND_A_HALF = 0x3E003E00
-_LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's smallest number, in float16
+_LEAST_SCALE = 0x18001800  # 2^-9, e4m3's smallest number, in float16, in both halves of a word
 _SIGNS = 0x80808080
 _HEADROOM = 3
 """Powers of two by which a row's unit exceeds the smallest unit of its first k tile. Scales of other k tiles may then
@@ -37,7 +37,7 @@ tile, divided by the unit, are below 2^103)."""
 
 
 class SharedUnit(NamedTuple):
-    """Scales of a row's k tile over the unit of the row.
+    """Scales of a row's k tile, divided by the unit of the row.
 
     Attributes:
         ones, one_and_halves: e4m3 bytes of the scales, and e4m3 bytes of 1.5 times the scales; one word per half of the
@@ -61,7 +61,8 @@ def own_exponent(words: list, fmt: FP4Format) -> Int32:
     # The maximum ignores NaN.
     largest = functools.reduce(ptx.max_abs_f16x2, pairs)
     largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
-    # 6 · scale ≤ 448 · 2^t: t is the scale's exponent - 6, plus 1 if its significand exceeds 7/6 (is at least 1.25)
+    # Find the least t with 6 · scale ≤ 448 · 2^t: the scale's exponent minus 6, plus 1 if its significand exceeds 7/6
+    # (that is, is at least 1.25)
     return Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
 
 
@@ -174,12 +175,12 @@ def _pairs(words: list) -> list:
 
 
 def _inverse(exponent: Int32) -> Uint32:
-    """Return 2^-exponent twice, in float16."""
+    """Return 2^-exponent in float16, in both halves of a word."""
     return Uint32(15 - exponent) * Uint32(0x04000400)
 
 
 def _signs(of: Uint32, but: Uint32) -> Uint32:
-    """Return the highest bits of bytes whose highest bit in ``but`` is zero."""
+    """Return the highest bit of each byte of ``of`` whose highest bit in ``but`` is zero."""
     return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 

@@ -1,4 +1,4 @@
-"""FP8 GEMM by wgmma: the device code that all its kernels share, as parts.
+"""Parts of FP8 GEMMs by wgmma: the device code that all these kernels share.
 
 A CTA consists of two or four consumer warpgroups, a warpgroup of one producer warp and three scale-loader warps, and
 possibly decoder warps. ``FP8Gemm.kernel`` assigns warps to these parts:
@@ -57,7 +57,7 @@ class Work(NamedTuple):
         num_clusters: number of clusters, which is also the step to the cluster's next tile.
         num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.
-        m_rank: index of the CTA's ``tile_m`` rows in a tile that a cluster shares.
+        m_rank: index of this CTA's group of ``tile_m`` rows in a tile that the CTAs of a cluster share.
         a_scale, b_scale: block scales of all experts.
         alpha, bias: operands of the epilogue, or None.
         out: result.
@@ -203,7 +203,7 @@ class Stages:
         return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
 
     def record(self, stage, smem: Smem) -> cute.Tensor:
-        """Return the words of a stage that describe its tile (``RECORD_WORDS``)."""
+        """Return the ``RECORD_WORDS`` words of shared memory in which a stage's record describes the stage's tile."""
         start = cute.assume(Int32(stage) * RECORD_WORDS, divby=4)
         return cute.make_tensor(smem.records + start, cute.make_layout(RECORD_WORDS))
 
@@ -283,7 +283,7 @@ class FP8Gemm:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         elif const_expr(c.split_k > 1):
-            # Consumers wait before they send partial sums.
+            # Consumers wait for this arrival of all CTAs before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         m, n = out.shape
         self.schedule.tiles.prepare(*rows, b_map[1].shape[2], space, smem.table, tid, c.threads)
@@ -416,8 +416,8 @@ class ScaleLoader:
     """The scale-loader warps: each loads the scales of every ``SCALE_WARPS``-th stage.
 
     A load takes as long as the MMAs of several stages, so a warp keeps the loads of several of its stages in flight.
-    The pipeline is at least as deep as the number of scale loaders. So a warp's previous stage was at most one round
-    ago. The warp is never two rounds late, so the parity of an empty barrier is unambiguous.
+    The pipeline has at least as many stages as there are scale loaders, so a warp's previous stage was at most one
+    round ago. A warp is therefore never two rounds late, and the parity of an empty barrier is unambiguous.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, scales: Any):
@@ -426,9 +426,9 @@ class ScaleLoader:
 
     @cute.jit
     def run(self, own, lane, work, smem):
-        """Run scale loader ``own`` of ``SCALE_WARPS``."""
+        """Run the scale loader with the index ``own``, of ``SCALE_WARPS`` scale loaders."""
         c = self.config
-        before = Int32(0)  # stages of earlier tiles
+        before = Int32(0)  # number of stages of earlier tiles
         for number in range(work.first, work.num_tiles, work.num_clusters):
             tile = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(tile.expert, tile.column, work)
@@ -469,7 +469,8 @@ class Decoders:
         for turn in cutlass.range(team, count, c.decoder_teams, unroll=1):
             smem.copies.wait_full(stage, parity)
             self.decoder.complete(begun, stage, lane, work, smem)
-            # MMAs and copies read the result through the async proxy, and later copies replace the input.
+            # Execute a fence: MMAs and copies read the result through the async proxy, and later copies overwrite the
+            # input.
             fence_async()
             cute.arch.sync_warp()
             self.decoder.tell(begun, stage, lane, work, smem)

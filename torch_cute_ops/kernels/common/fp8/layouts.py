@@ -139,7 +139,7 @@ def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
 
 @dataclass(frozen=True)
 class FP8GemmConfig:
-    """Everything static about an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
+    """Static properties of an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
 
     A *stage* of the pipeline holds ``span`` k tiles of ``a`` and of the weight, with their scales and a record of the
     output tile that they belong to. A *slot* is the place of one k tile in the pipeline.
@@ -151,8 +151,8 @@ class FP8GemmConfig:
         split_k: number of CTAs of a cluster that divide the K of a tile among them.
         stages: number of stages of the pipeline.
         pdl: True for programmatic dependent launches.
-        static_weight: True if the weight was complete before the previous launch on the stream. Set only if it makes a
-            difference (``reads_ahead``).
+        static_weight: True if the weight was complete before the previous launch on the stream. It is set only if it
+            affects the kernel (``reads_ahead``).
         prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: (tile_m, tile_n, split_k) that the kernel is built for.
         stage_counts: numbers of stages to choose from, the largest first.
@@ -244,7 +244,7 @@ class FP8GemmConfig:
 
     @property
     def teams_meet(self) -> bool:
-        """Return True if a stage belongs to different teams in successive rounds of the pipeline."""
+        """Return True if the same stage belongs to different teams in successive rounds of the pipeline."""
         return self.stages % self.decoder_teams > 0
 
     @property
@@ -285,7 +285,7 @@ class FP8GemmConfig:
     @property
     def received_bytes(self) -> int:
         """Bytes of shared memory for the partial sums that a CTA receives from the other CTAs of its cluster. With
-        ``a`` on the M side, each of two CTAs finishes the rows of one consumer warpgroup, and receives the accumulators
+        ``a`` on the M side, each of two CTAs stores the rows of one consumer warpgroup, and receives the accumulators
         of the other CTA for these rows."""
         if self.split_k == 1:
             return 0
@@ -365,7 +365,7 @@ def with_most_stages(
     prefetches: bool = False,
     **own: Any,
 ) -> AnyConfig | None:
-    """Return the configuration of this kind with the most stages that fit on an SM of ``arch``, or None if none fits.
+    """Return the configuration of this kind with the largest number of stages that fits on an SM of ``arch``, or None.
     ``own`` contains the fields that only this kind of configuration has."""
     hints = static_weight and kind.reads_ahead(rows, tile_m, pdl), prefetches and kind.may_prefetch(rows, tile_m)
     tile = tile_m, tile_n, split_k

@@ -28,7 +28,8 @@ def store_rows(
     lane,
     epilogue: TileEpilogue,
 ):
-    """Finish the accumulators of 16 rows and store the first ``rows`` of them, from ``first_row`` of ``out`` on.
+    """Apply the epilogue to the accumulators of 16 rows, and store the first ``rows`` of them, from ``first_row`` of
+    ``out`` on.
 
     Args:
         acc: accumulators of a lane, four per eight columns.
@@ -46,8 +47,9 @@ def store_rows(
     n = out.shape[1]
     for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
-            # 16-bit results are rounded before they change lanes. fp32 results are finished afterwards, when a lane
-            # holds four contiguous columns of a line. Otherwise, with alpha and bias, two registers spilled.
+            # 16-bit results are rounded before they are exchanged between lanes. To fp32 results the epilogue is
+            # applied afterwards, when a lane holds four contiguous columns of a line; otherwise two registers spilled
+            # with alpha and bias.
             finish = _unfinished
             if const_expr(dtype is not Float32):
                 finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
@@ -87,7 +89,8 @@ def _unfinished(total: Float32, i: int) -> Float32:
 def store_columns(
     acc: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish: tuple[Finish, Finish]
 ):
-    """Finish and store accumulators of a swapped tile: 16 columns of ``out``, and rows in groups of eight.
+    """Apply the epilogue to accumulators of a swapped tile, and store them: 16 columns of ``out``, and rows in groups
+    of eight.
 
     Accumulators are transposed in registers, so that the lanes of a warp store 16 bytes of a row at a time. ``finish``
     contains the functions for the lane's two columns, ``lane // 4`` and ``lane // 4 + 8``.

@@ -2,8 +2,8 @@
 
 A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of the expert's weight. Tiles are numbered expert by expert;
 an expert without rows owns no tiles. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within
-an expert, tiles are in the order of ``core.launch``. A warp finds the expert of a tile by two votes over a table in
-shared memory.
+an expert, tiles are numbered in raster order (``core.launch.raster_tile``). A warp finds the expert of a tile by two
+votes over a table in shared memory.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class ExpertTiles:
         rows: assignment of rows to experts.
         tile_m, tile_n: rows and columns of a tile.
         weight: weight source, which defines the arguments and views of the weight and its scales.
-        raster: number of row tiles that run at the same time.
+        raster: number of row tiles in a strip of tiles that run at the same time (``core.launch``).
         by_token: True if ``a`` has per-token scales, False if it has block scales.
     """
 

@@ -48,7 +48,8 @@ class Units:
         self.config, self.stages = config, stages
 
     def powers(self, slot, smem: Smem, which: int) -> cute.Tensor:
-        """Return the factors of all weight rows, of accumulators (``ACC``) or of a k tile's results (``PARTIAL``)."""
+        """Return the factors of all weight rows: for accumulators (``ACC``), or for a k tile's results
+        (``PARTIAL``)."""
         c = self.config
         at = self.stages.scales(slot, smem).iterator + (c.units_at + c.tile_n * which)
         return cute.make_tensor(at, cute.make_layout(c.tile_n))
@@ -123,7 +124,7 @@ class UnitScales:
         return load_stage_scales(self.config, self.weight, k_stage, tile, lane, work)
 
     def store(self, loaded: list, begun: tuple, is_last, stage, lane, work, smem) -> None:
-        # With two K groups, each group has its own last k tile.
+        # With two K groups, each group has a separate last k tile.
         for i, of_slot in enumerate(loaded):
             slot = stage if self.config.span == 1 else stage * self.config.span + i
             self._store_slot(of_slot, begun, is_last, slot, lane, work, smem)

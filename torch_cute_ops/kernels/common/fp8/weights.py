@@ -69,7 +69,7 @@ class FP8Weight:
         return k_tiles(smem.b, self.tile_n, stages)
 
     def await_rows(self, expert, column, work) -> None:
-        """Return at once: the weight is complete."""
+        """Return immediately, because the weight is complete."""
 
 
 class FP4Weight:
@@ -128,7 +128,7 @@ class FP4Weight:
         return cute.make_tensor(cute.recast_ptr(smem.b, layout.inner, dtype=Uint8), layout.outer)
 
     def await_rows(self, expert, column, work) -> None:
-        """Return at once: the weight is complete."""
+        """Return immediately, because the weight is complete."""
 
     def line_offset(self, slot, row, index, span: int) -> Int32:
         """Return the offset of the ``index``-th 16-byte piece of a row's codes in a slot.
@@ -156,7 +156,7 @@ class FP4Weight:
         at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
         if self.scale_layout.is_linear:
             if self.fmt == MXFP4:
-                # Rows of scales are multiples of two bytes.
+                # The bytes of a row of scales are a multiple of two.
                 halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
                 return [halves[0] | (halves[1] << 16)]
             return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(words)]
@@ -185,7 +185,8 @@ class FP4Weight:
         left = work.width * 2 // self.fmt.block_size - k_tile * self.tile_scales
         first = Int64(k_tile) * self.tile_scales
         if self.is_plain and not layout.is_linear:
-            # Output tiles are tiles of the layout, or halves, in which these rows follow each other.
+            # An output tile covers a whole tile of the scale layout, or half of it; in both cases the scales of these
+            # rows follow each other.
             row = layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
             at = scale.iterator + (row + layout.block_offset(first))
             count = tile_n // 32
