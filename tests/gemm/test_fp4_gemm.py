@@ -210,8 +210,9 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
     ):
         op.cuda(*args, **kwargs)
     assert len(checked) == 3  # rows of the same bucket, and the same layout in memory
-    for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.transpose(0, 1).contiguous().transpose(0, 1))):
-        op.cuda(*wrong, **kwargs)  # copied
+    padded = torch.zeros(*b_scale.shape[:-1], 8, dtype=b_scale.dtype)[..., :4].copy_(b_scale)
+    for strided in ((a.t().contiguous().t(), b, b_scale), (a, b, padded)):
+        op.cuda(*strided, **kwargs)  # copied
     assert len(checked) == 5
 
 
