@@ -1,5 +1,5 @@
-"""Random calls: each returns results that match its fake, or raises a ``ValueError`` or ``TypeError`` that names the
-op."""
+"""Random calls: each returns results that match its fake and independent formulas, or raises a ``ValueError`` or
+``TypeError`` that names the op."""
 
 import math
 import os
@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from support.cases import (
     arguments,
     copied,
+    defined,
+    expected_of,
     form_cases,
     get_sample,
+    named,
     op_cases,
     overload,
     poisoned,
@@ -102,7 +105,13 @@ def strided(draw, tensor):
     elif strides:
         strides[draw(st.integers(0, len(strides) - 1))] = 0 if kind == "expanded" else 1
     reach = sum(stride * max(extent - 1, 0) for stride, extent in zip(strides, shape, strict=True)) + offset + 1
-    return like(tensor, (reach,)).as_strided(shape, strides, offset)
+    if tensor.is_meta:
+        return like(tensor, (reach,)).as_strided(shape, strides, offset)
+    # Where elements overlap, any of their values is one of the tensor's.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    where = torch.arange(reach).as_strided(shape, strides, offset)
+    data = torch.zeros(reach, dtype=bits).index_put_((where.flatten(),), tensor.contiguous().view(bits).flatten())
+    return data.view(tensor.dtype).as_strided(shape, strides, offset)
 
 
 def random_integers(draw, tensor):
@@ -216,7 +225,7 @@ def forms_of(op, given, outputs):
 
 
 def outcome(op, form, given, outputs, is_function):
-    """Return shapes, dtypes, strides and devices of the results, or the error's text."""
+    """Return the results, or the error's text."""
     try:
         results = form(given, outputs)
     except (ValueError, TypeError) as error:
@@ -227,9 +236,38 @@ def outcome(op, form, given, outputs, is_function):
         if is_function or f"Declaration: cute::{op.name}" not in str(error):
             raise
         return str(error)
-    if results is None:
-        return ()
-    return [(tuple(t.shape), t.dtype, t.stride(), t.device) for t in as_tuple(results)]
+    return () if results is None else as_tuple(results)
+
+
+def kind_of(result):
+    """Return shapes, dtypes, strides and devices of the results, or the error's text."""
+    return result if isinstance(result, str) else [(tuple(t.shape), t.dtype, t.stride(), t.device) for t in result]
+
+
+PLAIN = {
+    "float": lambda value: torch.tensor(value, dtype=torch.float32).item(),  # infinite if too large
+    "int": int,
+    "SymInt": int,
+    "str": lambda value: value.decode() if isinstance(value, bytes) else value,
+}
+"""Conversions of arguments that torch accepts, such as True for 1, to the values with which the op computes."""
+
+
+def assert_values(op, before, given, results, expected=None):
+    """Compare a call's results and updated arguments with formulas that share no code with the package.
+
+    Return the results of the formulas, which the next call takes as ``expected`` if its arguments are the same.
+    """
+    sample, module = named(op, before), expected_of(op)
+    before = arguments(op, sample)
+    for parameter in op.signature.parameters:
+        value = before[parameter.name]
+        if value is not None and parameter.type in PLAIN:
+            before[parameter.name] = PLAIN[parameter.type](value)
+    expected = expected or module.results(before)
+    actual = (*defined(op, sample, results), *(given[name] for name in op.updated))
+    module.assert_results(actual, expected, before)
+    return None if op.updated else expected
 
 
 OF_VALUES = re.compile("out of range|offsets descends")
@@ -250,15 +288,21 @@ def test_any_call(op, request):
         mode = FakeTensorMode()
         fake = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
         fakes = {name: fake(value) for name, value in given.items()}, tuple(map(fake, outputs))
+        formulas = None
         for name, form in forms_of(op, given, outputs).items():
             if name == "out=" and len(op.outputs) == 1 and not outputs:
                 continue
             with mode:
-                expected = outcome(op, form, *fakes, name in ("function", "out="))
-            got = outcome(op, form, given, outputs, name in ("function", "out="))
+                expected = kind_of(outcome(op, form, *fakes, name in ("function", "out=")))
+            before = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+            results = outcome(op, form, given, outputs, name in ("function", "out="))
+            got = kind_of(results)
             hypothesis.note(f"{name}: {got}; fake: {expected}")
             if isinstance(got, str) and OF_VALUES.search(got):
                 continue
             assert type(got) is type(expected) and (isinstance(got, str) or got == expected), (name, got, expected)
+            written = results or outputs  # the .out overload returns nothing
+            if not isinstance(results, str) and not written[0].is_meta:
+                formulas = assert_values(op, before, given, written, formulas)
 
     check()
