@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--more-emulated", action="store_true", help="run all cases and faults in the emulator, not a covering part"
     )
     group.addoption("--unchanged", action="store_true", help="run tests of kernels that have not changed, too")
-    group.addoption("--record-unchanged", action="store_true", help="run them, and write which tests passed")
+    group.addoption("--record-unchanged", action="store_true", help="write which tests of kernels passed")
     group.addoption(
         "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
     )

@@ -22,6 +22,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     digest = unchanged.digest_of(item)
     item.user_properties.append(("digest", digest))
-    options = ("unchanged", "record_unchanged", "every_kernel", "more_emulated")
+    options = ("unchanged", "every_kernel", "more_emulated")
     if not any(map(item.config.getoption, options)) and digest in unchanged.passed():
         pytest.skip("its kernels have not changed since they passed; --unchanged runs it")

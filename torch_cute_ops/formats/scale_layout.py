@@ -218,24 +218,34 @@ def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
     if layout.is_linear:
         return scale
     rows, blocks = scale.shape
-    padded = scale.view(torch.uint8)
-    row_tiles, block_tiles = layout.padded_rows(rows) // layout.tile_rows, layout.padded_blocks(blocks) // TILE_BLOCKS
-    sizes = row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS
+    codes = scale.view(torch.uint8)
+    sizes = layout.padded_rows(rows), layout.padded_blocks(blocks)
     if sizes != (rows, blocks):
-        padded = padded.new_zeros(sizes)
-        padded[:rows, :blocks] = scale.view(torch.uint8)
-    quads = _quads(padded.contiguous())
+        codes = codes.new_zeros(sizes)
+        codes[:rows, :blocks] = scale.view(torch.uint8)
+    tiles = _reordered(codes.contiguous(), layout, sizes, from_tiles=False)
+    return tiles.view(layout.shape((rows,), blocks)).view(scale.dtype)
+
+
+def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
+    """Convert ``scale`` from ``layout`` to the (rows, blocks) scale matrix."""
+    if layout.is_linear:
+        return scale.reshape(rows, blocks)
+    sizes = layout.padded_rows(rows), layout.padded_blocks(blocks)
+    padded = _reordered(scale.contiguous().view(torch.uint8).view(-1), layout, sizes, from_tiles=True).view(sizes)
+    return padded[:rows, :blocks].contiguous().view(scale.dtype)
+
+
+def _reordered(codes: torch.Tensor, layout: ScaleLayout, sizes: tuple[int, int], *, from_tiles: bool) -> torch.Tensor:
+    """Copy contiguous bytes from tiles to the padded matrix, whose ``sizes`` are (rows, blocks), or back to tiles."""
+    quads = _quads(codes)
     width = TILE_BLOCKS // quads.itemsize
-    if layout.tile_rows == 128:
-        tiles = quads.view(row_tiles, 4, 32, block_tiles, width).permute(0, 3, 2, 1, 4)
-    else:
-        tiles = quads.view(row_tiles, layout.tile_rows, block_tiles, width).transpose(1, 2)
-    return (
-        tiles.clone(memory_format=torch.contiguous_format)
-        .view(torch.uint8)
-        .view(layout.shape((rows,), blocks))
-        .view(scale.dtype)
-    )
+    row_tiles, block_tiles = sizes[0] // layout.tile_rows, sizes[1] // TILE_BLOCKS
+    groups, rows = (4, 32) if layout.tile_rows == 128 else (1, layout.tile_rows)
+    matrix, tiles = (row_tiles, groups, rows, block_tiles, width), (row_tiles, block_tiles, rows, groups, width)
+    # The permutation is its own inverse.
+    reordered = quads.view(tiles if from_tiles else matrix).permute(0, 3, 2, 1, 4)
+    return reordered.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
@@ -244,22 +254,6 @@ def _quads(codes: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or not codes.numel() or codes.storage_offset() % TILE_BLOCKS:
         return codes
     return codes.view(torch.int32)
-
-
-def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
-    """Convert ``scale`` from ``layout`` to the (rows, blocks) scale matrix."""
-    if layout.is_linear:
-        return scale.reshape(rows, blocks)
-    raw = scale.reshape(-1).view(torch.uint8)
-    row_tiles, block_tiles = layout.padded_rows(rows) // layout.tile_rows, layout.padded_blocks(blocks) // TILE_BLOCKS
-    quads = _quads(raw)
-    width = TILE_BLOCKS // quads.itemsize
-    if layout.tile_rows == 128:
-        matrix = quads.view(row_tiles, block_tiles, 32, 4, width).permute(0, 3, 2, 1, 4)
-    else:
-        matrix = quads.view(row_tiles, block_tiles, layout.tile_rows, width).transpose(1, 2)
-    padded = matrix.contiguous().view(torch.uint8).view(row_tiles * layout.tile_rows, block_tiles * TILE_BLOCKS)
-    return padded[:rows, :blocks].contiguous().view(scale.dtype)
 
 
 def convert_scales(
