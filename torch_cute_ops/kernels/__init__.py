@@ -1,2 +1,2 @@
-"""CuTe DSL kernels, and the configurations that they are compiled for. Kernels work on tensors and layouts, and do not
-depend on ops."""
+"""CuTe DSL kernels, and the configurations that they are compiled for. Kernels work on tensors and layouts. They do not
+import ops."""

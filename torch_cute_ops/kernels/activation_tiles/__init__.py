@@ -1,7 +1,8 @@
-"""Rearrange activations in memory for the CTAs of ``kernels.fp4_wgmma``.
+"""Rearrange activations in global memory, so that the CTAs of ``kernels.fp4_wgmma`` can copy them in bulk.
 
-``kernels.common.fp4.activations`` describes the layout. Places of tokens that do not exist, from M on, are not written.
-The kernel also clears the flags with which CTAs of the GEMM announce their partial sums. A thread writes 64 bytes.
+``kernels.common.fp4.activations`` describes the layout. The last m tile has room for more tokens than exist. The kernel
+leaves that room unwritten. It also clears the flags that the CTAs of the GEMM set when their partial sums are stored. A
+thread writes 64 bytes.
 """
 
 from typing import TYPE_CHECKING

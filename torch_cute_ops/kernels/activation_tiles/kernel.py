@@ -1,4 +1,4 @@
-"""Device code; ``kernels.common.fp4.activations`` describes the layout."""
+"""Device code of the kernel that rearranges activations. ``kernels.common.fp4.activations`` describes the layout."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -12,7 +12,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class ActivationTilesKernel:
-    """Kernel of one ``Config``."""
+    """Kernel that rearranges activations as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -41,7 +41,8 @@ class ActivationTilesKernel:
 
     @cute.jit
     def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
-        """Launch ``ctas`` CTAs. Overlaps are not checked, because the GEMM that calls this function checks them."""
+        """Launch ``ctas`` CTAs. This function does not check for overlapping tensors: the GEMM that calls it has done
+        so."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -56,9 +57,9 @@ class ActivationTilesKernel:
         ctas, _, _ = cute.arch.grid_dim()
         thread = cta * THREADS + tid
         k_tiles = cute.ceil_div(self.activations.width(a), self.config.k_tile)
-        group_bytes = ATOM_M * self.config.token_bytes  # of eight tokens of a k tile
+        group_bytes = ATOM_M * self.config.token_bytes  # bytes of eight tokens in a k tile
         groups = tiles.shape[0] // (Int64(k_tiles) * group_bytes)
-        # The next kernel may start to read its weight.
+        # Let the next kernel start early: until its own wait it reads only its weight.
         pdl_start(self.config.pdl)
         for i in range(thread, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
@@ -66,7 +67,7 @@ class ActivationTilesKernel:
             tile_m, experts, _ = factors.shape
             for i in range(thread, cute.size(factors), ctas * THREADS):
                 expert, token = i % experts, i // experts
-                # The factor is zero for tokens that do not exist.
+                # The last m tile has room for tokens that do not exist. Their factors are zero.
                 value = Float32(0.0)
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]

@@ -1,10 +1,11 @@
-"""Kernels with block-scaled ``tcgen05.mma``: copies and MMAs of a stage, and the roles of warps with their pipelines.
+"""Kernels with block-scaled ``tcgen05.mma``: the copies and MMAs of a pipeline stage, and the roles of the warps.
 
-``BlockScaledMma``: rows of the operand on the M side map to lanes of tensor memory, rows of the operand on the N side
-to columns. ``BlockScaledStage`` defines the layout of a stage.
+``BlockScaledMma`` issues the copies and MMAs. Rows of the operand on the M side become lanes of tensor memory, and rows
+of the operand on the N side become columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel``: base class of kernels, which define ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and
-``_load_linear_scales``. All four methods visit the CTA's tiles, and the k tiles of a tile, in the same order.
+``BlockScaledKernel`` is the base class of the kernels. A subclass defines the four methods ``_produce``,
+``_issue_mmas``, ``_run_epilogue`` and ``_load_linear_scales``. All four loop over the same tiles and k tiles in the
+same order.
 """
 
 import itertools
@@ -39,19 +40,20 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 WARP = 32
 PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
-LEADER = 0  # CTA of a pair that issues the MMAs
+LEADER = 0  # rank of the CTA that issues the MMAs of a CTA pair
 MMAS_PER_K_TILE = K_TILE // MMA_K
 
 
 class BlockScaledMma:
-    """Copies and MMAs of one ``BlockScaledStage``."""
+    """Device code that copies operands to a stage and multiplies them. A ``BlockScaledStage`` describes the stage."""
 
     def __init__(self, stage: BlockScaledStage):
         self.stage = stage
         self.mmas_per_scale_tile = stage.scale_tile_k // MMA_K
 
     def arguments(self, m: Dim, n: Dim) -> tuple[TensorArg, ...]:
-        """Return ``a``, ``a_scale``, ``b`` and ``b_scale`` for M rows of activations and N rows of a weight."""
+        """Return descriptions of ``a``, ``a_scale``, ``b`` and ``b_scale``, for M rows of activations and N rows of a
+        weight."""
         half = Dim("k_bytes", divisibility=MMA_K // 2)
         blocks, layout = Dim("blocks", divisibility=TILE_BLOCKS), self.stage.layout
         return (
@@ -61,13 +63,14 @@ class BlockScaledMma:
             scale_argument(self.stage.fmt, layout, n, blocks, name="b_"),
         )
 
-    # Copies of codes by tensor maps
+    # Copies of codes by TMA
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """Return a tensor map with boxes of ``rows`` rows of a k tile.
+        """Return the TMA descriptor of a matrix of FP4 codes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
+        a k tile.
 
-        ``codes`` is (rows, bytes), or (rows, bytes, experts). The last k tile of an expert is cut off at the end of the
-        expert's range of k.
+        ``codes`` is (rows, bytes), or (rows, bytes, experts). TMA fills the part of the last k tile that lies beyond an
+        expert's range of k with zeros.
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
@@ -81,12 +84,12 @@ class BlockScaledMma:
         return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
-        """Return the matrix divided into boxes, indexed by tile of rows, k tile and expert."""
+        """Divide the matrix that ``map`` describes into boxes. The result is indexed by row tile, k tile and expert."""
         rank = len(map[1].shape)
         return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
 
     def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
-        """Start the copy of the box at ``place`` in ``boxes``."""
+        """Start the TMA copy of box ``place`` to shared memory at ``to``. ``barrier`` counts the bytes."""
         rank = len(map[1].shape)
         layout = self._box(rows, rank)
         box = cute.make_tensor(cute.recast_ptr(to, layout.inner, dtype=Uint8), layout.outer)
@@ -100,11 +103,11 @@ class BlockScaledMma:
 
     @cute.jit
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
-        """Start the copies of up to ``count`` rows of scale tiles, in one thread. Rows from ``exist`` on do not exist
-        and are not copied.
+        """Start the copies of up to ``count`` rows of scale tiles, in one thread.
 
-        ``row_tile`` is the first tile along the rows. The function copies ``size`` bytes from each row of tiles,
-        starting at tile ``first``.
+        The function copies ``size`` bytes from each row of scale tiles, starting at tile ``first`` of the row.
+        ``row_tile`` is the index of the first row of tiles. Only ``exist`` rows of tiles exist from ``row_tile`` on,
+        and no others are copied.
         """
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
@@ -120,17 +123,18 @@ class BlockScaledMma:
 
     @cute.jit
     def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
-        """Write a k tile's linear scales, in the layout of tiles, to a stage that is ``empty``. One warp calls this.
+        """Copy a k tile's scales from the linear layout to a stage, in the 128x4 layout. One warp calls this method.
 
-        A lane handles rows 32 apart in each group of 128 rows; the words of these four rows are adjacent in a tile.
+        The warp waits on ``empty`` before it writes to the stage. In each group of 128 rows, a lane copies four rows
+        that are 32 apart, because their scales are adjacent in the 128x4 layout.
 
         Args:
-            m_side, n_side: for each operand: its scales, first row of the lane, and number of existing rows.
-            first: first block of the k tile.
+            m_side, n_side: (scales, first row of this lane, number of existing rows) of an operand.
+            first: index of the k tile's first block in its row.
             blocks: number of blocks of a whole row.
         """
         stage = self.stage
-        # Load the scales while the stage is still in use.
+        # Load the scales before the wait, so that the loads overlap the MMAs that still read the stage.
         scales, row, rows = n_side
         used = min(stage.mma_n, MMA_M)
         row_tiles = range(stage.scale_row_tiles)
@@ -147,9 +151,10 @@ class BlockScaledMma:
         ptx.arrive_if(full, Uint32(lane == 0))
 
     def _load_scales(self, scales, row, rows, used: int, first, blocks) -> list:
-        """Return a k tile's scales of every 32nd row of 128 rows, as a list of words per row.
+        """Return a k tile's scales of rows ``row``, ``row + 32``, ``row + 64`` and ``row + 96``, as a list of words per
+        row.
 
-        Scales outside of the matrix, and scales of rows from ``used`` on, are returned as zero.
+        Scales outside of the matrix are returned as zero, and so are the scales from row ``row + used`` on.
         """
         tiles = range(self.stage.scale_tiles)
         loaded = []
@@ -164,20 +169,21 @@ class BlockScaledMma:
 
     @cute.jit
     def multiply(self, acc, at, scales, num_mmas, first_n, adds, phase=None):
-        """Copy a k tile's scales to tensor memory, and issue its first ``num_mmas`` MMAs.
+        """Copy a k tile's scales from shared to tensor memory, and issue the k tile's first ``num_mmas`` MMAs.
 
         Args:
-            acc: tensor-memory columns of the accumulator.
+            acc: first tensor-memory column of the accumulator.
             at: address of the stage in shared memory.
-            scales: tensor-memory columns for the scales of the k tile.
-            num_mmas: number of MMAs of the k tile.
+            scales: first tensor-memory column for the scales of the k tile.
+            num_mmas: number of MMAs to issue.
             first_n: first row of the operand on the N side.
-            adds: True if the first MMA adds to the accumulator.
-            phase: number of MMAs in the first scale tile that belong to the previous expert, or None if this number is
+            adds: True if the first MMA adds to the accumulator, False if it overwrites the accumulator.
+            phase: number of MMAs whose scales share the first scale tile but belong to the previous expert, or None if
                 always 0.
         """
         c = self.stage
-        # If the MMA has fewer rows than a scale tile, its first row may lie inside the tile, at some lane and column.
+        # An MMA with fewer than 128 rows on the N side may begin inside a scale tile. Find the lane and column of its
+        # first row.
         lane, column = Uint32(0), Uint32(0)
         if const_expr(c.mma_n < MMA_M and not c.has_scale_loaders):
             first = first_n % MMA_M
@@ -213,15 +219,15 @@ class BlockScaledMma:
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory.
+    """Shared memory of a CTA.
 
     Attributes:
-        stages: codes and scales of the k tiles in flight.
-        pipeline: pipeline of the stages.
-        peer_full: mbarriers, one per stage, which complete when the stage of the pair's second CTA is full.
-        scales_empty: mbarriers, one per set of tensor-memory columns for scales.
-        acc_pipeline: pipeline of the accumulators in tensor memory.
-        tmem: address of the allocated columns of tensor memory.
+        stages: stages of codes and scales.
+        pipeline: barriers of the stages.
+        peer_full: mbarriers, one per stage. In a CTA pair, they complete when the second CTA's stage is full.
+        scales_empty: mbarriers, one per buffer for scales in tensor memory.
+        acc_pipeline: barriers of the accumulators in tensor memory.
+        tmem: word that holds the address of the allocated tensor memory.
     """
 
     stages: cute.Pointer
@@ -233,13 +239,13 @@ class Smem:
 
 
 class ScaleTiles(NamedTuple):
-    """Scale tiles of an operand that a stage needs, 128 rows each.
+    """The 128-row scale tiles of one operand that a stage needs.
 
     Attributes:
-        scales: matrix of scales, bytes.
-        row_tile: first tile along the rows.
-        exist: number of existing tiles along the rows.
-        policy: cache policy of the copies, or None.
+        scales: matrix of scale bytes.
+        row_tile: index of the first row of tiles.
+        exist: number of existing rows of tiles from ``row_tile`` on.
+        policy: L2 cache policy of the copies, or None.
     """
 
     scales: cute.Tensor
@@ -249,8 +255,8 @@ class ScaleTiles(NamedTuple):
 
 
 class MmaState(NamedTuple):
-    """Position of the MMA thread in its pipelines: current stage, and current set of tensor-memory columns for
-    scales."""
+    """Position of the MMA thread in its two pipelines: stages in shared memory, and buffers for scales in tensor
+    memory."""
 
     stage: Int32
     parity: Int32
@@ -259,7 +265,7 @@ class MmaState(NamedTuple):
 
 
 class BlockScaledKernel:
-    """Base of the kernels of one ``BlockScaledConfig``."""
+    """Base class of the block-scaled kernels. ``config`` is a ``BlockScaledConfig``."""
 
     def __init__(self, config: BlockScaledConfig):
         self.config: Any = config
@@ -270,8 +276,8 @@ class BlockScaledKernel:
 
     @cute.jit
     def _set_up(self, tid) -> Smem:
-        """Allocate shared memory and tensor memory, and initialise the barriers. ``_sync`` makes them visible to
-        other warps."""
+        """Allocate shared memory and tensor memory, and initialise the barriers. Other warps may use the barriers after
+        ``_sync``."""
         c = self.config
         smem = self._allocate()
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
@@ -315,7 +321,7 @@ class BlockScaledKernel:
 
     @cute.jit
     def _sync(self):
-        """Synchronise the CTA, or the pair."""
+        """Synchronise all threads of the CTA or, if two CTAs compute an MMA together, of both CTAs."""
         if const_expr(self.stage.cta_group > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -324,12 +330,13 @@ class BlockScaledKernel:
 
     @cute.jit
     def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
-        """Set up the CTA, and run the code of the warp's role.
+        """Set up the CTA, and run the code of this warp's role.
 
-        All warps except the MMA warp first wait for the previous kernels.
+        All warps except the MMA warp first wait for the previous kernels. The MMA warp reads only data that the other
+        warps copied.
 
         Returns:
-            Shared memory, and the address of the allocated columns of tensor memory.
+            Shared memory, and the address of the allocated tensor memory.
         """
         c = self.config
         smem = self._set_up(tid)
@@ -359,7 +366,7 @@ class BlockScaledKernel:
 
     @cute.jit
     def _free_tmem(self, tid, tmem):
-        """Free the tensor memory. The CTA must have synchronised after the last load from tensor memory."""
+        """Free the tensor memory. Before the call, the CTA must synchronise after its last load from tensor memory."""
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
             tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
 
@@ -370,11 +377,12 @@ class BlockScaledKernel:
 
     @cute.jit
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
-        """Start the copies of a stage's tiled scales.
+        """Start the copies of a stage's scales if they are tiled, and tell the stage's barrier how many bytes to
+        expect.
 
-        With tiled scales, the stage's barrier expects all bytes of the stage. ``size`` bytes of each row of scale tiles
-        are copied, from tile ``first`` on. With linear scales, nothing is copied, and the barrier expects the codes
-        only.
+        The function copies ``size`` bytes of each row of scale tiles, starting at tile ``first``. The barrier then
+        expects codes and scales. If the scales are linear, other warps write them. The function then copies nothing,
+        and the barrier expects only the codes.
         """
         stage = self.stage
         if const_expr(stage.has_scale_loaders):
@@ -395,10 +403,10 @@ class BlockScaledKernel:
     def _load_linear_scales_of_k_tile(
         self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
     ) -> tuple:
-        """If it is this scale-loader warp's ``turn``, write a k tile's linear scales to the k tile's stage, in the
-        layout of tiles.
+        """Write a k tile's linear scales to its stage, in the 128x4 layout, if ``turn`` is 0. Otherwise skip the k
+        tile.
 
-        The warps take turns, so that several k tiles are in flight.
+        The scale-loader warps take turns, so that they load the scales of several k tiles at the same time.
 
         Returns:
             Next turn, stage and parity.
@@ -407,20 +415,21 @@ class BlockScaledKernel:
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
-            # A warp must wait for every phase: after a skipped phase, the parity of the awaited phase is ambiguous.
+            # Also wait if another warp writes this k tile: after a skipped phase, the parity of a later phase is
+            # ambiguous.
             smem.pipeline.wait_empty(stage, parity)
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
     def _first_mma_state(self) -> MmaState:
-        # Producers start with parity 1, so that unused columns count as empty.
+        # The parity 1 lets the first waits for empty scale buffers return at once.
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
-        """Issue the MMAs of a k tile, in the MMA thread, after the operands have arrived and a set of columns for
-        scales is free.
+        """Wait for a k tile's operands and for an empty buffer for its scales, then issue the k tile's MMAs, in the MMA
+        thread.
 
-        The commits make the stage and the columns empty when the MMAs have ended. ``BlockScaledMma.multiply`` describes
-        the arguments from ``acc`` on.
+        The stage and the buffer become empty when the MMAs have ended, by ``tcgen05.commit``.
+        ``BlockScaledMma.multiply`` describes the arguments from ``acc`` on.
 
         Returns:
             Next position in the pipelines.
@@ -442,7 +451,8 @@ class BlockScaledKernel:
         )
 
     def _signal_acc_loaded(self, barrier, tid) -> None:
-        """Signal that this epilogue warp has loaded the accumulator, so that MMAs may overwrite the accumulator."""
+        """Signal that this epilogue warp has loaded the accumulator. MMAs may overwrite the accumulator after all
+        signals."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)
@@ -453,6 +463,6 @@ class BlockScaledKernel:
 
 
 def as_bytes(scales: cute.Tensor, layout: ScaleLayout) -> cute.Tensor:
-    """Return scales as a matrix of bytes."""
+    """Return scales of either layout as a matrix of bytes."""
     scales = scale_matrix(scales, layout)
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Uint8), scales.layout)

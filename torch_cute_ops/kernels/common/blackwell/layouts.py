@@ -1,5 +1,5 @@
-"""Host side of kernels with block-scaled ``tcgen05.mma``: layout of a stage, and base class of configurations. No
-device code."""
+"""Host side of kernels with block-scaled ``tcgen05.mma``: the layout of a pipeline stage, and the base class of the
+configurations. No device code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,36 +11,36 @@ from torch_cute_ops.kernels.common.core.layouts import first_fit
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
-# Stage of operands
+# Stage
 
 MMA_M: Final = 128
-"""Rows of the operand on the M side in a CTA: lanes of tensor memory."""
+"""Number of rows of the operand on the M side per CTA. Each row is a lane of tensor memory."""
 K_TILE_BYTES: Final = K_TILE // 2
-"""Bytes of codes of a row in a k tile."""
+"""Bytes of FP4 codes in one row of a k tile."""
 MMA_K: Final = 64
-"""Elements of k of an MMA."""
+"""Number of elements along K that an MMA multiplies."""
 TMEM_COLUMNS: Final = 512
-"""Number of columns of tensor memory."""
+"""Number of columns of tensor memory of an SM."""
 EPILOGUE_WARPS: Final = MMA_M // 32
 """Number of epilogue warps. Each can load 32 lanes of tensor memory."""
 SCALE_LOADER_WARPS: Final = 4
-"""Number of warps that write linear scales in tile order."""
+"""Number of warps that rewrite linear scales in the 128x4 layout."""
 SCALE_STAGES: Final = 2
-"""Number of k tiles whose scales are in tensor memory."""
+"""Number of buffers in tensor memory. Each holds the scales of one k tile."""
 ALIGNMENT: Final = 1024
-"""Alignment of a stage in bytes, as the 128-byte swizzle needs it."""
+"""Alignment of a stage in bytes. The 128-byte swizzle requires it."""
 
 
 @dataclass(frozen=True)
 class BlockScaledStage:
-    """K tile of both operands in shared memory: codes of the M side, codes of the N side, scales of the N side, scales
-    of the M side.
+    """Layout of a stage in shared memory. It holds one k tile: codes of the M side, codes of the N side, scales of the
+    N side, scales of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
-        mma_n: rows of the operand on the N side: columns of the accumulator.
-        cta_group: number of CTAs that compute an MMA together. Each of them copies the codes of an equal number of rows
-            of the N side.
+        mma_n: number of rows of the operand on the N side, which are columns of the accumulator.
+        cta_group: number of CTAs that compute an MMA together. Each copies the codes of ``mma_n / cta_group`` rows of
+            the N side.
         spread: True if k tiles may begin in the middle of a scale tile.
     """
 
@@ -52,32 +52,32 @@ class BlockScaledStage:
 
     @property
     def has_scale_loaders(self) -> bool:
-        """True if warps of the CTA write the scales in the layout of tiles."""
+        """True if scale-loader warps write the scales, because the operands' scales are linear."""
         return self.layout.is_linear
 
     @property
     def cta_mma_n(self) -> int:
-        """Rows of the operand on the N side whose codes one CTA copies."""
+        """Number of rows of the operand on the N side whose codes one CTA copies."""
         return self.mma_n // self.cta_group
 
     @property
     def scale_tile_k(self) -> int:
-        """Elements of k of a scale tile."""
+        """Number of elements along K that a scale tile covers."""
         return TILE_BLOCKS * self.fmt.block_size
 
     @property
     def scale_tiles(self) -> int:
-        """Number of scale tiles of 128 rows of a k tile."""
+        """Number of scale tiles that a k tile spans along K."""
         return K_TILE // self.scale_tile_k + self.spread
 
     @property
     def scale_row_tiles(self) -> int:
-        """Number of scale tiles along the rows of the operand on the N side."""
+        """Number of scale tiles that the operand on the N side spans along its rows."""
         return -(-self.mma_n // MMA_M)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of codes of both sides."""
+        """Bytes of the codes of both sides."""
         return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
 
     @property
@@ -87,13 +87,14 @@ class BlockScaledStage:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stage."""
+        """Size of the stage in bytes."""
         size = self.code_bytes + self.n_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for the scales of a k tile, M side first: four columns per scale tile."""
+        """Number of columns of tensor memory for a k tile's scales. The M side comes first. A scale tile takes four
+        columns."""
         return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     @property
@@ -112,12 +113,12 @@ class BlockScaledStage:
 
 BARRIER_BYTES: Final = 512
 MAX_STAGES: Final = 9
-"""Largest number of stages. With few rows of activations a stage takes 20 KB; nine of them cover the latency of memory
-at 54 bytes/ns (data sheet)."""
+"""Largest number of stages. A stage takes 20 KB if the tile has few rows of activations. Nine such stages cover the
+latency of memory at 54 bytes/ns (data sheet)."""
 
 
 class BlockScaledConfig:
-    """Base of frozen dataclasses with a field ``stages``, the number of stages."""
+    """Base class of configurations. Subclasses are frozen dataclasses with a field ``stages``, the number of stages."""
 
     stages: int
 
@@ -128,22 +129,23 @@ class BlockScaledConfig:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators in tensor memory. With two, one accumulator is stored while the next is computed."""
+        """Number of accumulators in tensor memory. If there are two, the epilogue stores one while MMAs compute the
+        other."""
         raise NotImplementedError
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Number of barriers that signal that an accumulator may be overwritten."""
+        """Number of barriers by which the epilogue signals that MMAs may overwrite an accumulator."""
         raise NotImplementedError
 
     @property
     def acc_columns(self) -> int:
-        """Columns of tensor memory of all accumulators."""
+        """Number of columns of tensor memory that all accumulators take."""
         raise NotImplementedError
 
     @property
     def tmem_columns(self) -> int:
-        """Columns of tensor memory to allocate: a power of two."""
+        """Number of columns of tensor memory to allocate, a power of two."""
         used = self.acc_columns + SCALE_STAGES * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 
@@ -154,12 +156,12 @@ class BlockScaledConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of all stages of a CTA."""
+        """Bytes of shared memory that all stages take."""
         return self.stages * self.stage.size_bytes
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory that a CTA takes."""
         return self.stage_bytes + BARRIER_BYTES
 
     def reason_unfit(self) -> str | None:
@@ -184,8 +186,8 @@ Config = TypeVar("Config", bound=BlockScaledConfig)
 
 
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None.
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
 
-    ``config`` returns the configuration with a given number of stages.
+    ``config`` returns the configuration for a number of stages.
     """
     return first_fit(map(config, range(MAX_STAGES, 1, -1)), arch)

@@ -1,8 +1,8 @@
-"""``tcgen05`` instructions: tensor memory and tensor cores of data-center Blackwell, as PTX.
+"""``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
 
 One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). The operations are asynchronous.
-Copies of scales and MMAs of this thread execute in order. ``commit`` makes an mbarrier signal when they have ended.
-(PTX ISA, "TensorCore 5th generation".)
+The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an mbarrier complete
+when they have ended. (PTX ISA, "TensorCore 5th generation".)
 """
 
 from typing import Final
@@ -18,29 +18,30 @@ _SWIZZLE_128: Final = 2 << 61
 
 
 def operand_descriptor(address) -> Uint64:
-    """Return the descriptor of an operand that starts at a shared-memory address: K-major rows of 128 bytes with the
-    128-byte swizzle.
+    """Return the shared-memory descriptor of an operand at ``address``: K-major rows of 128 bytes with the 128-byte
+    swizzle.
 
-    Eight rows take 1,024 bytes. If n is a multiple of 32, adding n to the address skips the first n bytes of each row.
+    Eight rows take 1,024 bytes. To skip the first n bytes of each row, add n to the address; n must be a multiple of
+    32.
     """
     return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
 
 
 def scale_descriptor(address) -> Uint64:
-    """Return the descriptor of 32 consecutive rows of 16 bytes."""
+    """Return the shared-memory descriptor of 32 consecutive rows of 16 bytes, the scales of 128 rows."""
     return _descriptor(address, 128)
 
 
 def _descriptor(address, stride: int) -> Uint64:
     start = Uint64(Uint32(address) >> 4)
-    # The hardware ignores the stride of the leading dimension if a row is one swizzle atom, or 16 bytes, wide.
+    # A row is one swizzle atom, or 16 bytes, wide. The hardware then ignores the stride of the leading dimension.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 
 def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) -> int:
-    """Return the descriptor of an MMA with e2m1 operands whose M, N and K are ``rows``, ``columns`` and 64.
+    """Return the instruction descriptor of an MMA with e2m1 operands: M is ``rows``, N is ``columns``, and K is 64.
 
-    The scales of both operands begin at byte ``scale_id`` of their words.
+    ``scale_id`` is the byte, in a word of scales, at which the scales of both operands begin.
     """
     e2m1 = 1 << 7 | 1 << 10
     return e2m1 | scale_id << 4 | columns // 8 << 17 | int(ue8m0) << 23 | rows // 128 << 27 | scale_id << 29
@@ -57,9 +58,9 @@ def _address(pointer, loc, ip):
 @dsl_user_op
 def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
     """Allocate ``columns`` columns of tensor memory (a power of two, at least 32), and write their address to ``to``.
-    One warp calls this.
 
-    Other CTAs of the SM may allocate afterwards. If ``cta_group`` is 2, one warp of each CTA of the pair must call it.
+    One warp calls this function. If ``cta_group`` is 2, one warp of each CTA of the pair must call it. Afterwards,
+    other CTAs of the SM may allocate too.
     """
     text = (
         f"tcgen05.alloc.cta_group::{cta_group}.sync.aligned.shared::cta.b32 [$0], {columns}; "
@@ -70,17 +71,17 @@ def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """Free columns of tensor memory, with the warp that allocated them."""
+    """Free columns of tensor memory. The warp that allocated them must call this function."""
     text = f"tcgen05.dealloc.cta_group::{cta_group}.sync.aligned.b32 $0, {columns};"
     _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
 
 
 @dsl_user_op
 def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> None:
-    """Copy 512 bytes of shared memory, the scales of 128 rows, to four columns of tensor memory.
+    """Copy the scales of 128 rows, 512 bytes, from shared memory to four columns of tensor memory.
 
-    Scale ``b`` of row ``r`` is byte ``16 (r % 32) + 4 (r // 32) + b``. It goes to column ``r // 32``, lane ``r % 32``
-    of each quarter of the lanes.
+    In shared memory, scale ``b`` of row ``r`` is byte ``16 (r % 32) + 4 (r // 32) + b``. It is copied to column ``r //
+    32``, to lane ``r % 32`` in each quarter of the 128 lanes.
     """
     operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
     _run(operands, f"tcgen05.cp.cta_group::{cta_group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
@@ -90,7 +91,7 @@ def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> No
 def multiply(
     acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, with one scale per ``block`` elements of a
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. Each scale multiplies ``block`` elements of a
     row."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
@@ -105,8 +106,8 @@ def multiply(
 
 @dsl_user_op
 def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
-    """Arrive at an mbarrier when all earlier operations of this thread have ended. If ``both``, arrive in both CTAs of
-    a pair."""
+    """Arrive at an mbarrier when all earlier operations of this thread have ended. If ``both`` is True, arrive in both
+    CTAs of a pair."""
     operands = [_address(barrier, loc, ip)]
     text = f"tcgen05.commit.cta_group::{cta_group}.mbarrier::arrive::one.shared::cluster"
     if not both:
@@ -117,7 +118,7 @@ def commit(barrier, cta_group: int, both: bool, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load(address, columns: int, *, loc=None, ip=None) -> list:
-    """Load ``columns`` words of this thread's lane of tensor memory. The words are valid after ``wait_for_loads``."""
+    """Load ``columns`` words from this thread's lane of tensor memory. The words are valid after ``wait_for_loads``."""
     result = llvm.StructType.get_literal([T.i32()] * columns)
     names = ", ".join(f"${i}" for i in range(columns))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"
@@ -128,19 +129,23 @@ def load(address, columns: int, *, loc=None, ip=None) -> list:
 
 @dsl_user_op
 def wait_for_loads(*, loc=None, ip=None) -> None:
-    """Wait for all loads of this thread."""
+    """Wait until all of this thread's loads from tensor memory have ended."""
     _run([], "tcgen05.wait::ld.sync.aligned;", "", loc, ip)
 
 
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
-    """Order this thread's earlier tcgen05 operations before the tcgen05 operations of other threads. Call this function
-    before a barrier; the other threads call ``fence_after`` after the barrier."""
+    """Order this thread's earlier tcgen05 operations before later tcgen05 operations of other threads.
+
+    Call this function before the threads synchronise. The other threads call ``fence_after`` after they synchronise.
+    """
     _run([], "tcgen05.fence::before_thread_sync;", "", loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
-    """Order this thread's later tcgen05 operations after the tcgen05 operations of other threads. Call this function
-    after a barrier; the other threads call ``fence_before`` before the barrier."""
+    """Order this thread's later tcgen05 operations after earlier tcgen05 operations of other threads.
+
+    Call this function after the threads synchronise. The other threads call ``fence_before`` before they synchronise.
+    """
     _run([], "tcgen05.fence::after_thread_sync;", "", loc, ip)

@@ -1,4 +1,4 @@
-"""The epilogue of a GEMM on the device: alpha, bias, factors of experts, and activation functions."""
+"""Device code of a GEMM's epilogue: alpha, bias, factors of experts, and activation functions."""
 
 import math
 from collections.abc import Callable
@@ -14,18 +14,19 @@ from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, unpack
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 Finish = Callable[[Float32, int], Float32]
-"""Function of a sum and the index of its column among loaded columns; returns the result, not yet rounded."""
+"""Function that applies the epilogue to an accumulator. Its second argument is the accumulator's column, counted from
+the first column whose alpha and bias are loaded. The result is not yet rounded."""
 TileEpilogue = Callable[..., Finish]
-"""Function of ``column``, ``count`` and, optionally, a constant ``after``: it loads the terms of ``count`` columns from
-``column + after`` on, and returns their ``Finish``."""
+"""Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of ``count``
+columns, from ``column + after`` on, and returns a ``Finish`` for these columns."""
 
 
 class ColumnTerms(NamedTuple):
-    """Loaded terms of neighbouring columns.
+    """Alpha and bias of neighbouring columns, loaded into registers.
 
     Attributes:
-        alpha: factors, fp32, or None if alpha does not depend on the column.
-        bias: addends, fp32, or None without a bias.
+        alpha: fp32 factors, one per column, or None if alpha does not depend on the column.
+        bias: fp32 addends, one per column, or None without a bias.
     """
 
     alpha: list | None
@@ -33,10 +34,10 @@ class ColumnTerms(NamedTuple):
 
 
 class EpilogueOps:
-    """Epilogue of a GEMM: loads alpha and the bias, and applies them.
+    """Device code that loads alpha and bias, and applies them to accumulators.
 
-    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. Then it
-    applies the epilogue to each accumulator with the function that ``finisher`` returns.
+    A thread that stores results calls ``factor`` and ``terms`` once per tile, after ``griddepcontrol.wait``. It then
+    calls ``finisher`` and applies the returned function to each accumulator.
     """
 
     def __init__(self, epilogue: Epilogue):
@@ -44,7 +45,7 @@ class EpilogueOps:
         self.out_dtype = DSL_DTYPES[epilogue.out_dtype]
 
     def arguments(self, n: Dim, experts: Dim | None = None) -> tuple[TensorArg | None, TensorArg | None]:
-        """Return the arguments for alpha and the bias; ``experts`` is given for a grouped GEMM."""
+        """Return descriptions of the arguments alpha and bias. ``experts`` is None unless the GEMM is grouped."""
         vector = ((n,), (1,)) if experts is None else ((experts, n), (n, 1))
         alpha = {
             None: None,
@@ -58,17 +59,16 @@ class EpilogueOps:
         return alpha, TensorArg(DSL_DTYPES[self.epilogue.bias_dtype].__name__, *vector, align=16)
 
     def factor(self, alpha, expert=None) -> Float32 | None:
-        """Return the factor that all accumulators of a tile are multiplied by, or None without alpha or with an alpha
-        per column."""
+        """Return the factor for all accumulators of a tile, or None if alpha is absent or depends on the column."""
         if self.epilogue.alpha not in ("one", "expert"):
             return None
         return alpha[0 if self.epilogue.alpha == "one" else expert]
 
     def terms(self, alpha, bias, column, count: int, n, expert=None, after: int = 0) -> ColumnTerms:
-        """Load the terms of ``count`` columns (1, 2 or 4) from ``column + after`` on.
+        """Load alpha and bias of ``count`` columns (1, 2 or 4), from ``column + after`` on.
 
-        ``column`` and ``after`` are multiples of ``count``. Nothing is read for columns from ``n`` on. ``expert`` is
-        given for a grouped GEMM.
+        ``column`` and ``after`` are multiples of ``count``. Columns from ``n`` on do not exist and are not read.
+        ``expert`` is None unless the GEMM is grouped.
         """
         if self.epilogue.alpha not in ("column", "expert_column"):
             alpha = None
@@ -76,10 +76,10 @@ class EpilogueOps:
         return ColumnTerms(*(load_terms(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
-        """Return the function that applies the epilogue to accumulators of the columns of ``terms``.
+        """Return the function that applies the epilogue to an accumulator in the columns of ``terms``.
 
-        The function multiplies by ``scale``, a power of two, then applies alpha and bias. ``scale`` is for accumulators
-        of decoded FP4 numbers (``kernels.common.fp4.codes.acc_scale``).
+        The function multiplies by ``scale``, a power of two, and then applies alpha and bias. Accumulators of decoded
+        FP4 numbers need ``scale`` (see ``kernels.common.fp4.codes.acc_scale``).
         """
 
         def finish(total: Float32, i: int) -> Float32:
@@ -93,7 +93,8 @@ class EpilogueOps:
         return finish
 
     def of_tile(self, alpha, bias, n, expert=None) -> TileEpilogue:
-        """Return the epilogue of a tile. ``expert`` is given for a grouped GEMM."""
+        """Return the function that loads and applies the epilogue for columns of a tile. ``expert`` is None unless the
+        GEMM is grouped."""
         factor = self.factor(alpha, expert)
         return lambda column, count, after=0: self.finisher(
             factor, self.terms(alpha, bias, column, count, n, expert, after)
@@ -101,11 +102,13 @@ class EpilogueOps:
 
 
 def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:
-    """Load neighbouring elements of a vector over the columns, or of an expert's vector, as fp32.
+    """Load neighbouring elements of a vector with one element per column, as fp32. If ``expert`` is given, ``vector``
+    has a row per expert.
 
-    Elements that do not exist are returned as zero. Large tiles of FP8 GEMMs are stored while MMAs run. ptxas does not
-    overlap MMAs with branches, so loads are predicated. They load single words: the accumulators leave few aligned
-    groups of four registers, and loads of four words made the kernels with these tiles spill.
+    Elements that do not exist are returned as zero. In large tiles, FP8 GEMMs store one result while MMAs compute the
+    next. ptxas does not overlap MMAs with branches, so loads are predicated. Each load is one or two words wide,
+    because the accumulators leave few aligned groups of four registers: loads of four words made the kernels with these
+    tiles spill.
     """
     if vector is None:
         return None
@@ -123,27 +126,27 @@ def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: in
 
 
 def factors_argument(m: Dim) -> TensorArg:
-    """Return the argument for factors (M, experts), float32, with any strides."""
+    """Return the description of an argument for factors: (M, experts) float32, any strides."""
     strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
     return TensorArg("Float32", (m, Dim("experts")), strides, align=4)
 
 
 def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
-    """Return the argument for biases (experts, N), or None without biases."""
+    """Return the description of an argument for biases, (experts, N), or None if ``dtype`` is None."""
     return None if dtype is None else TensorArg(DSL_DTYPES[dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
 
 
 def factor_counts(factor):
-    """Return True if a pair of a token and an expert is computed, given its factor. False for 0 and -0, True for
-    NaN."""
+    """Return True if a pair of a token and an expert with this factor is computed: False for 0 and -0, True for NaN."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
 
 def silu_mul(gate: Float32, up: Float32) -> Float32:
     """Return ``gate / (1 + exp(-gate)) * up`` (Hendrycks and Gimpel 2016; Shazeer 2020, "SwiGLU").
 
-    The result is accurate to a few fp32 ulps; for a negative gate to about ``|gate|`` ulps, because the exponent is
-    rounded once. The result is zero for a gate below -88.7, because ``exp(-gate)`` overflows.
+    The result is accurate to a few fp32 ulps if ``gate`` is positive. If ``gate`` is negative, it is accurate to about
+    ``|gate|`` ulps, because the exponent is rounded. For a gate below -88.7, ``exp(-gate)`` overflows and the result is
+    zero.
     """
     return ptx.mul_rn(_gated(gate, gate), up)
 
@@ -151,9 +154,9 @@ def silu_mul(gate: Float32, up: Float32) -> Float32:
 def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Float32) -> Float32:
     """Return ``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)``.
 
-    This is the general gate, for example of gpt-oss (alpha 1.702, beta 1, limit 7). A limit of +inf is no limit. NaN
-    passes the clamps. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``. For finite ``g``, no step
-    divides infinity by infinity.
+    This is the general SwiGLU gate. For example, gpt-oss uses alpha 1.702, beta 1 and limit 7. A limit of +inf is no
+    limit. NaN passes the clamps. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``. For finite
+    ``g``, no step divides infinity by infinity.
     """
     clamped = ptx.min_nan(gate, limit)
     factor = ptx.max_nan(ptx.min_nan(up, limit), -limit) + beta

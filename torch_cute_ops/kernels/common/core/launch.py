@@ -1,23 +1,23 @@
-"""Launches: refusing overlapping tensors, programmatic dependent launch, and the raster of a GEMM's tiles.
+"""Launches: a check for overlapping tensors, programmatic dependent launch, and the order in which tiles are computed.
 
 The overlap check is host code that is compiled into the launching function. It takes about a hundred integer
-instructions, and spares the fast path of a call from looking at addresses in Python. A refused call launches a grid of
-no CTAs. CUDA reports an error before anything runs, the compiled function raises, and the op's thorough checks then
-name the tensors that overlap.
+instructions. Without it, Python would compare addresses in each call. If tensors overlap, the function launches a grid
+of no CTAs. CUDA then reports an error before anything runs, and the compiled function raises. The op catches the
+exception and checks its tensors again, to name the ones that overlap.
 
-Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel released its dependents or
-ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The wait
-returns when the previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs before
-a kernel's wait returns, and the kernel may read data that was complete before that other kernel was launched. A kernel
-writes nothing before its wait because the previous kernel may still read the memory.
+Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has released its dependents
+or has ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The
+wait returns when the previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs
+before a kernel's wait returns. Before its wait, a kernel may read data that was complete before that other kernel was
+launched. It must not write, because the previous kernel may still read the memory.
 
-The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel,
-which does not touch this memory, and whose own wait has returned. For example, ``fp4_gated_experts`` zeroes the padding
-of scales before its wait.
+The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel.
+It does not touch this memory, and all kernels before it are complete because its wait has returned. For example,
+``fp4_gated_experts`` zeroes the padding of scales before its wait.
 
 ``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
-previous launch writes is not static. For the same reason, the second kernel of an op may read the op's inputs before
-the first kernel ends: they were complete before the first kernel passed its wait.
+previous launch writes is not static. The second kernel of an op may read the op's inputs before the first kernel ends,
+because the inputs were complete before the first kernel passed its wait.
 """
 
 from collections.abc import Sequence
@@ -38,22 +38,24 @@ _TILES = frozenset(layout.tile for layout in SCALE_LAYOUTS.values() if not layou
 def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
-    """Return ``ctas``, or 0 if a written tensor overlaps another tensor of the call or if its own rows overlap, or if
-    tiled scales have gaps between rows of tiles. TVM-FFI does not check any of this.
+    """Return ``ctas``, or 0 to refuse the launch: if a written tensor overlaps another tensor, if its own rows overlap,
+    or if tiled scales have gaps between rows of tiles. TVM-FFI checks none of these conditions.
 
-    Call this function in the host function (``__call__``) and launch with the result as one extent of the grid. A
-    tensor extends from its first to its last element, gaps between its rows included. An empty tensor overlaps nothing.
+    Call this function in the host function (``__call__``), and launch with the result as one extent of the grid. The
+    memory of a tensor is the range from its first to its last element, including gaps between rows. An empty tensor
+    overlaps nothing.
 
     Args:
         ctas: number of CTAs of the launch.
-        written: tensors that the kernel writes, None if the kernel was compiled without the tensor. They must not
-            overlap each other.
-        read: tensors that the kernel only reads, or None.
-        may_alias: pairs of matrices of one shape, taken from ``written`` and ``read``, that may be the same view of
-            memory, or different columns of one matrix: equal row strides and no common element.
+        written: tensors that the kernel writes. They must not overlap each other. An entry is None if the kernel was
+            compiled without the tensor.
+        read: tensors that the kernel only reads. Entries may be None.
+        may_alias: pairs of matrices of the same shape, taken from ``written`` and ``read``. The matrices of a pair may
+            be the same view of memory. They may also be different columns of one matrix: equal row strides and no
+            common element.
 
     Raises:
-        ValueError: while tracing, if a matrix of a pair is not among the tensors.
+        ValueError: if a matrix of a pair is not among the tensors. The error is raised while the kernel is traced.
     """
     outputs, inputs = ([_memory_of(tensor) for tensor in some if tensor is not None] for some in (written, read))
     allowed = {frozenset(map(id, pair)) for pair in may_alias}
@@ -78,9 +80,11 @@ def ctas_unless_overlapping(
 
 
 def ctas_if_adjacent(ctas: Int32, *stacks: cute.Tensor) -> Int32:
-    """Return ``ctas``, or 0 if the matrices of a stack (E, rows, columns), in either order, are not adjacent in memory.
+    """Return ``ctas``, or 0 to refuse the launch if the matrices of a stack (E, rows, columns) are not adjacent in
+    memory.
 
-    Call this function like ``ctas_unless_overlapping``, for kernels that read a stack as one matrix.
+    The matrices may be row-major or column-major. Kernels that read a stack as one matrix need this check. Use the
+    result like the result of ``ctas_unless_overlapping``.
     """
     are_apart = Boolean(False)
     for stack in stacks:
@@ -90,11 +94,11 @@ def ctas_if_adjacent(ctas: Int32, *stacks: cute.Tensor) -> Int32:
 
 
 class _Memory(NamedTuple):
-    """Memory of a tensor.
+    """Range of memory that a tensor spans.
 
     Attributes:
         tensor: the tensor.
-        begin, end: addresses of the tensor's first byte and of the byte after its last.
+        begin, end: address of the tensor's first byte, and address after its last byte.
         is_occupied: True if the tensor is not empty.
     """
 
@@ -114,13 +118,13 @@ def _memory_of(tensor: cute.Tensor) -> _Memory:
 
 
 def _are_tiles(tensor: cute.Tensor) -> bool:
-    """Return True if a tensor has the shape of tiled FP4 scales."""
+    """Return True if a tensor has the shape of tiled FP4 scales: its last two dimensions are a scale tile."""
     tile = tuple(tensor.shape[2:])
     return all(isinstance(extent, int) for extent in tile) and tile in _TILES
 
 
 def _have_gaps(tiles: cute.Tensor) -> Boolean:
-    """Return True if rows of tiles are not contiguous in memory."""
+    """Return True if a gap in memory separates rows of scale tiles."""
     is_apart = Int64(tiles.stride[0]) != Int64(tiles.shape[1]) * Int64(tiles.stride[1])
     return is_apart & (Int64(tiles.shape[0]) > 1)
 
@@ -134,12 +138,12 @@ def _row_bytes(tensor: cute.Tensor) -> Int64:
 
 
 def _pitch(tensor: cute.Tensor) -> Int64:
-    """Return the bytes from a row to the next."""
+    """Return the distance between neighbouring rows in bytes."""
     return Int64(tensor.stride[0]) * _itemsize(tensor)
 
 
 def _rows_overlap(tensor: cute.Tensor) -> Boolean:
-    """Return True if the rows of a matrix overlap, or the columns if the matrix is column-major."""
+    """Return True if rows of a matrix overlap or, if it is column-major, if its columns overlap."""
     if isinstance(tensor.stride[0], int) and tensor.stride[0] == 1:
         (rows, columns), pitch = tensor.shape, Int64(tensor.stride[1])
         return (Int64(columns) > 1) & (pitch < Int64(rows))
@@ -162,9 +166,9 @@ def _are_columns(a: _Memory, b: _Memory) -> Boolean:
 
 
 def pdl_start(pdl: bool) -> None:
-    """If ``pdl``, wait for the previous kernels, then let the next kernel start.
+    """If ``pdl`` is True, wait for the previous kernels, then allow the next kernel to start.
 
-    The next kernel then starts when the work of all kernels except this one is complete.
+    After the wait, all earlier kernels are complete. So the next kernel never overlaps any kernel except this one.
     """
     if pdl:
         cute.arch.griddepcontrol_wait()
@@ -172,10 +176,10 @@ def pdl_start(pdl: bool) -> None:
 
 
 def raster_tile(number, n_tiles, m_tiles, raster: int = RASTER_WIDTH) -> tuple:
-    """Return tile ``number`` of a GEMM in raster order: its index along N and its index along M.
+    """Return the position of tile ``number`` in raster order: its index along N and its index along M.
 
-    Tiles run in strips of up to ``raster`` tiles along M, each over all tiles along N. CTAs that run at the same time
-    then share both operands in L2.
+    The raster divides the tiles into strips of up to ``raster`` tiles along M. It goes through a strip along N before
+    the next strip begins. CTAs that run at the same time then share both operands in L2.
     """
     strip = number // (n_tiles * raster)
     width = cutlass.min(m_tiles - strip * raster, Int32(raster))

@@ -1,4 +1,4 @@
-"""Layouts and choices of GEMM kernels, for the host: no device code."""
+"""Constants, layouts and choices that GEMM kernels share, for the host. No device code."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,21 +10,22 @@ import torch
 from torch_cute_ops.runtime.arch import Arch
 
 WARPGROUP: Final = 128
-"""Threads of a warpgroup."""
+"""Number of threads of a warpgroup."""
 SCHEDULERS: Final = 4
-"""Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
+"""Number of warp schedulers of an SM. Warp w belongs to scheduler w % 4."""
 WGMMA_M: Final = 64
-"""M of a wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions")."""
+"""Number of rows (M) of a wgmma instruction (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions")."""
 WARP_MMA_TILE_M: Final = 8
-"""Largest ``tile_m`` that is multiplied with FP4 weights by mma.sync, not by wgmma. On an H200, mma.sync is 7 % faster
-than wgmma for 8 tokens, and not faster for 16 tokens, because every warp reads all activations. A tile of one row of
-FP4 codes uses wgmma (``kernels.fp4_wgmma.mma.CodeMma``)."""
+"""Largest ``tile_m`` for which kernels with an FP4 weight use mma.sync instead of wgmma. On an H200, mma.sync is 7 %
+faster than wgmma for 8 tokens. For 16 tokens it is not faster, because every warp reads all activations. A tile of one
+row of FP4 codes uses wgmma nevertheless (``kernels.fp4_wgmma.mma.CodeMma``)."""
 RASTER_WIDTH: Final = 8
-"""Tiles along M that run next to each other and share the weight in L2 (``kernels.common.core.launch``)."""
+"""Number of neighbouring tiles along M that are computed at the same time and share the weight in L2
+(``kernels.common.core.launch.raster_tile``)."""
 
 
 class Fits(Protocol):
-    """Configuration that reports which architectures it can run on."""
+    """A configuration that can report whether an architecture supports it."""
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Return the reason that this configuration cannot run on ``arch``, or None if it can."""
@@ -34,19 +35,20 @@ Config = TypeVar("Config", bound=Fits)
 
 
 def first_fit(configs: Iterable[Config], arch: Arch) -> Config | None:
-    """Return the first configuration that can run on ``arch``, or None if none can."""
+    """Return the first configuration that ``arch`` supports, or None if it supports none."""
     return next((config for config in configs if config.reason_unsupported(arch) is None), None)
 
 
 @dataclass(frozen=True)
 class PartialSums:
-    """Layout of a tile's partial sums in shared memory, float32: ``tile_m`` rows, each contiguous.
+    """Layout of a tile's partial sums in shared memory: ``tile_m`` contiguous rows of float32.
 
     Attributes:
         tile_m: number of rows, one per token.
         tile_n: number of columns, one per row of the weight.
         split_n: number of columns, at the end of the tile, whose k tiles are divided among several warps.
-        warp_split_k: number of warps that divide the k tiles of these columns. Each warp stores its own partial sums.
+        warp_split_k: number of warps among which the k tiles of these columns are divided. Each warp stores its own
+            partial sums.
     """
 
     tile_m: int
@@ -56,16 +58,16 @@ class PartialSums:
 
     @cached_property
     def pitch(self) -> int:
-        """Elements from one row to the next: ``tile_n``, plus four elements to avoid bank conflicts."""
+        """Distance between neighbouring rows in elements: ``tile_n``, plus four elements to avoid bank conflicts."""
         return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the partial sums."""
+        """Bytes of shared memory that the partial sums take."""
         return self.tile_m * self.pitch * 4
 
     def received_bytes(self, split_k: int) -> int:
-        """Return the bytes that a CTA receives from all CTAs for its rows (every ``split_k``-th row of the tile)."""
+        """Return the bytes that a CTA receives from all CTAs, for every ``split_k``-th row of the tile."""
         return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
 
@@ -74,18 +76,19 @@ AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """``out = round(fl32(fl32(sum · alpha) + bias))``, the same bits in every kernel.
+    """Epilogue of a GEMM: ``out = round(fl32(fl32(sum · alpha) + bias))``. All kernels compute the same bits.
 
-    The epilogue is one fp32 multiplication and one fp32 addition, each rounded to nearest even and never contracted to
-    an fma, and then one rounding to the dtype of the result. Absent terms are left out.
+    The epilogue multiplies in fp32, adds in fp32, and then rounds to the dtype of the result. Each operation rounds to
+    nearest even. The multiplication and the addition are never contracted to an fma. If alpha or bias is None, its
+    operation is omitted.
 
     Attributes:
         out_dtype: dtype of the result.
-        alpha: kind of the float32 factors, or None if none are applied: ``"one"`` (1,); ``"column"`` (N,), one per
-            column of the result; in grouped GEMMs ``"expert"`` (E,) and ``"expert_column"`` (E, N); in kernels with a
-            gate ``"expert_half"`` (E, 2), an expert's factors of gate and up.
-        bias_dtype: dtype of the bias, float32 or the dtype of the result, or None if no bias is added. The bias is
-            (N,), or (E, N) in grouped GEMMs.
+        alpha: kind of the float32 factors, or None without factors. ``"one"``: (1,). ``"column"``: (N,), one per column
+            of the result. In grouped GEMMs, ``"expert"``: (E,), and ``"expert_column"``: (E, N). In kernels with a
+            gate, ``"expert_half"``: (E, 2), the factors of an expert's gate and up.
+        bias_dtype: dtype of the bias: float32 or the dtype of the result, or None without a bias. The bias is (N,), or
+            (E, N) in grouped GEMMs.
     """
 
     out_dtype: torch.dtype
@@ -94,7 +97,8 @@ class Epilogue:
 
     @cached_property
     def is_by_expert(self) -> bool:
-        """Return True if ``alpha`` depends on the expert. The bias of a grouped GEMM always does."""
+        """Return True if ``alpha`` depends on the expert. (In a grouped GEMM, the bias always depends on the
+        expert.)"""
         return self.alpha in ("expert", "expert_column")
 
     def reason_unsupported(self, *, is_grouped: bool = False) -> str | None:

@@ -1,4 +1,4 @@
-"""Memory as 32-bit words, their conversion to fp32 values, and prefetches into L2."""
+"""Loads and stores of 32-bit words, conversions between words and fp32 values, and prefetches into L2."""
 
 from typing import Final
 
@@ -22,19 +22,19 @@ DSL_DTYPES = {
 
 
 def words_per(elements: int, dtype) -> int:
-    """Return the number of 32-bit words that ``elements`` of the DSL type ``dtype`` fill."""
+    """Return the number of 32-bit words that hold ``elements`` elements of the DSL type ``dtype``."""
     return elements * dtype.width // 32
 
 
 def load_words(words: cute.Tensor) -> list:
-    """Load a short, statically shaped tensor of words, by vector loads."""
+    """Load a tensor of a few words, whose shape is static, with vector loads."""
     fragment = cute.make_rmem_tensor(words.shape, Uint32)
     cute.autovec_copy(words, fragment)
     return [fragment[i] for i in range(cute.size(words))]
 
 
 def store_words(words: list, destination: cute.Tensor) -> None:
-    """Store a list of words in a short tensor, by vector stores."""
+    """Store words in a tensor of the same size, with vector stores."""
     fragment = cute.make_rmem_tensor((len(words),), Uint32)
     for i, word in enumerate(words):
         fragment[i] = word
@@ -76,13 +76,14 @@ def _ptx_name(dtype) -> str:
 
 
 def as_vectors(at: cute.Pointer, size: int) -> cute.Tensor:
-    """Return ``size`` bytes as words, (size / 16, 4)."""
+    """Return ``size`` bytes from ``at`` on as a tensor of words, (size / 16, 4)."""
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout((size // 16, 4), stride=(4, 1)))
 
 
 @cute.jit
 def clear(at: cute.Pointer, size: Constexpr[int], tid, threads: Constexpr[int]):
-    """Zero ``size`` bytes of shared memory with a CTA's threads. After a barrier, bulk copies may overwrite them."""
+    """Set ``size`` bytes of shared memory to zero, with all threads of a CTA. After a barrier, bulk copies may
+    overwrite them."""
     words = as_vectors(at, size)
     for i in range(tid, cute.size(words, mode=[0]), threads):
         store_words([Uint32(0)] * 4, words[i, None])
@@ -90,23 +91,24 @@ def clear(at: cute.Pointer, size: Constexpr[int], tid, threads: Constexpr[int]):
 
 
 PREFETCH_BYTES: Final = 8 << 20
-"""Most bytes that are prefetched. On an H100, 6, 12 and 20 MB make a layer of an 8B model equally fast."""
+"""Largest number of bytes to prefetch. On an H100, prefetches of 6, 12 and 20 MB make a layer of an 8B model equally
+fast."""
 REQUEST_BYTES: Final = 4096
-"""Bytes of one prefetch request."""
+"""Number of bytes that one prefetch request covers."""
 
 
 def prefetch_argument() -> TensorArg:
-    """Return the argument for a matrix of bytes to prefetch, such as the rows of a weight."""
+    """Return the description of an argument for a matrix of bytes to prefetch, such as rows of a weight."""
     width = Dim("prefetch_bytes", divisibility=16)
     return TensorArg("Uint8", (Dim("prefetch_rows"), width), (width, 1), align=16)
 
 
 @cute.jit
 def prefetch(matrix: cute.Tensor, rank, count) -> None:
-    """Prefetch every ``count``-th request of a matrix's first bytes into L2, from request ``rank`` on.
+    """Prefetch the beginning of a matrix into L2: every ``count``-th request, from request ``rank`` on.
 
-    A GEMM of few rows calls this function at the end of its own memory traffic, with a matrix that the next launch
-    reads. All lanes of a converged warp must call it. The matrix may be written at the same time.
+    A GEMM with few rows calls this function after its own loads, with a matrix that the next launch reads. All lanes of
+    a converged warp must call it. Other kernels may write the matrix at the same time.
     """
     rows, width = matrix.shape
     total = cutlass.min(Int64(rows) * width, Int64(PREFETCH_BYTES)).to(Int32)

@@ -1,17 +1,18 @@
-"""Reduction of a tile's partial sums across the CTAs of a cluster (split-K) through shared memory.
+"""Reduction of partial sums across the CTAs of a cluster (split-K) through shared memory.
 
-Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). Two ways of reducing them exist:
+Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). The cluster then reduces them in one
+of two ways:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
 - ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. This needs
   extra shared memory for the received partial sums.
 
 Partial sums are added in the order of the CTAs, and within a CTA in the order of the warps that divide its k tiles.
-Partial sums are accumulators of MMAs with the weight on the M side. A lane holds four accumulators per 8 tokens:
-columns ``column`` and ``column + 8`` of the result, for two tokens.
+Both ways expect MMAs with the weight on the M side. A lane then holds four accumulators per 8 tokens: columns
+``column`` and ``column + 8`` of the result, for two tokens.
 
-If activations are on the M side, a thread sends its accumulators unchanged to the thread of the same index in another
-CTA (``send_accumulators``, ``add_accumulators``).
+With activations on the M side, no common layout is needed: a thread sends its accumulators unchanged to the thread with
+the same index in another CTA (``send_accumulators``, ``add_accumulators``).
 """
 
 import cutlass.cute as cute
@@ -23,15 +24,15 @@ from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, PartialSums
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 
-MMA_TOKENS = 8  # extent N (tokens) of an MMA
-COLUMNS = 4  # columns of the result that a thread reduces at once
+MMA_TOKENS = 8  # N of an MMA, which counts tokens
+COLUMNS = 4  # number of columns of the result that a thread reduces at once
 
 
 @cute.jit
 def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad) -> None:
-    """Store a lane's accumulators in this CTA's shared memory, from ``base`` on.
+    """Store a lane's accumulators in this CTA's shared memory, in the layout ``tile``, from ``base`` on.
 
-    ``quad`` is the index of the lane among the four lanes that share a column. If ``tile_m`` is 1, these four lanes
+    Four lanes share each column. ``quad`` is the index of this lane among the four. If ``tile_m`` is 1, the four lanes
     hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
     """
     layout = cute.make_layout((tile.tile_m, tile.pitch), stride=(tile.pitch, 1))
@@ -45,9 +46,9 @@ def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, 
 
 
 def thread_columns(tile: PartialSums, threads: int, tid, first_column) -> tuple:
-    """Return the first column that a thread reduces and stores, and the number of columns.
+    """Return the first column that this thread reduces, and the number of columns.
 
-    The epilogue loads its terms for these columns before the cluster's barrier, so that the loads overlap the wait.
+    The thread loads alpha and bias of these columns before the cluster's barrier, so that the loads overlap the wait.
     """
     width = tile.tile_n // COLUMNS
     if threads % width:
@@ -56,8 +57,8 @@ def thread_columns(tile: PartialSums, threads: int, tid, first_column) -> tuple:
 
 
 def reduced_rows(tile: PartialSums, split_k: int, rank, existing=None):
-    """Return the number of rows that a CTA reduces: every ``split_k``-th row of the tile, or of its ``existing``
-    rows."""
+    """Return the number of rows that this CTA reduces: every ``split_k``-th row of the tile or, if ``existing`` is
+    given, of its first ``existing`` rows."""
     if existing is None and tile.tile_m % split_k == 0:
         return Int32(tile.tile_m // split_k)
     return ((tile.tile_m if existing is None else existing) - rank + split_k - 1) // split_k
@@ -71,11 +72,11 @@ def send_partial_sums(tile: PartialSums, split_k: int, threads: int, base, recei
         tile: layout of the partial sums.
         split_k: number of CTAs of the cluster.
         threads: number of threads that send.
-        base: this CTA's partial sums, as ``store_partial_sums`` stored them.
-        received: destination in each CTA's shared memory, ``PartialSums.received_bytes``.
+        base: address of this CTA's partial sums, stored by ``store_partial_sums``.
+        received: address in each CTA's shared memory that receives ``PartialSums.received_bytes`` bytes.
         barrier: mbarrier in each CTA that counts the received bytes.
-        rank, tid: this CTA's rank in the cluster; index of the thread.
-        m, n: numbers of existing rows and columns of the tile. Only these are sent.
+        rank, tid: rank of this CTA in the cluster, and index of the thread.
+        m, n: numbers of the tile's rows and columns that exist. Only existing rows and columns are sent.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, m * width, threads):
@@ -89,9 +90,10 @@ def send_partial_sums(tile: PartialSums, split_k: int, threads: int, base, recei
 
 @cute.jit
 def reduce_received(tile: PartialSums, split_k: int, threads: int, finish: Finish, out, received, rank, tid, rows, *at):
-    """Add up received partial sums of this CTA's ``rows`` rows, apply the epilogue and store the results in ``out``.
+    """Add up the partial sums that this CTA received for its ``rows`` rows, apply the epilogue, and store the results
+    in ``out``.
 
-    ``at`` holds the last two arguments of ``reduce_partial_sums``: first row and first column of the tile.
+    ``at`` is (first row, first column) of the tile.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, rows * width, threads):
@@ -106,12 +108,12 @@ def reduce_received(tile: PartialSums, split_k: int, threads: int, finish: Finis
 def reduce_partial_sums(
     tile: PartialSums, split_k: int, threads: int, finish: Finish, out, base, rank, tid, first_row, first_column
 ):
-    """Add up the partial sums of the ``split_k`` CTAs of the cluster, apply the epilogue and store the results in
+    """Add up the partial sums of the ``split_k`` CTAs of the cluster, apply the epilogue, and store the results in
     ``out``.
 
-    Each CTA reduces every ``split_k``-th row. Its threads divide the columns as ``thread_columns`` says. The caller
-    ensures that all partial sums are stored before the call and remain until all CTAs return. Without a
-    cluster, ``split_k`` is 1.
+    Each CTA reduces every ``split_k``-th row. ``thread_columns`` gives the columns of each thread. The caller ensures
+    that all CTAs have stored their partial sums before the call, and that none overwrites them until all CTAs have
+    returned. ``split_k`` is 1 without a cluster.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, reduced_rows(tile, split_k, rank) * width, threads):
@@ -128,7 +130,8 @@ def reduce_partial_sums(
 
 @cute.jit
 def _own_sums(tile: PartialSums, base, row, column) -> list:
-    """Return a CTA's partial sums of four columns, summed over the warps that divide the columns' k tiles."""
+    """Return a CTA's partial sums of four columns. If several warps divide the k tiles of these columns, add up their
+    partial sums."""
     place = row * tile.pitch + column
     acc = _loaded(base, place)
     if const_expr(tile.warp_split_k > 1):
@@ -140,7 +143,7 @@ def _own_sums(tile: PartialSums, base, row, column) -> list:
 
 @cute.jit
 def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column):
-    """Apply the epilogue to four columns of a row, and store them."""
+    """Apply the epilogue to the sums of four columns of a row, and store the results."""
     m, n = out.shape
     values = [finish(x, i) for i, x in enumerate(acc)]
     to_row, to_column = first_row + row, first_column + column
@@ -151,23 +154,22 @@ def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column
 
 
 def _loaded(sums: cute.Pointer, place) -> list:
-    """Load four partial sums from element ``place`` on."""
+    """Load four partial sums, from element ``place`` of ``sums`` on."""
     at = sums + cute.assume(place * 4, divby=16)
     words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
     return [ptx.float_of(word) for word in words]
 
 
 def _added(acc: list, sums: cute.Pointer, place) -> list:
-    """Return four accumulators plus the four partial sums from element ``place`` on."""
+    """Return ``acc`` plus four partial sums, which are loaded from element ``place`` of ``sums`` on."""
     return [x + y for x, y in zip(acc, _loaded(sums, place), strict=True)]
 
 
 @cute.jit
 def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
-    """Send a warpgroup thread's accumulators to the thread of the same index in CTA ``rank`` of the cluster, which
-    calls ``add_accumulators``.
+    """Send this thread's accumulators to the thread with the same index in CTA ``rank`` of the cluster.
 
-    ``barrier`` in that CTA counts the bytes.
+    The other CTA's ``barrier`` counts the bytes. After it completes, that CTA calls ``add_accumulators``.
     """
     to, there = (ptx.address_at(place, rank) for place in (_accumulators(received, 0, tid), barrier))
     for i in range_constexpr(cute.size(acc) // 4):
@@ -177,7 +179,7 @@ def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
 
 @cute.jit
 def add_accumulators(acc: cute.Tensor, received, tid) -> None:
-    """Add the received accumulators to this thread's accumulators."""
+    """Add the accumulators that another CTA sent to this thread's accumulators."""
     for i in range_constexpr(cute.size(acc) // 4):
         own = [acc[4 * i + j] for j in range(4)]
         for j, total in enumerate(_added(own, _accumulators(received, i, tid), 0)):
@@ -185,5 +187,6 @@ def add_accumulators(acc: cute.Tensor, received, tid) -> None:
 
 
 def _accumulators(received: cute.Pointer, i: int, tid) -> cute.Pointer:
-    """Return the address of the ``i``-th four accumulators of a thread. Neighbouring threads' vectors are adjacent."""
+    """Return the address of accumulators ``4 i`` to ``4 i + 3`` of thread ``tid``. The vectors of neighbouring threads
+    are adjacent."""
     return received + cute.assume((i * WARPGROUP + tid) * VECTOR_BYTES, divby=VECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""Shared-memory pipelines: stages with full and empty mbarriers, and fences of the async proxy."""
+"""Shared-memory pipelines, whose stages have full and empty mbarriers, and fences of the async proxy."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +9,7 @@ from cutlass import Int32, Uint32
 from torch_cute_ops.kernels.common.core import ptx
 
 VECTOR_BYTES: Final = 16
-"""Bytes of a vector load or store. Shared-memory swizzles permute vectors within a row."""
+"""Number of bytes of a vector load or store. Shared-memory swizzles permute vectors of this size within a row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pipeline:
             cute.arch.mbarrier_init(self.empty + stage, empty)
 
     def next(self, stage, parity) -> tuple:
-        """Return the stage after ``stage`` and its parity."""
+        """Return the index of the stage after ``stage``, and the parity of its phase."""
         return next_stage(stage, parity, self.stages)
 
     def wait_full(self, stage, parity) -> None:
@@ -55,7 +55,8 @@ class Pipeline:
         ptx.wait(self.full + stage, parity)
 
     def wait_empty(self, stage, parity, sleep: int = 0) -> None:
-        """Wait, as a producer, until a stage is empty; ``sleep`` as in ``ptx.wait``."""
+        """Wait, as a producer, until a stage is empty. ``sleep`` is the polling interval in nanoseconds (see
+        ``ptx.wait``)."""
         ptx.wait(self.empty + stage, parity, sleep)
 
     def arrive_full(self, stage, condition) -> None:
@@ -67,12 +68,13 @@ class Pipeline:
         ptx.arrive_if(self.empty + stage, condition)
 
     def release(self, stage, leads, exists=True) -> None:
-        """Release a stage, as a warp after its last load; arguments as in the function ``release``."""
+        """Release a stage after this warp's last load from it. The function ``release`` describes the arguments."""
         release(self.empty + stage, leads, exists)
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
-    """Return the stage after ``stage`` and its parity. If ``stage`` is a constant, both are constants."""
+    """Return the index of the stage after ``stage``, and the parity of its phase. If ``stage`` is a constant, both
+    results are."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
     wraps = stage + 1 == stages
@@ -80,14 +82,15 @@ def next_stage(stage, parity, stages: int) -> tuple:
 
 
 def release(empty: cute.Pointer, leads, exists=True) -> None:
-    """Arrive at an empty barrier, as a warp after its last load from the stage.
+    """Release a stage after this warp's last load from it: arrive at the stage's empty barrier.
 
     Args:
         empty: the stage's empty barrier.
-        leads: 1 in the lane that arrives for its warp, 0 in other lanes.
+        leads: 1 in the lane that arrives for its warp, 0 in all other lanes.
         exists: condition under which the warp arrives.
     """
-    # ptxas moves MMAs that use the loaded values past the arrival, so MMAs do not order the loads.
+    # The loads need a fence. ptxas may move MMAs that use the loaded values past the arrival, so they do not order the
+    # loads.
     fence_async()
     cute.arch.sync_warp()
     ptx.arrive_if(empty, ptx.select(exists, leads, Uint32(0)))
@@ -96,10 +99,10 @@ def release(empty: cute.Pointer, leads, exists=True) -> None:
 def fence_async() -> None:
     """Order this thread's accesses to shared memory before later accesses by the async proxy (wgmma, bulk copies).
 
-    The threads must synchronise after the fence. Then wgmma and bulk copies see this thread's stores, and bulk copies
-    do not overwrite data that the thread is still loading. Loads need the fence if their results are first used after
-    the barrier: on an H200, bulk copies whose source was in L2 overtook such loads. (PTX ISA, "Memory Consistency
-    Model": generic and async proxy.)
+    The threads must synchronise after the fence. After that, wgmma and bulk copies see this thread's stores, and bulk
+    copies do not overwrite data that the thread is still loading. A load needs the fence if the thread first uses its
+    result after the barrier: on an H200, bulk copies whose source was in L2 overtook such loads. (PTX ISA, "Memory
+    Consistency Model": generic and async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")
 

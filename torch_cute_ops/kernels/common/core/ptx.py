@@ -1,6 +1,6 @@
-"""PTX instructions for which the DSL lacks a function, or lacks a function without side effects.
+"""PTX instructions that the DSL lacks, or that it offers only with side effects.
 
-Arithmetic instructions are pure: the compiler may merge, move and drop them.
+The functions for arithmetic have no side effects, so the compiler may merge, move and drop the instructions.
 """
 
 import cutlass.experimental.primitives as primitives
@@ -26,7 +26,8 @@ def _u32(value, loc, ip) -> ir.Value:
 
 
 def _pure(result: type, text: str, given: type, *values, loc, ip):
-    """Apply a pure instruction to ``values`` of the type ``given``. Types are ``Uint32`` and ``Float32``."""
+    """Apply an instruction without side effects to ``values``, which have the type ``given``. Types are ``Uint32`` and
+    ``Float32``."""
     letters = {Uint32: "r", Float32: "f"}
     operands = [given(value).ir_value(loc=loc, ip=ip) for value in values]
     constraints = f"={letters[result]}" + f",{letters[given]}" * len(values)
@@ -35,13 +36,14 @@ def _pure(result: type, text: str, given: type, *values, loc, ip):
 
 @dsl_user_op
 def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
-    """Select four bytes from ``a`` (bytes 0..3) and ``b`` (4..7) by the nibbles of ``selector``."""
+    """Select four bytes from ``a`` (bytes 0..3) and ``b`` (bytes 4..7). Each nibble of ``selector`` is the index of a
+    byte."""
     return _pure(Uint32, f"prmt.b32 $0, $1, $2, {selector:#x};", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
-    """Select four bytes as ``prmt`` does, by the four low nibbles of a run-time word."""
+    """Select four bytes as ``prmt`` does. The selectors are the four low nibbles of a run-time word."""
     return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
@@ -53,26 +55,26 @@ def xor_masked(a, b, mask: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
-    """Return the bits of ``a`` where ``mask`` is set, and of ``b`` elsewhere."""
+    """Return the bits of ``a`` where ``mask`` is set, and the bits of ``b`` elsewhere."""
     return _pure(Uint32, "lop3.b32 $0, $1, $2, $3, 0xca;", Uint32, mask, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """Return ``a << count``. Unlike a plain shift, LLVM cannot move it before a mask."""
+    """Return ``a << count``. The compiler cannot move this shift before a mask, as it does with a plain shift."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def opaque(value, *, loc=None, ip=None) -> Int32:
-    """Return ``value``, hidden from the compiler: it cannot compute results that depend on it before a loop around the
-    call."""
+    """Return ``value``, but hide from the compiler that it is unchanged. The compiler then cannot compute results that
+    depend on it ahead of an enclosing loop."""
     return Int32(_asm(T.i32(), [Int32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
 
 
 @dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
-    """Return ``a if condition else b``, without a branch: both values are computed. They have the same type."""
+    """Return ``a if condition else b`` without a branch. Both values are computed, and must have the same type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
     return type(a)(arith.select(*operands, loc=loc, ip=ip))
 
@@ -98,7 +100,7 @@ def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` returns the number.)"""
+    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` returns the other number.)"""
     return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
@@ -173,7 +175,7 @@ def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
-    """Return ``max(|a|, |b|)`` of both halves; for NaN and a number, the number."""
+    """Return ``max(|a|, |b|)`` of both halves. If one value is NaN, the result is the other value."""
     text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; max.f16x2 $0, s, t;}"
     return _pure(Uint32, text, Uint32, a, b, loc=loc, ip=ip)
 
@@ -182,14 +184,15 @@ def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """Add two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even.
 
-    Rounding an fp32 sum gives the same result, because fp32's significand is long enough.
+    The result equals an fp32 sum that is then rounded to ``dtype``, because fp32's significand is long enough.
     """
     return _pure(Uint32, f"add.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
-    """Multiply two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even, with subnormals."""
+    """Multiply two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even. Subnormals are not flushed to
+    zero."""
     return _pure(Uint32, f"mul.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
@@ -200,20 +203,21 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    # All lanes take part, so the instruction must not move into divergent code.
+    # The instruction needs all lanes. Side effects keep the compiler from moving it into divergent code.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op
 def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> list:
-    """Return ``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"); ``c`` in fp32."""
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 16) and ``b`` (16 x 8) are of ``dtype`` ("bf16" or "f16"),
+    and ``c`` is fp32."""
     return _mma("m16n8k16", a, b, c, dtype, loc, ip)
 
 
 @dsl_user_op
 def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
-    """Return ``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32.
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3, and ``c`` is fp32.
 
     The tensor cores may accumulate with less than fp32's precision.
     """
@@ -222,11 +226,12 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
 
 @dsl_user_op
 def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, loc=None, ip=None) -> list:
-    """Return ``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times scales; ``c`` in fp32.
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 64) and ``b`` (64 x 8) are packed e2m1 with block scales,
+    and ``c`` is fp32.
 
-    Scales are bytes of a word, the first scale in the lowest byte: four e4m3 scales per row of 64 elements (``nvfp4``),
-    or two e8m0 scales. Lanes 4 i and 4 i + 1 hold the scales of rows i and i + 8 of ``a``, and lane 4 i the scales of
-    column i of ``b``.
+    A word holds the scales of 64 elements of a row, the first scale in the lowest byte: four e4m3 scales if ``nvfp4``,
+    otherwise two e8m0 scales. Lanes 4 i and 4 i + 1 hold the scales of rows i and i + 8 of ``a``. Lane 4 i holds the
+    scales of column i of ``b``.
     """
     kind = ("mxf4nvf4", "4X", "ue4m3") if nvfp4 else ("mxf4", "2X", "ue8m0")
     result = llvm.StructType.get_literal([T.f32()] * 4)
@@ -266,7 +271,8 @@ def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
-    """Return a half of a word in both halves. 16-bit arithmetic reads this form without an extra instruction."""
+    """Return a word with one half of ``word`` in both halves. Arithmetic on 16-bit pairs then needs no extra
+    instruction to broadcast it."""
     text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
     return _pure(Uint32, text, Uint32, word, loc=loc, ip=ip)
 
@@ -281,14 +287,14 @@ def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
-    """Convert a ``Float32`` to an e4m3 byte: round to nearest even, saturate; NaN becomes 0x7F."""
+    """Convert a ``Float32`` to an e4m3 byte, rounded to nearest even and saturated. NaN becomes 0x7F."""
     text = "{.reg .b16 t, z; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; mov.b16 z, 0; mov.b32 $0, {t, z};}"
     return _pure(Uint32, text, Float32, value, loc=loc, ip=ip)
 
 
 def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
-    """Convert fp32 values to narrow numbers and pack them into a word, element 0 lowest. Two numbers take ``bits``
-    bits."""
+    """Convert fp32 values to a narrow type and pack them into a word, element 0 lowest. ``bits`` is the size of two
+    numbers of this type."""
     pairs = range(len(values) // 2)
     registers = ", ".join(f"h{i}" for i in pairs)
     converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)
@@ -304,7 +310,7 @@ def e4m3x4_of(values: tuple, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def e4m3x4_of_f16x2(low, high, *, loc=None, ip=None) -> Uint32:
-    """Convert two pairs of fp16 values to e4m3 bytes: round to nearest even, saturate; NaN becomes 0x7F."""
+    """Convert two pairs of fp16 values to e4m3 bytes, rounded to nearest even and saturated. NaN becomes 0x7F."""
     text = (
         "{.reg .b16 s, t; cvt.rn.satfinite.e4m3x2.f16x2 s, $1; cvt.rn.satfinite.e4m3x2.f16x2 t, $2; "
         "mov.b32 $0, {s, t};}"
@@ -337,21 +343,23 @@ def f16x2_of_e4m3x2(pair, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
-    """Transpose a warp's 8 x 8 matrix of 16-bit elements. Each lane holds two elements of a row."""
+    """Transpose an 8 x 8 matrix of 16-bit elements that a warp holds. Each lane holds two elements of a row."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip))
 
 
 @dsl_user_op
 def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=None) -> None:
-    """Wait for the end of an mbarrier's phase with this parity, polling about every ``sleep`` nanoseconds.
+    """Wait until the phase of an mbarrier with this parity completes. Poll about every ``sleep`` nanoseconds, or
+    without a pause if 0.
 
     ``scope`` is ``"cluster"`` if threads or copies of other CTAs of the cluster arrive at the mbarrier, otherwise
-    ``"cta"``. At cluster scope, accesses to shared memory before their arrivals are visible after the wait; an acquire
-    that covers all memory would invalidate L1 (``CCTL.IVALL``), this fence adds no work.
+    ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. It orders only
+    shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
 
-    Only warps that run far ahead should sleep, because sleeping warps wake late. (``cute.arch.mbarrier_wait`` passes a
-    time limit. ptxas then generates waits that sleep, and FP8 GEMMs were 1 to 6 % slower on an H200.)
+    Let only warps sleep that run far ahead of their consumers, because sleeping warps wake late. This function replaces
+    ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and FP8 GEMMs were 1
+    to 6 % slower on an H200.
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
@@ -367,8 +375,8 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Return True if an mbarrier's phase with this parity is over. Stores that were made before the end of the phase
-    are then visible."""
+    """Return True if the phase of an mbarrier with this parity has completed. Stores before its completion are then
+    visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
     return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)
@@ -376,7 +384,8 @@ def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
 
 @dsl_user_op
 def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
-    """Arrive at an mbarrier of this CTA if ``condition``, without a branch, which ptxas does not overlap with wgmma."""
+    """Arrive at an mbarrier of this CTA if ``condition``. The arrival is predicated, because ptxas does not overlap
+    branches with wgmma."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     _asm(None, operands, text, "r,r", loc, ip)
@@ -384,16 +393,17 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, ip=None) -> None:
-    """Arrive at the mbarrier of CTA ``rank`` of the cluster, if ``condition``.
+    """Arrive at an mbarrier of CTA ``rank`` of the cluster if ``condition``.
 
     Args:
-        barrier: mbarrier at the same place in this CTA.
+        barrier: mbarrier in this CTA. The function arrives at the mbarrier with the same shared-memory offset in CTA
+            ``rank``.
         rank: rank of the CTA in the cluster.
         condition: condition for the arrival.
-        releases: earlier accesses of this thread that come before accesses after a wait at cluster scope. ``"all"``:
-            all accesses, by a fence of the whole GPU (``MEMBAR.GPU``). ``"shared"``: accesses to this CTA's shared
-            memory, by a fence of the CTA (``MEMBAR.CTA``). ``"none"``: no accesses; this costs no fence. CUTLASS's
-            arrivals at barriers of other CTAs are of this kind, although the memory model then orders nothing.
+        releases: this thread's earlier accesses that the arrival orders before accesses after a wait at cluster scope.
+            ``"all"``: all accesses, by a fence of the whole GPU (``MEMBAR.GPU``). ``"shared"``: accesses to this CTA's
+            shared memory, by a fence of the CTA (``MEMBAR.CTA``). ``"none"``: no accesses, without a fence. CUTLASS
+            arrives in this way at barriers of other CTAs, although the memory model then orders nothing.
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
     fence = "@p fence.release.sync_restrict::shared::cta.cluster; " if releases == "shared" else ""
@@ -407,10 +417,11 @@ def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, i
 
 @dsl_user_op
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
-    """Exchange ``size`` bytes of shared memory with CTA ``rank`` of the cluster.
+    """Send ``size`` bytes of shared memory to CTA ``rank`` of the cluster, and expect as many bytes from that CTA.
 
-    Arrive at this CTA's mbarrier, and make it expect the bytes that the other CTA sends. Start a bulk copy from ``own``
-    to the same place in the other CTA, whose mbarrier counts the bytes.
+    The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. It then starts a bulk
+    copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts the copied
+    bytes.
     """
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))
@@ -425,17 +436,20 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
 
 @dsl_user_op
 def address_at(pointer, rank, *, loc=None, ip=None) -> Uint32:
-    """Return the address of the same place in the shared memory of CTA ``rank`` of the cluster."""
+    """Return the address in the shared memory of CTA ``rank`` of the cluster that corresponds to ``pointer`` in this
+    CTA."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return _pure(Uint32, text, Uint32, pointer.toint(loc=loc, ip=ip), rank, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -> None:
-    """Store four words in another CTA of the cluster, ``offset`` bytes after an aligned ``address`` (``address_at``).
+    """Store four words in another CTA of the cluster, ``offset`` bytes after an aligned ``address`` (from
+    ``address_at``).
 
-    The mbarrier with the address ``barrier`` in the other CTA counts the bytes. (If the DSL's ``store_async_dsmem`` is
-    used instead, the addresses of many stores are computed first and held in registers.)
+    ``barrier`` is the address of an mbarrier in the other CTA, which counts the bytes. This function replaces the DSL's
+    ``store_async_dsmem``, with which the compiler computes the addresses of many stores first and holds them in
+    registers.
     """
     operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
     text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"
@@ -467,9 +481,10 @@ def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = False, *, loc=None, ip=None) -> list:
-    """Load one, two or four words of global memory, ``offset`` bytes after ``pointer``; zeros if not ``condition``.
+    """Load one, two or four words of global memory, ``offset`` bytes after ``pointer``, or return zeros if not
+    ``condition``.
 
-    ``past_l1`` is for data that no thread of the SM reads again.
+    Set ``past_l1`` to bypass L1 for data that no thread of the SM reads again.
     """
     names = [f"${i}" for i in range(words)]
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
@@ -479,7 +494,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
         f"{{.reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} "
         f"@p ld.global{'.L1::no_allocate' if past_l1 else ''}{vector}.b32 {targets}, [${words}+{offset}];}}"
     )
-    # Outputs are written before the last input is read, so they must not share a register.
+    # The instructions write outputs before they read the last input, so outputs and inputs must not share a register.
     constraints = ",".join(["=&r"] * words + ["l", "r"])
     result = llvm.StructType.get_literal([T.i32()] * words) if words > 1 else T.i32()
     values = _asm(result, operands, text, constraints, loc, ip)
@@ -492,7 +507,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
     """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
 
-    The store is predicated, because the compiler would not move other stores across a branch.
+    The store is predicated instead of branched over, because the compiler would not move other stores across a branch.
     """
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]
@@ -502,7 +517,7 @@ def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=N
 
 @dsl_user_op
 def load_shared_if(pointer, condition, *, loc=None, ip=None) -> Uint32:
-    """Load a word of shared memory; zero if not ``condition``."""
+    """Load a word of shared memory, or return zero if not ``condition``."""
     operands = [_u32(pointer.toint(loc=loc, ip=ip), loc, ip), _u32(Uint32(condition), loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1];}"
     return Uint32(_asm(T.i32(), operands, text, "=&r,r,r", loc, ip))
@@ -518,7 +533,8 @@ def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load_narrow_if(pointer, condition, bytes_: int, offset: int = 0, *, loc=None, ip=None) -> Uint32:
-    """Load one or two bytes of global memory, ``offset`` bytes after ``pointer``; zero if not ``condition``."""
+    """Load one or two bytes of global memory, ``offset`` bytes after ``pointer``, or return zero if not
+    ``condition``."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     load = f"ld.global.u{8 * bytes_} $0, [$1+{offset}]"
     text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p {load};}}"
