@@ -1,1 +1,1 @@
-"""Device code that finds the rows, tokens and columns of each expert."""
+"""Device code that chooses experts, places rows, and finds the rows, tokens and columns of each expert."""

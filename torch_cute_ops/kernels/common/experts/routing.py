@@ -1,23 +1,23 @@
-"""Choice of the experts of tokens, assignment of pairs of a token and an expert to rows, and loads of a token's words.
+"""Device code that chooses the experts of tokens, assigns (token, expert) pairs to rows, and loads a token's words.
 
-``ExpertChooser``: a warp chooses the experts of one token. Scores are converted to keys: 32-bit integers in the same
-order. Each lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole lanes. If the
-number of groups is not a power of two, a lane may need up to 60 keys. Then a separate pass scores the groups, and all
-lanes hold the same number of keys. ``topk`` times, the warp finds the largest key by two warp-wide reductions; of equal
-keys it takes the first. With more than 16 keys per lane, this loop is not unrolled.
+``ExpertChooser``: a warp chooses the experts of one token. Scores are converted to keys: 32-bit integers that sort in
+the same order. Each lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole
+lanes. If the number of groups is not a power of two, a lane could need up to 60 keys. A separate pass then scores the
+groups, and all lanes hold the same number of keys. The warp repeats one step ``topk`` times: it finds the largest key
+by two warp-wide reductions, and takes the first of equal keys. This loop is unrolled if a lane holds at most 16 keys.
 
 ``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
-same expert. A CTA processes its slots (tokens, or single pairs) in batches. Each pair sets a bit of a bitmap (experts x
-slots) in shared memory, and a rank is a population count. Therefore no result depends on the order in which threads
-run.
+same expert. A CTA processes its slots (tokens, or single pairs) in batches. For each pair, a thread sets a bit in a
+bitmap (experts x slots) in shared memory. The rank is a population count of this bitmap, so it does not depend on the
+order in which threads run.
 
 - Few slots: one CTA does all the work, in one launch.
-- Many slots: each CTA of a first kernel stores the ranks of its pairs in ``expanded``, and the number of its pairs per
-    expert in a workspace. Each CTA of a second kernel takes the same slots, adds up the counts of all earlier CTAs and
-    the counts of all CTAs, and gives each pair its row.
+- Many slots: in a first kernel, each CTA stores the ranks of its pairs in ``expanded``, and its number of pairs per
+  expert in a workspace. In a second kernel, each CTA processes the same slots. It adds up the counts of the CTAs before
+  it, and of all CTAs, and stores the row of each pair.
 
-Each expert's rows begin at the running sum of the rounded-up counts of earlier experts, or in the masked layout at
-equal distances. The CTAs divide the rows without a pair among themselves and set them to -1.
+The number of rows of each expert is rounded up, and experts' rows follow each other. In the masked layout, all experts
+own equally many rows. Rows without a pair are set to -1. All CTAs share this work.
 """
 
 import itertools
@@ -45,11 +45,12 @@ from torch_cute_ops.kernels.common.experts.search import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 NAN_KEY = 1
-"""Key of NaN, below the key of any number. Key 0 stands for no expert, and for experts of groups that were not chosen.
-"""
+"""Key of NaN. It is below the key of any number. Key 0 stands for "no expert", and for experts of groups that were not
+chosen."""
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
-"""Term added to a sum of sigmoids, which may be 0, before the division; as in DeepSeek-V3's reference."""
+"""Term that is added to a sum of sigmoids before the division by it, because the sum may be 0. DeepSeek-V3's reference
+does the same."""
 
 
 class ExpertChooser:
@@ -60,7 +61,7 @@ class ExpertChooser:
 
     @cute.jit
     def choose(self, token, logits, bias, factor, lane):
-        """Return the ``lane``-th best expert of a token, and its weight times ``factor``.
+        """Return the ``lane``-th best expert of a token, and the expert's weight times ``factor``.
 
         All lanes of a warp call this method with the same token. Lanes from ``topk`` on get expert 0.
         """
@@ -107,7 +108,7 @@ class ExpertChooser:
                     largest = _value_of(best)
                     if const_expr(not c.renormalize):
                         for key in keys:
-                            # Keys that stand for no expert add zero.
+                            # Keys that stand for no expert have the value minus infinity, so they add zero.
                             total = total + _exp(_value_of(key) - largest)
                 first = Int32(c.experts)
                 for expert, key in zip(reversed(experts), reversed(keys), strict=True):
@@ -117,8 +118,8 @@ class ExpertChooser:
                 own = ptx.select(lane == j, first, own)
         value = self._logit(logits, token, own)
         if const_expr(c.computes_softmax_first and c.renormalize):
-            # Subtract the largest chosen logit: the largest of all logits may not be chosen, and relative to it all
-            # chosen weights could round to zero.
+            # Subtract the largest chosen logit, not the largest of all logits: that expert may not be chosen, and
+            # relative to its logit all chosen weights could round to zero.
             largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
@@ -133,17 +134,17 @@ class ExpertChooser:
         return own, ptx.mul_rn(weight, factor)
 
     def _logit(self, logits, token, expert) -> Float32:
-        """Return a logit in fp32."""
+        """Return the logit of an expert in fp32. If ``is_finite``, replace NaN and infinities."""
         value = Float32(logits[token, expert])
         if const_expr(self.choice.is_finite):
-            # NaN is not greater than any number.
+            # Comparisons with NaN are false, so NaN becomes -LARGEST.
             value = ptx.select(value > Float32(-LARGEST), value, Float32(-LARGEST))
             value = ptx.select(value < Float32(LARGEST), value, Float32(LARGEST))
         return value
 
     def _score(self, value, bias, expert, largest, total) -> Float32:
-        """Return the score by which an expert is chosen. For a softmax without bias, this is the logit, which has the
-        same order as the softmax."""
+        """Return the score by which an expert is chosen. For a softmax without bias, this is the logit: both have the
+        same order."""
         c = self.choice
         score = value
         if const_expr(c.is_sigmoid):
@@ -155,7 +156,7 @@ class ExpertChooser:
         return score
 
     def _expert_in_lane(self, lane, i):
-        """Return the expert of the lane's i-th key, and whether it exists."""
+        """Return the expert whose key is the lane's i-th key, and True if this expert exists."""
         c = self.choice
         if c.are_keys_interleaved:
             expert = i * WARP + lane
@@ -164,14 +165,14 @@ class ExpertChooser:
         return self._expert_in_group(lane, i)
 
     def _expert_in_group(self, lane, i):
-        """Return the lane's i-th expert if lanes hold whole groups, and whether it exists."""
+        """Return the lane's i-th expert if groups occupy whole lanes, and True if this expert exists."""
         c = self.choice
         group, in_group = lane // c.group_lanes, lane % c.group_lanes * c.lane_group_experts + i
         return group * c.group_size + in_group, (group < c.num_groups) & (in_group < c.group_size)
 
     @cute.jit
     def _softmax_terms(self, token, logits, lane):
-        """Return the largest logit, and the sum over all experts of ``exp(logit - largest)``."""
+        """Return the largest logit, and the sum of ``exp(logit - largest)`` over all experts."""
         c = self.choice
         each = -(-c.experts // WARP)
         largest = Uint32(0)
@@ -191,9 +192,9 @@ class ExpertChooser:
 
     @cute.jit
     def _take_best_of_many(self, keys, lane):
-        """Return the ``lane``-th best expert, and the largest key, if there are too many keys for unrolled comparisons.
+        """Return the ``lane``-th best expert, and the largest key, with a loop that is not unrolled.
 
-        Keys are compared by their positions in the lane, so no register per expert is needed.
+        The loop identifies a key by its position in the lane, so that it needs no register per expert.
         """
         c = self.choice
         remaining = cute.make_rmem_tensor((c.lane_keys,), Uint32)
@@ -220,7 +221,8 @@ class ExpertChooser:
 
     @cute.jit
     def _keys_of_best_groups(self, token, logits, bias, largest, total, lane) -> Uint32:
-        """Return a word whose bit i is set if the group of the lane's i-th key is among the best groups."""
+        """Return a word of flags. Bit i is set if the expert of the lane's i-th key belongs to one of the best
+        groups."""
         c = self.choice
         best, second = Uint32(0), Uint32(0)
         for i in range(c.lane_group_experts, unroll=1):
@@ -238,7 +240,7 @@ class ExpertChooser:
         return found
 
     def _keep_best_groups(self, keys: list, lane) -> list:
-        """Return the keys, with 0 except in the best groups."""
+        """Return the keys, with 0 for experts that do not belong to one of the best groups."""
         best, second = keys[0], Uint32(0)
         for key in keys[1:]:
             second = _larger(second, _smaller(best, key))
@@ -247,7 +249,8 @@ class ExpertChooser:
         return [ptx.select(is_best, key, Uint32(0)) for key in keys]
 
     def _is_best_group(self, best, second, lane) -> Boolean:
-        """Return True if the lane's group is among the best, from the two largest keys of the lane's experts."""
+        """Return True if the lane's group is one of the best. ``best`` and ``second`` are the largest keys of the
+        lane's experts."""
         c = self.choice
         step = 1
         while step < c.group_lanes:
@@ -268,7 +271,8 @@ class ExpertChooser:
 
 
 def _key_of(value: Float32) -> Uint32:
-    """Return an unsigned key; keys compare as their numbers do. Both zeros have the same key; NaN has ``NAN_KEY``."""
+    """Return an unsigned key. Keys sort in the order of their numbers. Both zeros have the same key, and NaN has
+    ``NAN_KEY``."""
     bits = ptx.bits_of(ptx.select(value == Float32(0.0), Float32(0.0), value))
     negative = bits >> 31 != Uint32(0)
     key = ptx.select(negative, ~bits, bits | Uint32(0x80000000))
@@ -276,20 +280,20 @@ def _key_of(value: Float32) -> Uint32:
 
 
 def _value_of(key: Uint32) -> Float32:
-    """Return the number that a key stands for: minus infinity for NaN and for a key of no expert."""
+    """Return the number of a key, or minus infinity for NaN and for a key that stands for no expert."""
     bits = ptx.select(key >> 31 != Uint32(0), key & Uint32(0x7FFFFFFF), ~key)
     return ptx.select(key > Uint32(NAN_KEY), ptx.float_of(bits), Float32(-math.inf))
 
 
 def _select(condition, a, b):
-    """Return ``a`` or ``b``, by ``ptx.select`` unless the condition is a constant of the trace."""
+    """Return ``a if condition else b``, by ``ptx.select`` unless ``condition`` is known while the kernel is traced."""
     if isinstance(condition, bool):
         return a if condition else b
     return ptx.select(condition, a, b)
 
 
 def _larger(a: Uint32, b: Uint32) -> Uint32:
-    # ``cutlass.max`` may compare unsigned integers as signed (DSL 4.8.1).
+    # Do not use ``cutlass.max``: it may compare unsigned integers as signed (DSL 4.8.1).
     return ptx.select(a > b, a, b)
 
 
@@ -298,7 +302,7 @@ def _smaller(a: Uint32, b: Uint32) -> Uint32:
 
 
 def _exp(value: Float32) -> Float32:
-    """Return ``exp(value)``, accurate to a few ulps; for large values, to about |value| ulps."""
+    """Return ``exp(value)``, accurate to a few ulps, or to about |value| ulps if ``value`` is large."""
     return ptx.ex2_approx(ptx.mul_rn(value, Float32(math.log2(math.e))))
 
 
@@ -311,7 +315,7 @@ def _sigmoid(value: Float32) -> Float32:
 
 
 class Thread(NamedTuple):
-    """Index of a thread and of its CTA, and the range of the CTA's slots: from ``first`` to before ``last``."""
+    """Index of a thread and of its CTA, and the range of the CTA's slots, from ``first`` to before ``last``."""
 
     tid: Int32
     lane: Int32
@@ -323,7 +327,7 @@ class Thread(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Tensors in shared memory, as in ``SmemOffsets``."""
+    """Tables in shared memory. ``SmemOffsets`` describes them."""
 
     bits: cute.Tensor
     chosen: cute.Tensor
@@ -335,7 +339,7 @@ class Smem(NamedTuple):
 
 
 class RowOutputs(NamedTuple):
-    """Outputs ``permuted_to_expanded``, ``offsets`` and ``counts`` in global memory."""
+    """Output tensors ``permuted_to_expanded``, ``offsets`` and ``counts`` in global memory."""
 
     permuted: cute.Tensor
     offsets: cute.Tensor
@@ -343,12 +347,12 @@ class RowOutputs(NamedTuple):
 
 
 class ExpertPlacer:
-    """Base of the kernels that give pairs their rows. A subclass provides the expert of each pair.
+    """Base class of the kernels that assign pairs to rows. A subclass provides the expert of each pair.
 
-    In all methods ``thread`` is a ``Thread`` and ``smem`` an ``Smem``.
+    In all methods, ``thread`` is a ``Thread`` and ``smem`` is an ``Smem``.
 
     Attributes:
-        may_lack_experts: True if a pair may have no expert; its row is -1.
+        may_lack_experts: True if a pair may name no expert. Its row is then -1.
     """
 
     may_lack_experts = False
@@ -357,7 +361,8 @@ class ExpertPlacer:
         self.placement, self.pdl = placement, pdl
 
     def order_arguments(self, pairs: TensorArg) -> dict[str, TensorArg | ScalarArg]:
-        """Return the arguments that describe the order of rows. ``pairs`` is the argument for (M, topk) int32."""
+        """Return descriptions of the arguments that hold the order of rows. ``pairs`` describes an (M, topk) int32
+        tensor."""
 
         def integers(count: Dim | int) -> TensorArg:
             return TensorArg("Int32", (count,), (1,), align=4)
@@ -373,40 +378,42 @@ class ExpertPlacer:
         }
 
     def take_batch(self, batch, inputs, thread: Thread, smem: Smem):
-        """Set the bits of the batch that begins at slot ``batch``, synchronise, and compute the rank of the thread's
-        pair.
+        """Set the bits of a batch of slots, synchronise the CTA, and compute the rank of this thread's pair.
 
-        All threads of the CTA call it. ``inputs`` are the values that the subclass passed to ``launch``.
+        All threads of the CTA call this method. ``batch`` is the first slot of the batch. ``inputs`` are the values
+        that the subclass passed to ``launch``.
 
         Returns:
-            Expert of the pair, negative for none, and its rank in the CTA; arbitrary for a thread without a pair.
+            Expert of the pair (negative for none), and rank of the pair in the CTA. Both are arbitrary if the thread
+            has no pair.
         """
         raise NotImplementedError
 
     def expert_of(self, pair, inputs) -> Int32:
-        """Return the expert of a pair, read from global memory by the second kernel; negative for none."""
+        """Return the expert of a pair, or a negative number for none. The second kernel calls this to load experts
+        again."""
         raise NotImplementedError
 
     # Launches
 
     @cute.jit
     def launch(self, slots, inputs, expanded, rows: RowOutputs, workspace, row_multiple, sms, written, read, stream):
-        """Launch one kernel for few slots, or two kernels.
+        """Launch one kernel if there are few slots and rows, otherwise two kernels.
 
         Args:
             slots: number of slots.
             inputs: values that the kernels pass on to ``take_batch`` and ``expert_of``.
-            expanded: (M, topk) int32, row of each pair, written.
-            rows: other outputs.
-            workspace: ``ExpertPlacement.workspace_words`` int32; unused for 0 words.
-            row_multiple: number of rows of each expert if masked; otherwise the multiple at which each expert's rows
-                begin.
+            expanded: (M, topk) int32, written: the row of each pair.
+            rows: the other outputs.
+            workspace: ``ExpertPlacement.workspace_words`` int32; not accessed if this is 0 words.
+            row_multiple: number of rows of each expert in the masked layout; otherwise a number of which the first row
+                of each expert is a multiple.
             sms: number of SMs of the device.
             written, read: all tensors of the call except the workspace, for ``ctas_unless_overlapping``.
             stream: CUDA stream.
         """
         placement = self.placement
-        # The number of CTAs matches ``ExpertPlacement.workspace_words``.
+        # ``ExpertPlacement.workspace_words`` computes the same number of CTAs.
         wanted = cutlass.max(
             cute.ceil_div(slots, placement.slots_per_cta), cute.ceil_div(rows.permuted.shape[0], ROWS_PER_CTA)
         )
@@ -431,7 +438,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def place_in_single_cta(self, slots: Int32, inputs, expanded, rows, row_multiple: Int32):
-        """Give all pairs of a single batch their rows, with one CTA."""
+        """Assign all pairs of a single batch to rows, with one CTA."""
         thread, smem = self._begin(slots), self._allocate()
         self._clear(thread, smem)
         expert, rank = self.take_batch(thread.first, inputs, thread, smem)
@@ -442,7 +449,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def rank_pairs(self, slots: Int32, inputs, expanded, workspace):
-        """Store each pair's rank among the CTA's pairs, and the CTA's number of pairs per expert."""
+        """Store each pair's rank among the pairs of the CTA, and the CTA's number of pairs per expert."""
         placement = self.placement
         thread, smem = self._begin(slots), self._allocate()
         ranks = self.flat(expanded)
@@ -458,7 +465,7 @@ class ExpertPlacer:
 
     @cute.kernel
     def place_pairs(self, slots: Int32, inputs, expanded, rows, workspace, row_multiple: Int32):
-        """Store the row of each pair of the CTA."""
+        """Store the row of each of the CTA's pairs."""
         placement = self.placement
         thread, smem = self._begin(slots), self._allocate()
         expert, part = (
@@ -483,11 +490,11 @@ class ExpertPlacer:
     # Methods for subclasses
 
     def flat(self, pairs: cute.Tensor) -> cute.Tensor:
-        """Return a contiguous (M, topk) tensor as one dimension of pairs."""
+        """View a contiguous (M, topk) tensor as a vector of pairs."""
         return cute.make_tensor(pairs.iterator, cute.make_layout((pairs.shape[0] * pairs.shape[1],)))
 
     def has_pair(self, batch, thread: Thread):
-        """Return True if the thread has a pair of the batch."""
+        """Return True if a pair of the batch belongs to this thread."""
         placement = self.placement
         return thread.tid < cutlass.min(thread.last - batch, placement.batch) * placement.slot_pairs
 
@@ -497,10 +504,10 @@ class ExpertPlacer:
         cute.arch.atomic_or(at, Uint32(1) << Uint32(slot % 32), scope="cta")
 
     def rank_of(self, expert, slot, smem: Smem) -> Int32:
-        """Return the number of pairs with this expert in the CTA's slots before this slot of the batch."""
+        """Return the number of pairs with this expert among the CTA's slots before ``slot``, an index in the batch."""
         rank = smem.before[expert]
         for i in range(self.placement.words):
-            # Count all bits of the words before the slot's word, and the bits below the slot in that word.
+            # Count all bits in the words before the slot's word, and the bits below the slot's bit in its word.
             below = cutlass.min(cutlass.max(slot - 32 * i, 0), 32)
             mask = ptx.select(below < 32, (Uint32(1) << Uint32(below % 32)) - 1, Uint32(0xFFFFFFFF))
             rank = rank + Int32(cute.arch.popc(smem.bits[expert * self.placement.words + i] & mask))
@@ -510,7 +517,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _begin(self, slots):
-        """Wait for the previous kernels, and return the thread's place and its CTA's slots."""
+        """Wait for the previous kernels. Return the index of this thread and the range of its CTA's slots."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -532,7 +539,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _clear(self, thread, smem):
-        """Clear the bits, and the counts of earlier batches."""
+        """Clear the bits of the bitmap, and the counts of earlier batches."""
         before, bits = smem.before, smem.bits
         words = self.placement.words
         if thread.tid < self.placement.experts:
@@ -543,7 +550,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _count(self, thread, smem):
-        """Return the number of pairs of the batch with the expert that this thread counts."""
+        """Return the number of pairs in the batch for one expert. Thread e counts the pairs of expert e."""
         count = Int32(0)
         words = self.placement.words
         if thread.tid < self.placement.experts:
@@ -565,7 +572,8 @@ class ExpertPlacer:
 
     @cute.jit
     def _sum_counts(self, before, total, thread, smem):
-        """Return the sum of each expert's counts over all CTAs; store the sum over earlier CTAs in ``smem.before``."""
+        """Return the sum of an expert's counts over all CTAs. Store the sum over the CTAs before this one in
+        ``smem.before``."""
         placement = self.placement
         partial_sums, befores = smem.partial_sums, smem.before
         partial_sums[thread.tid] = before
@@ -582,7 +590,8 @@ class ExpertPlacer:
 
     @cute.jit
     def _divide_rows(self, total, rows, row_multiple, thread, smem):
-        """Divide the buffer among the experts. Thread e passes ``total``, the number of pairs of expert e."""
+        """Compute the first row and the number of rows of each expert. Thread e passes ``total``, the number of pairs
+        of expert e."""
         placement = self.placement
         offsets, counts = rows.offsets, rows.counts
         size, space = total, row_multiple
@@ -607,8 +616,8 @@ class ExpertPlacer:
 
     @cute.jit
     def _store_row(self, pair, expert, rank, expanded, rows, row_multiple, smem):
-        """Store a pair's row, and the row's pair. If the pair has no expert or the expert has no free row, store -1 as
-        the pair's row."""
+        """Store the row of a pair, and the pair of this row. The row is -1 if the pair names no expert or the expert
+        has no free row."""
         permuted = rows.permuted
         known = expert
         if const_expr(self.may_lack_experts):
@@ -626,7 +635,7 @@ class ExpertPlacer:
 
     @cute.jit
     def _fill_padding(self, rows, thread, smem):
-        """Store -1 for rows without a pair: after the pairs of each expert (one warp per expert), and at the end of the
+        """Store -1 in rows without a pair: after the pairs of each expert (one warp per expert), and at the end of the
         buffer."""
         experts, permuted = self.placement.experts, rows.permuted
         warps = THREADS // WARP
@@ -643,7 +652,7 @@ class ExpertPlacer:
 
 
 class TokenKernel:
-    """Base of kernels of one ``Config`` for tokens of ``config.dtype``."""
+    """Base class of kernels that load words of tokens. ``config.dtype`` is the dtype of the tokens."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -655,21 +664,21 @@ def _words_at_once(topk: int) -> int:
 
 
 def alignment(topk: int) -> int:
-    """Return the alignment that the tensor needs, in bytes."""
+    """Return the alignment in bytes that ``words_of_token`` needs for a tensor with ``topk`` words per token."""
     return 4 * _words_at_once(topk)
 
 
 def words_of_token(tensor: cute.Tensor, token, topk: int, exists=True) -> list:
-    """Return the ``topk`` words of a token; zeros unless it ``exists``."""
+    """Load the ``topk`` words of a token, or return zeros if not ``exists``."""
     count = _words_at_once(topk)
     start = tensor.iterator + cute.assume(Int64(token) * topk, divby=count)
     return [word for j in range(0, topk, count) for word in ptx.load_if(start, exists, count, 4 * j)]
 
 
 def row_below(word, rows) -> Int32:
-    """Return a word as the index of a row, or -1 for an index of ``rows`` or more.
+    """Return a word as a row index, or -1 if it is ``rows`` or more.
 
-    Callers skip negative indices, so that wrong indices read and write nothing out of bounds.
+    Callers skip negative indices. Wrong indices therefore cause no access out of bounds.
     """
     row = Int32(word)
     return ptx.select(row < rows, row, Int32(-1))

@@ -1,7 +1,7 @@
-"""Search for the expert that owns an index, such as a row, and running sums, by the threads of a warp or a CTA.
+"""Search for the expert that owns an index, such as a row, and running sums over the threads of a warp or a CTA.
 
-A table in shared memory contains the start of each expert. An expert owns the indices from its start to before the next
-expert's start. A table has room for ``layouts.table_experts`` experts.
+A table in shared memory contains the first index of each expert. An expert owns the indices from its first index to
+before the next expert's first index. A table has room for ``layouts.table_experts`` experts.
 """
 
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ WARP = 32
 
 
 def running_sum(value: Int32, lane: Int32) -> Int32:
-    """Return the sum of ``value`` over this lane and the lanes below it. All lanes take part."""
+    """Return the sum of ``value`` over this lane and all lower lanes. All lanes of the warp must call this function."""
     for i in range(5):
         above = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
         value = value + ptx.select(lane >= (1 << i), above, Int32(0))
@@ -22,10 +22,10 @@ def running_sum(value: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
-    """Return the sum of ``value`` over this thread and the threads below it, in ``warps`` whole warps.
+    """Return the sum of ``value`` over this thread and all threads with a lower index, in a CTA of ``warps`` warps.
 
-    All threads call this. ``sums`` is shared memory with a word per warp. Threads may read ``sums`` until the CTA
-    synchronises again.
+    All threads of the CTA call this function. ``sums`` is shared memory with one word per warp. The caller must
+    synchronise the CTA before it overwrites ``sums``.
     """
     lane, warp = tid % WARP, tid // WARP
     value = running_sum(value, lane)
@@ -38,10 +38,10 @@ def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
 
 
 def expert_by_votes(starts: cute.Tensor, number, lane, max_experts: int) -> Int32:
-    """Return the last expert that starts at or before ``number``, which is equal in all lanes of the warp. Takes two
-    loads.
+    """Return the last expert whose first index is at or before ``number``, by votes of a warp. ``number`` must be equal
+    in all lanes.
 
-    ``max_experts``: number of experts for which the table has room.
+    The search takes two loads. ``max_experts`` is the capacity of the table ``starts``.
     """
     span_experts = max_experts // WARP
     votes = cute.arch.vote_ballot_sync(starts[lane * span_experts] <= number)
@@ -52,10 +52,10 @@ def expert_by_votes(starts: cute.Tensor, number, lane, max_experts: int) -> Int3
 
 
 def expert_by_bisection(starts: cute.Tensor, number, max_experts: int) -> Int32:
-    """Return the last expert that starts at or before ``number``, which may differ between threads. Takes nine or ten
-    dependent loads.
+    """Return the last expert whose first index is at or before ``number``, by bisection. ``number`` may differ between
+    threads.
 
-    ``max_experts``: number of experts for which the table has room.
+    The search takes nine or ten dependent loads. ``max_experts`` is the capacity of the table ``starts``.
     """
     expert = Int32(0)
     step = max_experts // 2

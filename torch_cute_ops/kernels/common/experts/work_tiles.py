@@ -1,14 +1,15 @@
-"""Lists of routed tokens, and the work tiles of GEMMs that compute only routed pairs of a token and an expert.
+"""Lists of routed tokens, and the work tiles of GEMMs that compute only routed (token, expert) pairs.
 
-A GEMM divides its tokens into *token blocks*. A CTA of a first kernel lists the tokens of a block that are routed to an
-expert (``TokenLister``). An *m tile* is an expert and up to ``tile_m`` of its listed tokens. Each CTA of the GEMM lists
-in shared memory the touched experts (experts with a token in the block) and the index of their first m tile
-(``ExpertMTiles``).
+The GEMM's tokens are divided into *token blocks*. A first kernel lists, for each expert, the tokens of a block that are
+routed to it (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens of such a list. Each CTA of the GEMM
+then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and the
+index of each expert's first m tile (``ExpertMTiles``).
 
-A list holds the tokens in ascending order. An entry is a *pair* of words, the number of a token and its factor. The
-number is negative in unused entries of the last m tile. If the activations depend on the expert (second GEMM), the list
-also holds the activations, rearranged as ``kernels.common.fp4.activations`` describes. K tiles are contiguous, and so
-are the groups of eight tokens in a k tile; the tokens of an m tile are then contiguous too.
+A list holds tokens in ascending order. An entry consists of two words: the number of a token and its factor. The number
+is negative in unused entries of the last m tile. If the activations depend on the expert, as in the second GEMM of an
+MoE layer, the list also holds the activations, rearranged as ``kernels.common.fp4.activations`` describes. In memory, k
+tiles follow each other. In a k tile, groups of eight tokens follow each other, so the tokens of an m tile are
+contiguous too.
 """
 
 import itertools
@@ -35,12 +36,12 @@ from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_R
 
 
 class TokenLists(NamedTuple):
-    """Lists of all token blocks in the workspace. Each tensor is contiguous.
+    """Lists of all token blocks, in the workspace. Each tensor is contiguous.
 
     Attributes:
-        activations: uint8, rearranged activations.
-        pairs: uint8, numbers and factors of tokens.
-        counts: int32, number of tokens per token block and expert.
+        activations: uint8, rearranged activations of the listed tokens.
+        pairs: uint8, entries: the number and the factor of each listed token.
+        counts: int32, number of listed tokens, per token block and expert.
     """
 
     activations: cute.Tensor
@@ -49,7 +50,7 @@ class TokenLists(NamedTuple):
 
 
 class TokenLister:
-    """Device code of a CTA that lists the tokens of an expert and a token block, with ``TokenListLayout.threads``
+    """Device code that lists the tokens of one token block for one expert. A CTA has ``TokenListLayout.threads``
     threads."""
 
     def __init__(self, layout: TokenListLayout, activations: Activations):
@@ -59,7 +60,8 @@ class TokenLister:
     def workspace_tensors(
         self, at: cute.Pointer, token_blocks, experts
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Pointer]:
-        """Return the first two tensors of ``TokenLists``, which begin at ``at``, and the pointer to their end."""
+        """Return ``activations`` and ``pairs`` of ``TokenLists``, which begin at ``at``, and a pointer to the end of
+        both."""
         layout = self.layout
         entries = Int64(token_blocks) * experts * layout.capacity
         token_bytes = cute.assume(entries * (layout.k_tiles * layout.token_bytes), divby=layout.token_bytes)
@@ -72,21 +74,22 @@ class TokenLister:
         )
 
     def entry(self, block_index, expert, experts):
-        """Return the index of the first token of a list, over all lists."""
+        """Return the index of a list's first entry, counted over all lists."""
         return (Int64(block_index) * experts + expert) * self.layout.capacity
 
     def group_at(self, activations, entry, k_tile, place) -> cute.Pointer:
-        """Return the address in the workspace of a k tile of eight tokens, from the list's ``place``-th token on."""
+        """Return the workspace address of eight tokens' activations in a k tile. ``place`` is the index of the first
+        token in its list."""
         layout = self.layout
         at = entry * layout.k_tiles + Int64(k_tile) * layout.capacity + place
         return activations.iterator + cute.assume(at * layout.token_bytes, divby=ATOM_M * layout.token_bytes)
 
     @cute.jit
     def list_tokens(self, factors, lists, block_index, expert, experts, m, number_of):
-        """List the expert's tokens as pairs: ``number_of(token)`` and the token's factor.
+        """List the expert's tokens. An entry is ``number_of(token)`` and the token's factor.
 
         Returns:
-            Tensor in shared memory with the indices of the tokens in the token block, and the number of tokens.
+            Shared-memory tensor with the listed tokens' indices in the token block, and the number of listed tokens.
         """
         layout = self.layout
         tid, _, _ = cute.arch.thread_idx()
@@ -111,7 +114,7 @@ class TokenLister:
         if factor_counts(value):
             token_ids[before] = tid
             self._store_pair(lists.pairs, entry + before, number_of(tid), value)
-        # Fill the unused entries of the last m tile.
+        # The last m tile may not be full. Mark its unused entries with a negative number.
         if (tid >= total) & (tid < cute.ceil_div(total, layout.tile_m) * layout.tile_m):
             self._store_pair(lists.pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
@@ -127,13 +130,13 @@ class TokenLister:
     def arrange(
         self, a, a_scale, token_ids, total, activations, entry, first_token, first_k, width, first_k_tile, k_tiles
     ):
-        """Rearrange activations of ``total`` listed tokens.
+        """Rearrange the activations of the first ``total`` listed tokens.
 
         Args:
-            token_ids: indices of the tokens in the token block.
-            entry: index of the list's first token, from ``entry``.
+            token_ids: indices of the listed tokens in the token block.
+            entry: index of the list's first entry, a result of the method ``entry``.
             first_token: first token of the token block.
-            first_k, width: first element of k of the expert, and number of elements.
+            first_k, width: first element of the expert's range of k, and length of the range.
             first_k_tile, k_tiles: first k tile to rearrange, and number of k tiles.
         """
         layout = self.layout
@@ -150,16 +153,16 @@ class TokenLister:
 
     @cute.jit
     def copy_m_tile(self, activations, entry, k_tile, position, tokens, target, barrier):
-        """Start the copies of a k tile of an m tile's activations, in one thread.
+        """Start the copies of one k tile of an m tile's activations, in one thread.
 
         Args:
-            position: index in the list of the first token of the m tile.
+            position: index in the list of the m tile's first token.
             tokens: number of tokens to copy.
-            target: address in shared memory.
+            target: destination in shared memory.
             barrier: mbarrier that counts the bytes.
         """
         source = self.group_at(activations, entry, k_tile, position)
-        # A token is contiguous in the layout for mma.sync; eight tokens are contiguous in the layout for wgmma.
+        # In the layout for mma.sync, one token is contiguous. In the layout for wgmma, eight tokens are.
         by_warp = self.activations.config.by_warp
         whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
         if whole > 0:
@@ -172,14 +175,14 @@ class TokenLister:
 
 
 class MTileLists(NamedTuple):
-    """Lists of a CTA's m tiles in shared memory. Touched experts are in order.
+    """Lists of a CTA's m tiles, in shared memory. A touched expert has a token in the CTA's token block.
 
     Attributes:
-        experts: index of each touched expert.
-        begins: index of the first m tile of each touched expert, then the number of m tiles.
+        experts: indices of the touched experts.
+        begins: index of each touched expert's first m tile, followed by the total number of m tiles.
         counts: number of tokens of each touched expert.
-        num_m_tiles: number of m tiles, one element.
-        num_first: number of m tiles of the CTA's first range of classes, one element.
+        num_m_tiles: one element, the number of m tiles.
+        num_first: one element, the number of m tiles in the CTA's first range of classes.
     """
 
     experts: cute.Tensor
@@ -190,20 +193,21 @@ class MTileLists(NamedTuple):
 
 
 class ExpertMTiles:
-    """M tiles of a token block, for up to ``max_experts`` experts.
+    """Device code that lists the m tiles of a token block. The lists have room for ``max_experts`` experts.
 
-    With several ``classes``, an expert's class is its number modulo ``classes``. A CTA computes the m tiles of up to
-    two ranges of classes in sequence.
+    With several ``classes``, the class of an expert is its number modulo ``classes``. A CTA computes the m tiles of up
+    to two ranges of classes, one range after the other.
     """
 
     def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
         self.max_experts = max_experts
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
-        # Number of counts packed into one register. A lane lists 16 or 32 experts; counts are at most 512.
+        # Number of counts per register. A lane lists 16 or 32 experts; a count is at most 512, so two fit into a
+        # register.
         self.packed = 1 if max_experts <= USUAL_EXPERTS else 2
 
     def lists(self, at: cute.Pointer) -> tuple[MTileLists, cute.Pointer]:
-        """Return the lists that begin at ``at`` in shared memory, and the pointer to their end."""
+        """Return the lists that begin at ``at`` in shared memory, and a pointer to the end of the lists."""
         at = cute.recast_ptr(at, dtype=Int32)
         most = self.max_experts
         sizes = MTileLists(experts=most, begins=most + 4, counts=most, num_m_tiles=1, num_first=1)
@@ -213,7 +217,8 @@ class ExpertMTiles:
         return lists, at + m_tile_list_bytes(most) // 4
 
     def list_in_cta(self, *arguments, waits: bool) -> None:
-        """Call ``gather``; if ``waits``, first wait for the kernel that lists tokens."""
+        """Call ``gather``. If ``waits``, first wait for the kernel that lists tokens, because ``gather`` then reads its
+        counts."""
         if waits:
             cute.arch.griddepcontrol_wait()
         self.gather(*arguments)
@@ -235,11 +240,11 @@ class ExpertMTiles:
         """List the m tiles of the CTA's token block, with all threads of the CTA.
 
         Args:
-            factors: (M, experts), nonzero for routed pairs.
-            counts: number of tokens per token block and expert; unused if the CTA scans the factors itself.
+            factors: (M, experts) factors, nonzero for routed pairs.
+            counts: number of tokens per token block and expert; not read if the CTA scans the factors itself.
             block_index, m: index of the token block, and number of tokens of all token blocks.
-            warp, listing_warp: index of the thread's warp, and index of the warp that calls ``list_m_tiles``.
-            class_ranges: first and end class of every range of classes of the CTA, for ``list_m_tiles``.
+            warp, listing_warp: index of this thread's warp, and index of the warp that calls ``list_m_tiles``.
+            class_ranges: arguments ``begins`` and ``ends`` of ``list_m_tiles``.
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):
@@ -254,7 +259,7 @@ class ExpertMTiles:
 
     @cute.jit
     def count(self, factors, expert, first_token, m):
-        """Return the number of tokens of the token block that are routed to an expert."""
+        """Return the number of tokens of a token block that are routed to an expert, by scanning their factors."""
         values = cute.make_rmem_tensor((self.token_block,), Float32)
         for i in range_constexpr(self.token_block):
             values[i] = Float32(0.0)
@@ -267,11 +272,11 @@ class ExpertMTiles:
 
     @cute.jit
     def list_m_tiles(self, lane, experts, begins, ends, lists):
-        """Turn ``lists.counts``, the number of tokens of every expert, into the lists of the touched experts, with one
+        """Convert ``lists.counts``, the number of tokens of every expert, to the lists of touched experts, with one
         warp.
 
-        With several classes, the lists hold the experts of the classes from ``begins[0]`` to ``ends[0]``, then the
-        experts of the classes from ``begins[1]`` to ``ends[1]``.
+        If there are several classes, the lists first hold the experts of classes ``begins[0]`` to ``ends[0]``, then the
+        experts of classes ``begins[1]`` to ``ends[1]``. The ends are exclusive.
         """
         each = self.max_experts // WARP
         first = lane * each
@@ -285,11 +290,11 @@ class ExpertMTiles:
                     counts[at] = lists.counts[first + i]
                 else:
                     counts[at] = counts[at] | lists.counts[first + i] << 16
-        # The lists overwrite the counts, which all lanes have read.
+        # The lists are written over the counts. Wait until all lanes have loaded their counts.
         cute.arch.sync_warp()
         before_m_tiles, before_touched = Int32(0), Int32(0)
         for which in range_constexpr(2 if self.classes > 1 else 1):
-            # With many experts, m tiles are counted again instead of kept, to save registers.
+            # With many experts, count an expert's m tiles twice instead of storing them, to save registers.
             m_tiles_of = cute.make_rmem_tensor((each if self.packed == 1 else 1,), Int32)
             m_tiles, touched = Int32(0), Int32(0)
             for i in range_constexpr(each):
@@ -320,13 +325,13 @@ class ExpertMTiles:
             lists.num_m_tiles[0] = before_m_tiles
 
     def _count(self, counts, i: int) -> Int32:
-        """Return the number of tokens of a lane's i-th expert."""
+        """Return the number of tokens of the lane's i-th expert."""
         if self.packed == 1:
             return counts[i]
         return counts[i // 2] >> 16 if i % 2 else counts[i // 2] & 0xFFFF
 
     def _m_tiles_of(self, count, expert, begins, ends, which: int) -> Int32:
-        """Return the number of m tiles of an expert; 0 outside of the range of classes."""
+        """Return the number of m tiles of an expert, or 0 if its class is outside of range ``which``."""
         is_in_range = Int32(1)
         if self.classes > 1:
             class_ = expert % self.classes
@@ -335,8 +340,8 @@ class ExpertMTiles:
 
     @cute.jit
     def index_of(self, m_tile, index, lists):
-        """Return the index in the lists of an m tile's expert, searched from the ``index`` of an earlier m tile's
-        expert."""
+        """Return the index in the lists of the expert that m tile ``m_tile`` belongs to. The search begins at
+        ``index``, which is the result for an earlier m tile."""
         while lists.begins[index + 1] <= m_tile:
             index += 1
         return index
