@@ -1,30 +1,30 @@
-"""Activations rearranged for MMAs with an FP4 weight, and decoded if they are in FP4.
+"""Device code that rearranges activations for MMAs with an FP4 weight, and decodes FP4 activations.
 
-A lane reads the weight's codes in memory order and decodes eight codes at a time into pairs
-(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k, so the activations
-are brought into the same order. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the quad owns
-quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements of each quarter. Two k16
-steps of an MMA multiply a k group:
+A lane reads the weight's codes in memory order, and decodes eight codes at a time into pairs
+(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k. Activations must be
+in the same order, so they are rearranged. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the
+quad owns quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements from each
+quarter. Two MMAs with K = 16 multiply a k group:
 
-    step = 2 · k_group + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
+    MMA = 2 · k_group + (half of the decoded word),    position in its K = 8 · h + 2 · q + e
 
 for element ``e`` (0 or 1) of pair ``h``. Elements beyond K are zero.
 
-For wgmma, the rearranged bytes are the operand in shared memory: atoms of 8 tokens x 64 positions, 1,024 bytes, in
-which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA, "Matrix-descriptor"). The
-atom of token group ``g`` (eight tokens) that begins at position ``64 · c`` has the index ``c · groups + g``, so that
-one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts store the k tiles of a token group
-contiguously.)
+For wgmma, the rearranged bytes are an operand in shared memory. They consist of atoms: 8 tokens x 64 positions, 1,024
+bytes, in which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA,
+"Matrix-descriptor"). Let ``g`` be the index of a group of eight tokens. The group's atom that begins at position ``64 ·
+c`` has the index ``c · groups + g``, so that one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts
+instead store all k tiles of a token group contiguously.)
 
 For mma.sync, the 512 (or 256) bytes of a token's k tile are contiguous, and the next token follows. A k group takes 64
-bytes: for each quarter, the 16 bytes that a lane needs in two steps. K group ``p`` of token ``n`` is stored at place
-``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each token is copied
-separately, k group ``p`` is at place ``p``, and the distance between tokens is an odd number of k groups.
+bytes: for each quarter, the 16 bytes that a lane needs in two MMAs. K group ``p`` of token ``n`` is stored at place ``p
+xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each token is copied
+separately, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of k groups.
 
-With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, and rearranges ``silu(gate) · up``,
-rounded to the dtype of ``a``. With ``prologue_quant``, 16-bit activations are quantised to FP4 first. The lanes that
-hold the k groups of a block compute the block's scale together, so all lanes of a warp must call ``store``, each with a
-k group.
+With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, computes ``silu(gate) · up``, rounds
+it to the dtype of ``a``, and rearranges it. With ``prologue_quant``, 16-bit activations are first quantised to FP4. The
+lanes that hold the k groups of a block compute the block's scale together, so all lanes of a warp must call ``store``,
+each with one k group.
 """
 
 from functools import reduce
@@ -40,18 +40,18 @@ from torch_cute_ops.kernels.common.fp4.codes import decode, fp4_block, pair_acti
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, ActivationLayout
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-QUAD: Final = 4  # lanes that share a row of an operand
-K_GROUP_BYTES: Final = 64  # bytes of a k group of a token, rearranged
+QUAD: Final = 4  # number of lanes that share a row of an operand
+K_GROUP_BYTES: Final = 64  # bytes of one token's k group after it is rearranged
 
 
 class Activations:
     """Device code that rearranges a matrix of activations. A thread handles one k group of one token at a time.
 
     Attributes:
-        config: formats of the activations before and after they are rearranged.
-        k_groups: k groups of a k tile.
+        config: formats of the activations, before and after they are rearranged.
+        k_groups: number of k groups of a k tile.
         spread: True if k tiles may begin in the middle of a scale tile.
-        apart: distance in lanes between neighbouring k groups of a token, if activations are quantised.
+        apart: if activations are quantised, distance in lanes between neighbouring k groups of a token.
     """
 
     def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = ATOM_M):
@@ -60,7 +60,8 @@ class Activations:
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
-        """Return the arguments for the matrix and for its scales (FP4), or for the global scale of its quantisation."""
+        """Return descriptions of two arguments: the matrix, and its FP4 scales or the global scale for its
+        quantisation."""
         c, m = self.config, Dim("m")
         if c.layout is None:
             k = Dim("k", divisibility=64 if c.prologue_gate else 32)
@@ -71,20 +72,20 @@ class Activations:
         return a, scale_argument(c.fmt, c.layout, Dim("a_scale_rows"), Dim("a_blocks"), align=1, name="a_")
 
     def width(self, a):
-        """Return K."""
+        """Return K, the number of elements of a row of rearranged activations."""
         if self.config.prologue_gate:
             return a.shape[1] // 2
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
     def read(self, a, scale, token, start, left, k_group, after: int = 0) -> list:
-        """Load a k group for ``store``: for each quarter, its words as they lie in memory.
+        """Load a k group. The result holds the words of each quarter, in memory order, for ``store``.
 
         Args:
-            a, scale: the matrix and its scales.
+            a, scale: matrix, and its scales.
             token: row of the matrix.
-            start: first element of k of the k tile.
-            left: number of existing elements from ``start`` on; others are zero.
-            k_group, after: index of the k group, ``k_group + after``. ``after`` is a constant.
+            start: first element of the k tile.
+            left: number of existing elements from ``start`` on. Elements beyond are returned as zero.
+            k_group, after: the index of the k group is ``k_group + after``. ``after`` is a constant.
         """
         c, k = self.config, self.width(a)
         offset = self.offset(a, token, k) + start + k_group * 8
@@ -101,7 +102,7 @@ class Activations:
         bytes_at = cute.recast_ptr(scale.iterator, dtype=Uint8)
         after = [begin // size for begin in begins]
         if self.spread:
-            # The tile of a quarter's scales depends on where the k tile begins.
+            # The scale tile of a quarter depends on where the k tile begins.
             places = [(bytes_at + row + c.layout.block_offset(block + each) + k_group * 8 // size, 0) for each in after]
         else:
             byte_at = bytes_at + (row + c.layout.block_offset(block)) + k_group * 8 // size
@@ -112,34 +113,38 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Return the number of elements before a token's row; a row has ``k`` elements, or 2 ``k`` with gate and up."""
+        """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` if it consists of gate
+        and up."""
         return Int64(token) * (a.shape[1] if self.config.prologue_gate else k)
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
-        """Return the addresses of 16-bit elements at ``offset`` in a row: one address, or one in gate and one in up."""
+        """Return the addresses of the elements at ``offset``: one address or, with ``prologue_gate``, one in gate and
+        one in up."""
         at = a.iterator + cute.assume(offset, divby=8)
         return [at, at + cute.assume(k, divby=8)] if self.config.prologue_gate else [at]
 
     def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
-        """Load eight elements, ``offset`` bytes after each of the addresses; zeros if they do not exist."""
+        """Load eight elements at each address, ``offset`` bytes after it, or return zeros if not ``exists``."""
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
     def gated(self, loaded: list) -> list:
-        """Return eight packed 16-bit elements. With ``prologue_gate``, they are gated as in ``kernels.row_quant``.
+        """Return eight packed 16-bit elements from ``loaded``, a result of ``words``.
 
-        ``loaded`` is a result of ``words``.
+        With ``prologue_gate``, the elements are ``silu(gate) · up``, computed as in ``kernels.row_quant``.
         """
         return pack(self.values(loaded), self.a_dtype) if self.config.prologue_gate else loaded
 
     def values(self, words: list) -> list[Float32]:
-        """Return the same elements in fp32, before they are rounded."""
+        """Return eight elements in fp32 from ``words``. With ``prologue_gate``, they are ``silu(gate) · up``, not yet
+        rounded."""
         if not self.config.prologue_gate:
             return unpack(words, self.a_dtype)
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
         return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
 
     def quantised(self, words: list) -> list:
-        """Quantise eight elements that ``read`` loaded: return their codes and the scale byte of their block."""
+        """Quantise eight elements that ``read`` loaded. Return their codes in a word, and the scale byte of their
+        block."""
         c, global_scale = self.config, None
         if c.prologue_quant == "scaled":
             *words, global_scale = words
@@ -151,11 +156,11 @@ class Activations:
         return [codes, byte]
 
     def store(self, quarters: list, groups, k_group, token, base: cute.Pointer) -> None:
-        """Convert a k group that ``read`` loaded, and store it in the k tile that begins at ``base``.
+        """Convert a k group that ``read`` loaded to the MMAs' dtype, and store it in the k tile at ``base``.
 
         Args:
             quarters: result of ``read``.
-            groups: groups of eight tokens of the k tile; only the layout for wgmma depends on it.
+            groups: number of groups of eight tokens in the k tile. Only the layout for wgmma depends on it.
             k_group: index of the k group.
             token: index of the token in the k tile.
             base: address of the k tile.
@@ -179,10 +184,11 @@ class Activations:
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def store_row(self, quarters: list, k_group, base: cute.Pointer) -> None:
-        """Convert a k group and store it in a k tile of one token, contiguous from ``base`` on.
+        """Convert a k group, and store it in a k tile of a single token, which is contiguous from ``base`` on.
 
-        For ``copy_rows``, lines of 128 bytes are stored as in the first row of an atom. For mma.sync, k groups follow
-        each other, and the tokens' pitch must be an odd number of k groups.
+        For wgmma, ``copy_rows`` later copies the row to swizzled atoms, so the 128-byte lines are stored without a
+        swizzle. For mma.sync, k groups follow each other, and the distance between tokens must be an odd number of k
+        groups.
         """
         words = [self._converted(quarter) for quarter in quarters]
         if not self.config.by_warp:
@@ -193,9 +199,10 @@ class Activations:
             store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
-        """Start the copies (``cp.async``) of eight tokens of a k tile to ``base`` in shared memory, for wgmma.
+        """Start the copies (``cp.async``) of eight tokens of a k tile to shared memory at ``base``, in the layout for
+        wgmma.
 
-        A k tile of 256 elements is required. Four lanes of the warp copy token ``lane // 4`` if it ``exists``, from
+        The k tile must have 256 elements. Four lanes of the warp copy token ``lane // 4``, if it ``exists``, from
         ``row``, where ``store_row`` stored it.
         """
         line, quarter = lane // QUAD, lane % QUAD
@@ -206,7 +213,7 @@ class Activations:
             ptx.copy_async_16(base + cute.assume(place, divby=16), source, exists)
 
     def _converted(self, words: list) -> list:
-        """Return eight elements in the MMAs' dtype, in the order in which ``decode`` pairs codes."""
+        """Return eight elements in the MMAs' dtype, in the order in which ``decode`` pairs the weight's codes."""
         c = self.config
         if c.prologue_quant is not None:
             words = self.quantised(words)

@@ -1,35 +1,35 @@
-"""FP4 codes on the device: decoded to operands of MMAs, and encoded from fp32.
+"""FP4 codes on the device: decoding to operands of MMAs, and encoding from fp32.
 
 **Decoding** 8 codes for 16-bit MMAs takes 14 to 21 instructions, including the multiplication by the scale. The bits of
-a code are moved into a 16-bit number, which is then the code's value times a power of two. The number is multiplied by
-the block's scale, also a 16-bit number. The product is the true value times ``DECODED_SCALE``. At the end, the
-accumulators are divided by ``DECODED_SCALE``. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
+a code are moved into a 16-bit float, whose value is then the code's value times a power of two. This number is
+multiplied by the block's scale, also a 16-bit float. The product is the true value times ``DECODED_SCALE``. At the end,
+the accumulators are divided by ``DECODED_SCALE``. Decoding is exact: ``e2m1 · e4m3`` needs at most 6 significant bits.
 
-- float16, NVFP4: the bits of a code (one sign, two exponent, one mantissa bit) fit into the high byte of a float16,
-  which then has the value e2m1 · 2^-14. The scale is multiplied by 2^6, so the product is the true value times 2^-8, at
-  least 2^-18. Subnormals of float16 reach down to 2^-24.
-- bfloat16, NVFP4: the bits give e2m1 · 2^-126, and the scale is multiplied by 2^118.
-- bfloat16, MXFP4: the bits give e2m1 · 2^-126. They are multiplied by 2^126, and then by the scale, because a ue8m0
-  scale needs bfloat16's whole range of exponents.
+- float16, NVFP4: the bits of a code (one sign, two exponent, one mantissa bit) fit into the high byte of a float16. Its
+  value is then e2m1 · 2^-14. The scale is multiplied by 2^6, so the product is the true value times 2^-8, at least
+  2^-18. Subnormals of float16 reach down to 2^-24.
+- bfloat16, NVFP4: the moved bits have the value e2m1 · 2^-126, and the scale is multiplied by 2^118.
+- bfloat16, MXFP4: the moved bits have the value e2m1 · 2^-126. They are multiplied by 2^126, and then by the scale. Two
+  multiplications are needed because a ue8m0 scale covers bfloat16's whole range of exponents.
 
-A shift and a mask move two codes of a word at once. These two codes form a pair; activations are paired in the same
-way. ``e4m3_words`` decodes to FP8, without scales.
+One shift and one mask move two codes of a word at once. These two codes form a pair. Activations are paired in the same
+way. ``e4m3_words`` decodes to FP8 and does not apply scales.
 
-**Encoding** rounds to nearest even, saturates, and keeps the sign of zero. ``sm_100`` and later offer
-``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` lacks an instruction for e2m1, so the rounding is built from the e2m1
-boundaries, 0.25 0.75 1.25 1.75 2.5 3.5 5. A tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75
-and 3.5. The significand of the boundary distinguishes the two cases: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up". The
-code is computed in four steps:
-
-1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp exactly if its significand is above 1/0.7 ≈ 1.43, and the
-   product with ``1 - 2^-24`` moves every value down by one ulp. After both, values with a low significand are one ulp
-   lower and values with a high significand are unchanged. For each of the seven boundaries, the value then rounds up
-   exactly if it is at or above the boundary, so that truncating low bits no longer changes a result.
-2. The same product scales by 2^-14, so that 1.0 falls on the smallest normal fp16, and subnormals of fp16 give e2m1's
-   even spacing below 1. Two values are truncated to fp16 and packed into one register, so that each later instruction
-   handles two elements.
-3. ``min(|p|, 6)`` saturates; adding half a code step rounds; the code is then bits 11..9 of each half, the sign bit 15.
-4. Byte permutes and masks gather the nibbles.
+**Encoding** rounds to nearest even, saturates, and preserves the sign of zero. ``sm_100`` and later offer
+``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` lacks an instruction for e2m1, so this module computes the rounding. The
+boundaries between e2m1 values are 0.25, 0.75, 1.25, 1.75, 2.5, 3.5 and 5. A tie goes to the even code: down at 0.25,
+1.25, 2.5 and 5, up at 0.75, 1.75 and 3.5. The significand of the boundary distinguishes the two cases: 1.0 or 1.25 for
+"down", 1.5 or 1.75 for "up". The code is computed in four steps:
+1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp exactly if its significand is above 1/0.7 ≈ 1.43. The
+   product with ``1 - 2^-24`` then moves every value down by one ulp. In total, values with a low significand are one
+   ulp lower, and values with a high significand are unchanged. Now a value must round up exactly if it is at or above
+   the boundary, at all seven boundaries, so truncating low bits no longer changes a result.
+2. The same product multiplies by 2^-14, so that 1.0 becomes the smallest normal fp16. Subnormals of fp16 then have
+   e2m1's even spacing below 1. Two values are truncated to fp16 and packed into one register, so that each later
+   instruction handles two elements.
+3. ``min(|p|, 6)`` saturates, and adding half a code step rounds. The code is then in bits 11..9 of each half, and the
+   sign in bit 15.
+4. Byte permutes and masks gather the codes into nibbles.
 
 This takes 3 floating-point and 2.4 integer instructions per element, and is exact for every finite fp32 input. Tests
 compare the encoder with the definition over all bf16 and fp16 values and the fp32 neighbours of each boundary.
@@ -49,21 +49,22 @@ from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 E4M3_EXPONENT: Final = 6
-"""Difference of the exponent biases of e4m3 and e2m1: e2m1 bits read as e4m3 are e2m1 · 2^-6."""
+"""Difference of the exponent biases of e4m3 and e2m1. The bits of an e2m1 code, read as e4m3, have the value e2m1 ·
+2^-6."""
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
-"""Ratio of a decoded number, and hence of an accumulator, to the true number."""
-# 0.35 ulp relative to the significand's 2^-23: below half an ulp at significand 1.25, above it at 1.5.
+"""Factor by which decoded numbers, and therefore accumulators, differ from the true numbers."""
+# 0.35 ulp relative to the significand's 2^-23. The sum rounds down at significand 1.25 and up at 1.5.
 _TIE_SHIFT = 0.35 * 2.0**-23
 _ONE_ULP_DOWN_AND_SCALE = (1.0 - 2.0**-24) * 2.0**-14
 _INFINITY = 0x7F800000
 _SIX_F16X2 = 0x0E000E00  # 6.0 · 2^-14 in both halves
-_HALF_STEP = 0x01010101  # half a code step, in the high byte of each fp16
+_HALF_STEP = 0x01010101  # half a step between codes, in the high byte of each fp16
 
 
 def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
-    """Return the factor by which accumulators of decoded numbers are multiplied to get the true sums.
+    """Return the factor that converts accumulators of decoded numbers to true sums.
 
-    ``decodes_both`` says whether activations are decoded, too.
+    ``decodes_both`` is True if the activations are decoded too.
     """
     return 1.0 / DECODED_SCALE[fmt] ** (2 if decodes_both else 1)
 
@@ -71,21 +72,21 @@ def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
 def scale_argument(
     fmt: FP4Format, layout: ScaleLayout, rows: Dim, blocks: Dim | int, align: int = 16, name: str = ""
 ) -> TensorArg:
-    """Return the argument for the scales of a matrix, in the format's dtype and the shape of the layout.
+    """Return the description of an argument for a matrix's block scales, in the format's dtype and the layout's shape.
 
     Args:
         fmt, layout: format and scale layout.
-        rows: rows of linear scales; the number of scale tiles is independent of it.
-        blocks: blocks of a row, a multiple of a tile's blocks in tiled layouts.
-        align: alignment of the first scale, bytes.
-        name: prefix of the names of the extents of tiled scales.
+        rows: number of rows of linear scales. The number of scale tiles does not depend on it.
+        blocks: number of blocks of a row. In tiled layouts, it is a multiple of a tile's blocks.
+        align: alignment of the first scale in bytes.
+        name: prefix for the names of the extents of tiled scales.
     """
     dtype = DSL_DTYPES[fmt.scale_dtype].__name__
     if layout.is_linear:
         return TensorArg(dtype, (rows, blocks), (blocks, 1), align)
     tile = math.prod(layout.tile)
-    # TVM-FFI can only check that an extent equals a stride. ``ctas_unless_overlapping`` checks the strides of these
-    # tiles.
+    # The rows of tiles must be contiguous, but TVM-FFI can only check that an extent equals a stride.
+    # ``ctas_unless_overlapping`` checks this stride when the kernel is launched.
     pitch: Dim | int = Dim(f"{name}tile_pitch", divisibility=tile)
     columns: Dim | int = Dim(f"{name}tile_columns")
     if isinstance(blocks, int):
@@ -97,8 +98,8 @@ def scale_argument(
 
 
 def scale_matrix(scale: cute.Tensor, layout: ScaleLayout | None) -> cute.Tensor:
-    """Return tiled scales as a matrix (padded rows, padded blocks) of the same bytes, whose rows do not correspond to
-    rows of scales; return linear scales unchanged."""
+    """Return tiled scales as a matrix of the same bytes: (padded rows, padded blocks). Row i of this matrix does not
+    hold the scales of row i. Return linear scales unchanged."""
     if layout is None or layout.is_linear:
         return scale
     rows = cute.assume(scale.shape[0] * layout.tile_rows, divby=layout.tile_rows)
@@ -107,15 +108,16 @@ def scale_matrix(scale: cute.Tensor, layout: ScaleLayout | None) -> cute.Tensor:
 
 
 def rows_of_bytes(b: cute.Tensor, scale: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Return a weight (K/2, N) with contiguous columns as (N, K/2), and its scales as bytes."""
+    """Return a weight (K/2, N) with contiguous columns as its transpose (N, K/2), and the weight's scales as bytes."""
     b = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 0]))
     return b, cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
 
 
 def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
-    """Decode words of eight codes and multiply by their scales.
+    """Decode words of eight codes each, and multiply by their scales.
 
-    Each word yields the operands of two k16 steps: a pair of words each, with low and high k.
+    The result holds, for each word, the operands of two MMAs with K = 16. Each operand is a pair of words, with low and
+    high k.
     """
     per_scale = len(words) // len(scales)
     decoded = []
@@ -130,20 +132,20 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
 
 
 def pair_activations(words: list, dtype) -> list:
-    """Reorder eight activations, in four words, in the order in which ``decode`` pairs codes: two words per k16
-    step."""
+    """Reorder eight activations, in four words, so that they are paired like the codes that ``decode`` returns: two
+    words per MMA with K = 16."""
     a, b, c, d = words
     pairs = ((a, c), (b, d)) if dtype is BFloat16 else ((a, b), (c, d))
     return [ptx.prmt(x, y, selector) for x, y in pairs for selector in (0x5410, 0x7632)]
 
 
 def scale_factors(scales, dtype, fmt: FP4Format) -> list:
-    """Return the factors for ``decode``, each in both halves of a word.
+    """Return the scales as factors for ``decode``: 16-bit floats, each in both halves of a word.
 
-    ``scales`` contains scale bytes in the low half of a word: two of NVFP4, or one of MXFP4.
+    ``scales`` contains scale bytes in the low half of a word: two bytes for NVFP4, one byte for MXFP4.
     """
     if fmt == MXFP4:
-        # The byte is bfloat16's exponent field, except for 2^-127, which is subnormal, and NaN.
+        # The byte is bfloat16's exponent field. Two values differ: 2^-127 is subnormal, and 0xFF is NaN.
         half = ptx.select(scales == Uint32(0), Uint32(0x40), scales << 7)
         half = ptx.select(scales == Uint32(0xFF), Uint32(0x7FC0), half)
         return [ptx.prmt(half, half, 0x1010)]
@@ -156,7 +158,7 @@ def scale_factors(scales, dtype, fmt: FP4Format) -> list:
 
 
 def float16_pairs(word) -> list:
-    """Return codes (0, 2), (1, 3), (4, 6), (5, 7) of a word as float16 pairs, e2m1 · 2^-14."""
+    """Return codes (0, 2), (1, 3), (4, 6), (5, 7) of a word as pairs of float16, with the values e2m1 · 2^-14."""
     signs = word & Uint32(0x88888888)
     even = ptx.select_bits(Uint32(0x0E0E0E0E), word << 1, ptx.shift_left(signs, 4))
     odd = ptx.select_bits(Uint32(0x0E0E0E0E), word >> 3, signs)
@@ -164,17 +166,22 @@ def float16_pairs(word) -> list:
 
 
 def e4m3_words(word) -> tuple:
-    """Return codes (0, 2, 4, 6) and (1, 3, 5, 7) of a word as e4m3, e2m1 · 2^-``E4M3_EXPONENT``: six instructions."""
+    """Return codes (0, 2, 4, 6) and (1, 3, 5, 7) of a word as two words of e4m3, with the values e2m1 ·
+    2^-``E4M3_EXPONENT``.
+
+    The conversion takes six instructions.
+    """
     signs = word & Uint32(0x88888888)
     even = ptx.select_bits(Uint32(0x1C1C1C1C), word << 2, ptx.shift_left(signs, 4))
     return even, ptx.select_bits(Uint32(0x1C1C1C1C), word >> 2, signs)
 
 
 def _bfloat16_pairs(word) -> list:
-    """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as bfloat16 pairs, e2m1 · 2^-126.
+    """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as pairs of bfloat16, with the values e2m1 · 2^-126.
 
-    One integer multiplication copies, in both halves, a nibble's sign to bit 15 and its other bits to 8..6. It replaces
-    two shifts, and runs in another pipe than logic instructions, which have half the usual throughput.
+    In both halves of the word, one integer multiplication moves a nibble's sign to bit 15 and its other bits to bits
+    8..6. It replaces two shifts. It runs in another pipe than logic instructions, whose throughput is only half of the
+    usual.
     """
     pairs = []
     for bits in (word, word >> 8):
@@ -200,7 +207,8 @@ def _shift_ties(value: Float32) -> Float32:
 
 
 def _codes_in_bytes(values) -> tuple[Uint32, Uint32]:
-    """Split four shifted values into bytes with the sign in bit 7, and bytes with the code in bits 3..1."""
+    """Split four shifted values into two words of bytes. The first holds the sign in bit 7, the second the code in bits
+    3..1."""
     pairs = [ptx.f16x2_toward_zero(values[0], values[1]), ptx.f16x2_toward_zero(values[2], values[3])]
     high_bytes = 0x7531
     clamped = [ptx.min_abs_f16x2(p, _SIX_F16X2) for p in pairs]
@@ -209,17 +217,19 @@ def _codes_in_bytes(values) -> tuple[Uint32, Uint32]:
 
 
 def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Float32]:
-    """Return the e4m3 scale byte of a block and the factor that brings its values into e2m1's range.
+    """Return the e4m3 scale byte of a block, and the factor by which the block's values are multiplied before they are
+    rounded to e2m1.
 
-    ``byte = e4m3_satfinite(amax · g · fp32(1/6))``, or NaN for a block that holds NaN or infinity; ``factor = g /
-    scale``. If the byte is zero or NaN, the factor is meaningless: see ``is_live_nvfp4``.
+    ``byte = e4m3_satfinite(amax · g · fp32(1/6))``, or NaN if the block contains NaN or infinity. ``factor = g /
+    scale``, where ``scale`` is the value of the byte. If the byte is zero or NaN, the factor is meaningless: see
+    ``is_live_nvfp4``.
     """
     scaled = amax if global_scale is None else ptx.mul_rn(amax, global_scale)
-    # Adding 0 · amax turns an infinite amax, which would saturate, into NaN, and changes no other value.
+    # Adding 0 · amax turns an infinite amax into NaN, instead of saturating it. It changes no other value.
     byte = ptx.e4m3_of(ptx.fma_rn(amax, Float32(0.0), ptx.mul_rn(scaled, Float32(1 / 6))))
     scale = ptx.float_of_e4m3(byte)
-    # Division without div.rn's branch (Markstein 1990): one Newton step rounds 1 / scale correctly, because a scale
-    # needs only four significant bits; one residual step rounds g / scale correctly, for g between 2^-100 and 2^100.
+    # Divide without the branch of div.rn (Markstein 1990). One Newton step rounds 1 / scale correctly, because a scale
+    # has only four significant bits. One residual step rounds g / scale correctly, for g between 2^-100 and 2^100.
     inverse = ptx.rcp_approx(scale)
     inverse = ptx.fma_rn(inverse, ptx.fma_rn(-scale, inverse, Float32(1.0)), inverse)
     if global_scale is None:
@@ -229,16 +239,17 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
 
 
 def is_live_nvfp4(byte: Uint32) -> Boolean:
-    """Return True if a positive e4m3 byte is neither zero nor NaN."""
+    """Return True if a scale byte, a positive e4m3 number, is neither zero nor NaN."""
     return (byte - Uint32(1)) < Uint32(0x7E)
 
 
 def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
-    """Return the ue8m0 scale byte of a block and the factor that brings its values into e2m1's range.
+    """Return the ue8m0 scale byte of a block, and the factor by which the block's values are multiplied before they are
+    rounded to e2m1.
 
-    The scale ``2^ceil(log2(amax / 6))`` is computed from the bits of ``amax``. Since 6 = 1.5 · 2^2, its exponent is the
-    exponent of amax minus 2, plus 1 if the significand of amax exceeds 1.5. It is NaN for a block that holds NaN or
-    infinity.
+    The scale ``2^ceil(log2(amax / 6))`` is computed from the bits of ``amax``. Since 6 = 1.5 · 2^2, the scale's
+    exponent is the exponent of amax minus 2, plus 1 if the significand of amax exceeds 1.5. The scale is NaN if the
+    block contains NaN or infinity.
     """
     bits = ptx.bits_of(amax)
     exponent = Int32((bits + Uint32(0x3FFFFF)) >> 23) - 2
@@ -248,23 +259,24 @@ def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
 
 
 def is_live_mxfp4(amax: Float32) -> Boolean:
-    """Return True if a block with this amax contains no NaN or infinity, and not only zeros."""
+    """Return True if a block with this amax contains neither NaN nor infinity, and is not all zeros."""
     return (ptx.bits_of(amax) - Uint32(1)) < Uint32(_INFINITY - 1)
 
 
 def fp4_block(
     values, amax: Float32, global_scale: Float32 | None, fmt: FP4Format, has_e2m1_cvt: bool, after=None, part=None
 ) -> tuple[list, Uint32]:
-    """Return the words of codes and the scale byte of a block.
+    """Quantise a block to FP4. Return the words of its codes, and its scale byte.
 
     Args:
-        values: the block's values, ``Float32``.
+        values: values of the block, ``Float32``.
         amax: largest magnitude of the block.
-        global_scale: the matrix's global scale, or None.
+        global_scale: global scale of the matrix, or None.
         fmt: format of the block.
-        has_e2m1_cvt: True if the GPU has an instruction that encodes e2m1.
-        after: factor by which values and ``amax`` must still be multiplied, or None.
-        part: number of values given, a multiple of 8, if they are only a part of the block; None for the whole block.
+        has_e2m1_cvt: True if the GPU has an instruction that converts to e2m1.
+        after: factor by which ``values`` and ``amax`` must still be multiplied, or None.
+        part: number of ``values``, a multiple of 8, if they are only a part of the block, or None if they are the whole
+            block.
     """
     if after is not None:
         amax = ptx.mul_rn(amax, after)

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with an FP4 weight, and their layouts in shared memory: no device code."""
+"""Operands of GEMMs with an FP4 weight, and the layouts of the operands in shared memory. No device code."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,39 +12,41 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.runtime.arch import Arch
 
 K_TILE: Final = 256
-"""Elements of a k tile: 128 bytes of codes, a cache line. GEMMs over experts may use half of it."""
+"""Number of elements of a k tile along K: 128 bytes of codes, which is a cache line. GEMMs over experts may use half as
+many."""
 ATOM_M: Final = 8
-"""Tokens of a swizzle atom of activations: 8 tokens x 64 elements of 16 bits."""
+"""Number of tokens of a swizzle atom of activations, which holds 8 tokens x 64 elements of 16 bits."""
 ATOM_ROW_BYTES: Final = 128
-"""Bytes of a token in a swizzle atom."""
+"""Bytes of one token in a swizzle atom."""
 ATOM_BYTES: Final = ATOM_M * ATOM_ROW_BYTES
 """Bytes of a swizzle atom."""
 SCALE_TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
-"""Rows of a tile of scales. Tiles are copied whole."""
+"""Number of rows of a scale tile. Kernels always copy whole scale tiles."""
 SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
-"""Bytes of a tile of scales, 128 rows x 4 blocks."""
+"""Bytes of a scale tile: 128 rows x 4 blocks."""
 BOX_BYTES: Final = 16
-"""Smallest number of bytes of a row of a TMA box."""
+"""Smallest number of bytes that a row of a TMA box may have."""
 PrologueQuant = Literal["plain", "scaled"]
-"""Quantisation of activations to FP4 before the GEMM, without or with a global scale."""
+"""Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with one."""
 
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Format of activations and of their rearranged form, the MMAs' operand (``kernels.common.fp4.activations``).
+    """Format of activations, before and after they are rearranged to an operand of MMAs
+    (``kernels.common.fp4.activations``).
 
     Attributes:
-        a_dtype: dtype of the tensor ``a``: uint8 for FP4 codes, else bfloat16 or float16. dtype: dtype of the
-            rearranged activations. 16-bit activations keep their dtype, except that float16 becomes bfloat16 for an
-            MXFP4 weight (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
+        a_dtype: dtype of the tensor ``a``: uint8 for FP4 codes, else bfloat16 or float16.
+        dtype: dtype of the rearranged activations. 16-bit activations stay in their dtype, except that float16 becomes
+            bfloat16 if the weight is MXFP4 (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4, or None for 16-bit activations.
-        by_warp: True for the operand layout of warp-level MMAs (mma.sync), False for wgmma's layout.
-        k_tile: elements of k that are rearranged together.
+        by_warp: True for the operand layout of mma.sync, False for the operand layout of wgmma.
+        k_tile: number of elements along K that are rearranged together.
         prologue_gate: True if a row of ``a`` consists of gate and up, 2K 16-bit elements. A row of activations is then
             ``silu(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
-        prologue_quant: description of the quantisation of 16-bit activations to FP4 (see ``kernels.row_quant``), or
-            None without quantisation.
+        prologue_quant: kind of quantisation of 16-bit activations to FP4 (see ``PrologueQuant``), or None without
+            quantisation.
     """
 
     a_dtype: torch.dtype
@@ -58,7 +60,7 @@ class ActivationLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in a k tile."""
+        """Bytes of one token in a k tile of rearranged activations."""
         return self.k_tile * self.dtype.itemsize
 
     def reason_unsupported(self) -> str | None:
@@ -78,14 +80,14 @@ class ActivationLayout:
 
 @dataclass(frozen=True)
 class WeightTile:
-    """A k tile of a weight tile in shared memory: FP4 codes and block scales.
+    """A weight's FP4 codes and block scales for one output tile and k tile, in shared memory.
 
     Attributes:
         fmt, layout: format and scale layout of the weight.
-        tile_n: rows of the weight, a multiple of 8.
-        k_tile: elements of k, 256 or 128.
-        spread: True if an expert's range of k may begin in the middle of a scale tile. (The rows of a weight tile may
-            always begin in the middle of a scale tile.)
+        tile_n: number of rows of the weight, a multiple of 8.
+        k_tile: number of elements along K, 256 or 128.
+        spread: True if an expert's range of k may begin in the middle of a scale tile. (The rows of the tile may always
+            begin in the middle of a scale tile.)
     """
 
     fmt: FP4Format
@@ -96,46 +98,46 @@ class WeightTile:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of codes of a row: a cache line of 128 bytes, or half a line."""
+        """Bytes of one row's codes: a cache line of 128 bytes, or half a line."""
         return self.k_tile // 2
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Number of blocks of a row."""
         return self.k_tile // self.fmt.block_size
 
     @cached_property
     def scale_columns(self) -> int:
-        """Number of scales per row in a stage: one per block, or, if ``spread``, all scales in the scale tiles of the
-        blocks."""
+        """Number of scales per row in a stage. If ``spread``, this counts all scales in the scale tiles that the row's
+        blocks touch. Otherwise it is the number of blocks."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @cached_property
     def code_bytes(self) -> int:
-        """Bytes of codes."""
+        """Bytes of the codes."""
         return self.tile_n * self.row_bytes
 
     @cached_property
     def scale_row_tiles(self) -> int:
-        """Largest number of scale tiles that the rows span; 0 in the linear layout."""
+        """Largest number of scale tiles that the rows may span, or 0 in the linear layout."""
         last_start = SCALE_TILE_ROWS - math.gcd(self.tile_n, SCALE_TILE_ROWS)
         return 0 if self.layout.is_linear else -(-(last_start + self.tile_n) // SCALE_TILE_ROWS)
 
     @cached_property
     def scale_bytes(self) -> int:
-        """Bytes of scales."""
+        """Bytes of the scales."""
         return (self.scale_row_tiles * SCALE_TILE_ROWS or self.tile_n) * self.scale_columns
 
     @cached_property
     def reason_not_copied(self) -> str | None:
-        """Reason that a tensor map cannot copy the scales, or None if it can or if none is needed."""
+        """Reason that TMA cannot copy the scales, or None. Tiled scales are not copied by TMA."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
             return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
         return None
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of the codes and the scales."""
         return self.code_bytes + self.scale_bytes
 
 
@@ -143,21 +145,22 @@ class WeightTile:
 class FP4Operands:
     """Formats of the activations and the weight of a wgmma GEMM with an FP4 weight.
 
-    M is the number of rows of activations, N the number of rows of the weight, and K the length of both. ``a`` is
-    (M, K) in 16 bits, or (M, K/2) uint8 FP4 codes. ``b`` is (K/2, N) uint8 FP4 codes, the transposed view of a
-    row-major (N, K/2) weight. Block scales of FP4 codes are e4m3, or uint8 for ue8m0. Linear scales are (M, K/B) and
-    (N, K/B) for blocks of B elements; tiled scales have the shape ``ScaleLayout.shape``. 16-bit activations need no
-    scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the scale of ``a`` is
-    the global scale, (1,) float32, or None.
+    M is the number of rows of activations, N the number of rows of the weight, and K the number of elements of a row of
+    either operand. ``a`` is (M, K) in 16 bits, or (M, K/2) uint8 FP4 codes. ``b`` is (K/2, N) uint8 FP4 codes, the
+    transposed view of a row-major (N, K/2) weight. Block scales of FP4 codes are e4m3, or uint8 for ue8m0. Linear
+    scales are (M, K/B) and (N, K/B) for blocks of B elements. Tiled scales have the shape ``ScaleLayout.shape``. 16-bit
+    activations need no scales. With a gate before the GEMM, ``a`` is (M, 2K). With a quantisation before the GEMM, the
+    scale of ``a`` is the global scale, (1,) float32, or None.
 
     Attributes:
         a_dtype: dtype of the activations: uint8 for FP4 codes, else bfloat16 or float16.
-        dtype: dtype of the MMAs' operands, the decoded weight and the activations: bfloat16, or float16 (NVFP4 only).
+        dtype: dtype of the MMAs' operands (decoded weight, activations): bfloat16, or float16 (NVFP4 only).
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
         prologue_gate: True if the activations are ``silu(gate) · up``, where gate and up are the two halves of each row
             of ``a``.
-        prologue_quant: description of the quantisation of the activations to ``fmt``, or None without quantisation.
+        prologue_quant: kind of quantisation of the activations to ``fmt`` before the GEMM, or None without
+            quantisation.
     """
 
     a_dtype: torch.dtype
@@ -170,11 +173,11 @@ class FP4Operands:
 
     @cached_property
     def decodes_both(self) -> bool:
-        """Return True if both operands are decoded FP4 numbers: the activations as well as the weight."""
+        """Return True if the activations are decoded FP4 numbers, as the weight always is."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
-        """Return the layout of the rearranged activations, for MMAs of warps or of warpgroups."""
+        """Return the layout of the rearranged activations, for mma.sync if ``by_warp``, otherwise for wgmma."""
         kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout
         prologue = {"prologue_gate": self.prologue_gate, "prologue_quant": self.prologue_quant}
         return ActivationLayout(*kinds, by_warp, k_tile, **prologue)
@@ -193,7 +196,7 @@ class FP4Operands:
 
 
 def reason_undecodable(dtype: torch.dtype, fmt: FP4Format, smem_bytes: int, arch: Arch) -> str | None:
-    """Return the reason that ``dtype`` cannot hold decoded weights or ``arch`` cannot hold a CTA, or None."""
+    """Return the reason that ``dtype`` cannot hold decoded weights or that ``arch`` cannot run the CTA, or None."""
     if dtype == torch.float16 and fmt != NVFP4:
         return f"decoded {fmt.name} weights exceed float16"
     if smem_bytes > arch.smem_per_cta:

@@ -1,4 +1,4 @@
-"""MMAs, by a warp (mma.sync) or a warpgroup (wgmma), with an FP4 weight that lanes decode in registers."""
+"""MMAs with an FP4 weight that lanes decode in registers: by a warp (mma.sync) or by a warpgroup (wgmma)."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,19 +15,22 @@ from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, ActivationLayout
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 
 WORD_STEPS: Final = 2
-"""k16 steps of a lane's word of codes."""
+"""Number of MMAs with K = 16 that use one of a lane's words of codes."""
 
 
 def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lane, acc: cute.Tensor, dtype) -> None:
-    """Multiply 16 rows of the weight by ``m`` tokens, over the two k16 steps of one word of codes, and add to ``acc``.
+    """Multiply 16 rows of the weight by ``m`` tokens with two MMAs of K = 16, and add to ``acc``. The MMAs use one word
+    of codes.
 
     Args:
-        pairs: the ``word``-th word of each of a lane's two rows, decoded (``WeightStages.pairs``).
+        pairs: decoded ``word``-th word of each of the lane's two rows (``WeightStages.pairs``).
         word: index of the word in the lane's quarter of a k tile.
         m: number of tokens, a multiple of 8.
-        a_at: k tile of activations in shared memory, in the layout for mma.sync (``kernels.common.fp4.activations``).
-        pitch: bytes from a token to the next. If it is an odd number of k groups, no k group is swizzled.
-        lane: index in the warp.
+        a_at: address of a k tile of activations in shared memory, in the layout for mma.sync
+            (``kernels.common.fp4.activations``).
+        pitch: distance between neighbouring tokens in bytes. If it is an odd number of k groups, k groups are not
+            swizzled.
+        lane: index of the lane in its warp.
         acc: accumulators, four per eight tokens.
         dtype: dtype of the operands.
     """
@@ -35,7 +38,7 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
     token, quarter = lane // 4, lane % 4
     place = token * pitch + quarter * 16 + word * K_GROUP_BYTES
     if pitch // K_GROUP_BYTES % 2 == 0:
-        # K group ``word`` is at place ``word xor token % 2``.
+        # K group ``word`` is stored at place ``word xor token % 2``.
         place = place + (1 - word % 2 * 2) * (token % 2) * K_GROUP_BYTES
     for group in range(m // ATOM_M):
         at = a_at + cute.assume(place + group * (ATOM_M * pitch), divby=16)
@@ -49,26 +52,26 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
 
 
 def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: cute.Pointer) -> Callable:
-    """Return a function that starts the MMAs of one word of a lane's two rows, while the previous word's MMAs may run.
+    """Return a function that starts the MMAs of one word of a lane's two rows. The previous word's MMAs may still run.
 
     Args:
         dtype: dtype of the operands.
         m: number of tokens, a multiple of 8.
-        elements: number of elements of k of a stage of activations.
+        elements: number of elements along K of a stage of activations.
         stages: number of stages of activations.
-        order: order of the atoms (8 tokens x 64 elements) along tokens, elements and stages.
-        at: the activations in shared memory, in the layout for wgmma (``kernels.common.fp4.activations``).
+        order: order of the swizzle atoms (8 tokens x 64 elements) along tokens, elements and stages.
+        at: address of the activations in shared memory, in the layout for wgmma (``kernels.common.fp4.activations``).
 
     The returned function takes
 
-        pairs: the words of the lane's two rows, decoded (``WeightStages.pairs``),
+        pairs: decoded words of the lane's two rows (``WeightStages.pairs``),
         word: index of the words in the stage,
         stage: stage of the activations,
         adds: True to add to the accumulators, False to overwrite them,
         acc: accumulators, four per eight tokens.
 
-    Even and odd words use separate registers. Therefore words must alternate, and a word's MMAs must end before the
-    second word after it is started.
+    Even and odd words use separate registers. Callers must therefore alternate between even and odd words. Before they
+    start a word, the MMAs of the word before the previous one must have ended.
     """
 
     def tiled() -> cute.TiledMma:
@@ -112,15 +115,14 @@ def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: c
 
 
 class KTileMma:
-    """MMAs of a warp, or of a warpgroup, with rows of an FP4 weight and ``tile_m`` tokens, one k tile at a time.
+    """MMAs of a warp or a warpgroup, one k tile at a time: rows of an FP4 weight times ``tile_m`` tokens.
 
-    Both operands are in stages in shared memory: the weight as ``WeightStages`` describes, the tokens in the layouts of
-    ``kernels.common.fp4.activations``. Each warp multiplies 16 rows of the weight.
+    Both operands are in shared memory, in stages. ``WeightStages`` describes the stages of the weight, and
+    ``kernels.common.fp4.activations`` describes the layouts of the tokens. Each warp multiplies 16 rows of the weight.
 
     Attributes:
-        pitch: bytes from one token of a stage to the next: the bytes of a token, unless ``__init__`` is given another
-            pitch.
-        last_blocks: number of blocks of a row if its last k tile is not full, else None.
+        pitch: distance in bytes between neighbouring tokens of a stage. The default is the size of a token.
+        last_blocks: number of blocks of a row in its last k tile if this k tile is not full, else None.
     """
 
     def __init__(
@@ -139,35 +141,37 @@ class KTileMma:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations of a stage."""
+        """Bytes of the activations of a stage."""
         return self.tile_m * self.pitch
 
     def start_of(self, activations: cute.Pointer) -> Callable | None:
-        """Return the function that starts wgmmas with the stages of activations, or None for MMAs of warps."""
+        """Return the function that starts wgmmas on the stages of activations, or None if warps multiply by
+        mma.sync."""
         if self.by_warp:
             return None
-        # All elements of a group of eight tokens come first, then all elements of the next group.
+        # A group of eight tokens stores all its elements contiguously, then the next group follows.
         return warpgroup_mma(self.dtype, self.tile_m, self.k_tile, self.stages, (1, 0, 2), activations)
 
     def multiply(
         self, start, part: int, parts: int, k_tile, stage, adds, rows, lane, acc, smem, free_before, phase=None
     ) -> None:
-        """Multiply a k tile, or one of ``parts`` ranges of each lane's words in the k tile, and add to the
-        accumulators.
+        """Multiply a k tile, or one of ``parts`` ranges of it, and add to the accumulators. A range contains some of
+        each lane's words.
 
-        The MMAs of a warpgroup may still run when this function returns. The previous k tile's MMAs are then complete,
-        and ``free_before``, if given, was called.
+        With wgmma, the MMAs may still run when this function returns. The previous k tile's MMAs have then ended, and
+        ``free_before``, if it is not None, has been called.
 
         Args:
             start: result of ``start_of``.
-            part, parts: index of the range of the lane's words, and number of ranges.
-            k_tile, stage: index of the k tile, and index of the stage of its activations.
-            adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
-            rows: for each of the lane's two rows: stage of the weight, row in the stage, and row of the scales.
-            lane: index in the warp.
+            part, parts: index of the range, and number of ranges.
+            k_tile, stage: index of the k tile, and index of the stage that holds its activations.
+            adds: True to add to the accumulators, False to overwrite them. mma.sync ignores it and always adds.
+            rows: for each of the lane's two rows: stage of the weight, index of the row in the stage, and row of its
+                scales.
+            lane: index of the lane in its warp.
             acc: accumulators, four per eight tokens.
             smem: object with the pointers ``codes``, ``scales`` and ``activations``.
-            free_before: function that releases the stage of the previous k tile, or None.
+            free_before: function that releases the previous k tile's stage, or None.
             phase: phase of the expert, as in ``WeightStages.factors``.
         """
         quad = lane % 4
@@ -185,7 +189,7 @@ class KTileMma:
                 warp_mma(pairs, word, self.tile_m, at, self.pitch, lane, acc, self.dtype)
                 continue
             start(pairs, word, stage, adds if i == 0 else True, acc)
-            # The previous word's MMAs are complete, and its registers are free.
+            # After this wait, the previous word's MMAs have ended, and its registers may be overwritten.
             warpgroup.wait_group(1)
             if i == 0 and free_before is not None:
                 free_before()

@@ -1,14 +1,14 @@
-"""Copies of k tiles of an FP4 weight to stages in shared memory, and loads by lanes.
+"""Device code that copies k tiles of an FP4 weight to shared memory, and loads the codes and scales of a lane.
 
-A k tile is 256 elements of k of ``tile_n`` rows. The codes of a k tile are 128 bytes per row, which is a cache line,
-and one TMA box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the swizzle 64
-bytes.) The scales of a k tile are copied by bulk copies of whole tiles of 128 rows x 4 blocks, or, in the linear
-layout, as one TMA box.
+A k tile is 256 elements of K of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, which is a cache line.
+TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the
+swizzle 64 bytes.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4 blocks, and linear scales by
+TMA, as one box.
 
-If k is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends.
-If a range is an odd number of half scale tiles (``WeightTile.spread``), experts begin alternately with the first and
-the second half of a scale tile. This half is the expert's *phase*, 0 or 1. A k tile then spans up to one scale tile
-more.
+If K is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends. A
+range may be an odd number of half scale tiles (``WeightTile.spread``). Experts then begin alternately in the first and
+in the second half of a scale tile. The index of this half, 0 or 1, is the expert's *phase*. A k tile may then span one
+more scale tile.
 """
 
 from typing import Any, NamedTuple
@@ -30,13 +30,13 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class WeightCopies(NamedTuple):
-    """Copies of a weight to the stages.
+    """TMA copies of a weight, with their sources and destinations.
 
     Attributes:
-        codes_copy, codes_from, codes_to: TMA copy of codes, its boxes in global memory, and its boxes in the stages.
-        scale_copy, scales_from, scales_to: TMA copy of linear scales, its boxes in global memory, and its boxes in the
-            stages; None for tiled scales.
-        scales: all scales in global memory, from which tiled scales are copied in bulk.
+        codes_copy, codes_from, codes_to: TMA copy of codes, with its boxes in global memory and in the stages.
+        scale_copy, scales_from, scales_to: TMA copy of linear scales, with its boxes in global memory and in the
+            stages. None for tiled scales.
+        scales: all scales in global memory. Tiled scales are copied from it in bulk.
         scales_at: address of the stages' scales in shared memory.
     """
 
@@ -51,11 +51,11 @@ class WeightCopies(NamedTuple):
 
 
 class WeightStages:
-    """K tiles of a weight in ``stages`` stages.
+    """K tiles of a weight in the ``stages`` stages of a pipeline.
 
     Attributes:
-        words: number of words of codes that a lane reads in a row of a k tile. A word is two k16 steps. (Other
-            attributes are properties of ``WeightTile``.)
+        words: number of words of codes that a lane reads per row of a k tile. Two MMAs with K = 16 use a word. (The
+            other attributes are properties of ``WeightTile``.)
     """
 
     def __init__(self, tile: WeightTile, stages: int):
@@ -66,13 +66,14 @@ class WeightStages:
         self.row_bytes, self.words = tile.row_bytes, tile.row_bytes // QUAD // 4
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
-        """Return the arguments for the weight (K/2, N) and its scales."""
+        """Return descriptions of the arguments for the weight, (K/2, N), and for its scales."""
         half = Dim("k_bytes", divisibility=16)
         codes = TensorArg("Uint8", (half, n), (1, half), align=16)
         return codes, scale_argument(self.fmt, self.layout, n, Dim("blocks", divisibility=16))
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Return tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
+        """Return TMA descriptors of the codes and the linear scales, for ``open``. The experts are their third
+        dimension."""
         b, scale = rows_of_bytes(b, scale_matrix(scale, self.layout))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
@@ -89,13 +90,14 @@ class WeightStages:
         return cpasync.make_tiled_tma_atom(load, cute.make_tensor(matrix.iterator, view), layout, box)
 
     def _codes_layout(self, stages: int):
-        """Return the layout of codes in shared memory, (rows, bytes of a row, stages)."""
+        """Return the layout of the codes in shared memory: (rows, bytes of a row, stages)."""
         kinds = warpgroup.SmemLayoutAtomKind
         atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.row_bytes], Uint8)
         return cute.tile_to_shape(atom, (self.tile_n, self.row_bytes, stages), order=(0, 1, 2))
 
     def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> WeightCopies:
-        """Return the copies to stages with codes at ``codes_at`` and scales at ``scales_at`` in shared memory."""
+        """Return the TMA copies. In shared memory, the stages' codes begin at ``codes_at`` and their scales at
+        ``scales_at``."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
@@ -119,15 +121,15 @@ class WeightStages:
         )
 
     def prefetch(self, maps: tuple) -> None:
-        """Prefetch the tensor maps."""
+        """Prefetch the TMA descriptors."""
         codes_copy, _, scale_copy, _ = maps
         cpasync.prefetch_descriptor(codes_copy)
         if scale_copy is not None:
             cpasync.prefetch_descriptor(scale_copy)
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
-        """Return the boxes in shared memory, indexed by stage, and the boxes in global memory, indexed by n tile, k
-        tile and expert."""
+        """Divide both memories into boxes. Return the boxes in shared memory, indexed by stage, and the boxes in global
+        memory, indexed by n tile, k tile and expert."""
         tiled = cute.local_tile(matrix, (self.tile_n, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
@@ -135,15 +137,15 @@ class WeightStages:
 
     @cute.jit
     def load(self, n_tile, k_tile, expert, stage, barrier, weight, n, blocks):
-        """Start the copies of a k tile. Arrive once at ``barrier``, which expects their bytes.
+        """Start the copies of a k tile, and arrive at ``barrier`` once. ``barrier`` expects the bytes of the copies.
 
         Args:
-            n_tile, k_tile, expert: indices of the n tile, of the k tile and of the expert.
-            stage: index of the stage to copy to.
+            n_tile, k_tile, expert: indices of the n tile, the k tile and the expert.
+            stage: index of the destination stage.
             barrier: full barrier of the stage.
             weight: result of ``open``.
             n: number of rows of the weight.
-            blocks: number of blocks in one expert's range of a row.
+            blocks: number of blocks of a row in one expert's range of K.
         """
         if const_expr(self.layout.is_linear):
             with cute.arch.elect_one():
@@ -151,14 +153,14 @@ class WeightStages:
             source = weight.scales_from[None, n_tile, k_tile, expert]
             self._copy(weight.scale_copy, source, weight.scales_to[None, stage], barrier)
         else:
-            # A row of scale tiles is contiguous.
+            # All scale tiles of 128 rows are contiguous, so one bulk copy per 128 rows is enough.
             column = k_tile * (self.blocks // TILE_BLOCKS)
             if const_expr(self.spread):
                 before = expert * blocks // TILE_BLOCKS
                 own = cutlass.min(blocks - k_tile * self.blocks, Int32(self.blocks))
                 size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE_BYTES
             else:
-                # An expert's range consists of whole scale tiles, unless the weight has only one range.
+                # If there are several experts, each range is a whole number of scale tiles.
                 columns = cute.ceil_div(blocks, TILE_BLOCKS)
                 before = expert * columns
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE_BYTES
@@ -182,26 +184,26 @@ class WeightStages:
         self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
 
     def first_scale_row(self, n_tile) -> Any:
-        """Return the index of the weight tile's first row within the stage's first scale tile."""
+        """Return the index of the weight tile's first row in the stage's first scale tile."""
         return (
             0 if self.layout.is_linear or self.tile_n % SCALE_TILE_ROWS == 0 else n_tile * self.tile_n % SCALE_TILE_ROWS
         )
 
     def _scale_row_tiles(self, n_tile) -> Int32:
-        """Return the number of scale tiles that a weight tile spans along the rows."""
+        """Return the number of scale tiles that a weight tile spans along its rows."""
         if self.tile_n % SCALE_TILE_ROWS == 0 or SCALE_TILE_ROWS % self.tile_n == 0:
             return Int32(self.scale_row_tiles)
         return Int32(cute.ceil_div(self.first_scale_row(n_tile) + self.tile_n, SCALE_TILE_ROWS))
 
     def _copy(self, copy, source, target, barrier) -> None:
-        """Start a TMA copy of data that is read once."""
+        """Start a TMA copy with the L2 policy evict-first, because weights are read only once."""
         cute.copy(copy, source, target, tma_bar_ptr=barrier, cache_policy=Int64(ptx.EVICT_FIRST))
 
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
-        """Load a lane's words of a row: its quarter of the k tile."""
+        """Load the words of codes that a lane decodes in one row: its quarter of the row's k tile."""
         words = []
         vectors = self.row_bytes // VECTOR_BYTES
-        # The swizzle permutes vectors by the index of their line of 128 bytes.
+        # The swizzle permutes the vectors of a row by the index of the 128-byte line that contains the row.
         line = row if self.row_bytes == 128 else row // (128 // self.row_bytes)
         for i in range(vectors // QUAD):
             vector = (quad * (vectors // QUAD) + i) ^ (line % vectors)
@@ -211,23 +213,23 @@ class WeightStages:
         return words
 
     def existing(self, left, quad) -> Uint32:
-        """Return the mask of a lane's scales in a k tile with ``left`` existing blocks, for ``factors``."""
+        """Return a byte mask for ``factors``: the lane's scales that exist in a k tile with only ``left`` blocks."""
         count = self.blocks // QUAD
         exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
         return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, existing, dtype, phase=None) -> list:
-        """Return the factors of a lane's blocks of a row.
+        """Return the factors that ``decode`` needs for a lane's blocks of a row.
 
         Args:
             scales_at: address of the stages' scales in shared memory.
             stage: index of the stage.
-            row: row, counted from the first row of the stage's first scale tile.
+            row: index of the row, counted from the first row of the stage's first scale tile.
             quad: index of the lane among the four lanes that share the row.
-            existing: byte mask of the scales of blocks that exist, or None if all blocks exist. Factors of other blocks
-                are zero.
+            existing: byte mask of the scales of existing blocks, or None if all blocks exist. The factors of other
+                blocks are zero.
             dtype: dtype of the MMAs' operands.
-            phase: phase of the expert, or None for 0.
+            phase: phase of the expert (see the module docstring), or None for 0.
         """
         bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
         together = 1 if self.fmt == MXFP4 else 2
@@ -237,11 +239,12 @@ class WeightStages:
         return [factor for word in words for factor in scale_factors(word, dtype, self.fmt)]
 
     def scales(self, scales_at: cute.Pointer, stage, row, quad, existing, phase=None) -> Uint32:
-        """Return the bytes of a lane's scales of a row in a word, the first scale in the lowest byte. The arguments are
-        as in ``factors``."""
+        """Return the bytes of a lane's scales of a row in one word, the first scale in the lowest byte. ``factors``
+        describes the arguments."""
         count = self.blocks // QUAD
         block = quad * count
-        # The scales of a stage have the layout of a scale matrix of the stage's size.
+        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
+        # columns.
         column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
         row_offset = self.layout.row_offset(row, self.scale_columns)
         place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
@@ -249,12 +252,12 @@ class WeightStages:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if existing is not None:
-            # Scales of missing blocks are undefined, and 0 times NaN is not 0.
+            # Mask scales of missing blocks. They are undefined, and a NaN times a code of 0 would not be 0.
             bytes_ = bytes_ & existing
         return bytes_
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
-        """Decode the ``word``-th word of each row."""
+        """Decode the ``word``-th word of each of the lane's rows. Return the operands of MMAs, as ``decode`` does."""
         per_factor = self.words // len(factors[0])
         rows = zip(codes, factors, strict=True)
         return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]
