@@ -1,1 +1,1 @@
-"""Device code for FP8 operands, and the parts of which FP8 GEMMs are composed."""
+"""Device code for FP8 operands, and the classes of which FP8 GEMM kernels are composed."""

@@ -1,15 +1,16 @@
-"""Parts of the consumer warpgroups of FP8 GEMMs by wgmma: MMAs, main loop, promotion, results.
+"""Consumer warpgroups of the FP8 wgmma kernels: MMAs, main loop, promotion and results.
 
-``Consumers.run`` loops over the CTA's tiles. For each tile, it calls its *main loop*, which starts MMAs (``SmemMma`` or
-a kernel's own class), promotes their results to the accumulators in fp32, and releases stages. Then ``Results`` stores
-the accumulators, or first adds up partial sums with the other CTAs of the cluster.
+``Consumers.run`` loops over the CTA's output tiles. For each tile, it calls its *main loop*. The main loop starts MMAs
+(``SmemMma`` or a kernel's own class), promotes their results to accumulators in fp32, and releases stages. Then
+``Results`` stores the accumulators. Under split-K, it first adds up the partial sums of all CTAs of the cluster.
 
-A *promotion* adds the MMAs' result of a k tile, ``partial``, to the accumulators ``acc``:
+A *promotion* adds ``partial``, the MMAs' result of a k tile, to the accumulators ``acc``. It is an object with four
+methods:
 
 - ``factors``: load the factors of a lane's elements, while the MMAs run;
 - ``flags``: load flags of the stage, while the MMAs run;
-- ``prepare``: change units if the flags ask for it, before the stage is released;
-- ``promote``: ``acc += partial * factors``.
+- ``prepare``: if the flags ask for it, change the units of ``acc`` and ``partial``, before the stage is released;
+- ``promote``: compute ``acc += partial * factors``.
 """
 
 import functools
@@ -40,19 +41,19 @@ from torch_cute_ops.kernels.common.fp8.gemm import Smem, Stages, WorkSchedule, k
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, STORE_TILE_BYTES, FP8GemmConfig
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
 
-K_STEP = 32  # extent K of an MMA, in elements
+K_STEP = 32  # K of an MMA, in elements
 
 
 class Consumer(NamedTuple):
     """A thread of a consumer warpgroup.
 
     Attributes:
-        tid: index of the thread among the consumers that share a tile.
-        lane, quad: index of the thread in the warp, and index among the four lanes that share a row.
-        first: first of the warp's 16 rows of the M side.
-        row: first of the thread's two rows of the M side; the second is ``row + 8``.
-        token: first of the thread's rows of ``a`` in a swapped tile.
-        stores: shared memory in which the warp assembles lines of the result.
+        tid: index of the thread among all consumer threads of the tile.
+        lane, quad: index of the thread in its warp, and index among the four lanes that share a row.
+        first: first of the 16 rows of the M side that this warp computes.
+        row: first of the thread's two rows of the M side. The second is ``row + 8``.
+        token: in a swapped tile, first row of ``a`` that this warpgroup computes.
+        stores: shared memory in which the warp assembles lines of the result before it stores them.
     """
 
     tid: Int32
@@ -65,7 +66,7 @@ class Consumer(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Position of a tile whose accumulators are not stored yet."""
+    """An output tile whose accumulators are not stored yet: first row, number of rows, first column, and expert."""
 
     row: Int32
     rows: Int32
@@ -77,8 +78,10 @@ class Pending(NamedTuple):
 
 
 def tiled_mma(mma_n: int, m_source: Any) -> cute.TiledMma:
-    """Return the tiled MMA of one K step of a consumer. Create a new tiled MMA wherever ACCUMULATE is set: the DSL
-    tracks that field per scope."""
+    """Return the tiled MMA for one K step of a consumer.
+
+    Create a new tiled MMA in each scope that sets ACCUMULATE, because the DSL tracks this field per scope.
+    """
     shape = WGMMA_M, mma_n, K_STEP
     sources = m_source, OperandMajorMode.K, OperandMajorMode.K
     return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
@@ -88,23 +91,25 @@ class SmemMma:
     """MMAs of a k tile with both operands in shared memory.
 
     Args:
-        config: configuration of the kernel.
-        is_decoded: True if the MMAs read a decoded weight from the workspace, False if they read the copied weight from
-            the stages.
+            config: configuration of the kernel.
+            is_decoded: True if the weight operand is a decoded weight in ``Smem.workspace``, False if it is the weight
+                that was copied to the stages.
     """
 
-    parts = 1  # number of accumulators per element of the result and k tile
+    parts = 1  # number of accumulators per element of the result, for one k tile
 
     def __init__(self, config: FP8GemmConfig, is_decoded: bool = False):
         self.config, self.is_decoded = config, is_decoded
 
     def begin(self, group, smem: Smem) -> Callable:
-        """Return the function that starts a consumer's MMAs of a stage."""
+        """Return a function that starts this consumer warpgroup's MMAs on a stage. ``group`` is the index of the
+        warpgroup."""
         c = self.config
         source = warpgroup.OperandSource.SMEM
         weight = smem.workspace if self.is_decoded else smem.b
         m_base, n_base = (weight, smem.a) if c.is_swapped else (smem.a, weight)
-        # The second consumer multiplies the next rows of the M side, or the same rows by another part of the N side.
+        # If ``m_parts`` is 1, each consumer multiplies other rows of the M side. Otherwise both multiply the same rows
+        # of the M side, and each takes a part of the N side.
         parts = c.m_parts
         m_side = k_tiles(m_base, WGMMA_M, c.stages * GROUPS // parts)
         n_side = k_tiles(n_base, c.mma_n, c.stages * parts)
@@ -114,7 +119,7 @@ class SmemMma:
         n_operand = mma.make_fragment_B(thread.partition_B(n_side))
 
         def multiply(stage, partial, adds: bool = False) -> None:
-            """Start the MMAs of a stage, which overwrite ``partial``, or add to it."""
+            """Start the MMAs on a stage. They add to ``partial`` if ``adds``, otherwise they overwrite it."""
             mma = tiled_mma(c.mma_n, source)
             shape = mma.partition_shape_C((WGMMA_M, c.mma_n))
             accumulators = cute.make_tensor(partial.iterator, shape)
@@ -133,11 +138,12 @@ class SmemMma:
         return multiply
 
 
-# Weights in registers, in stages of several k tiles
+# MMAs with the weight in registers, and several k tiles per stage
 
 
 def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
-    """Return the activations of all slots as the B operand of MMAs whose A operand is in registers."""
+    """Return the activations of all slots (k tiles in the pipeline) as the B operand of MMAs whose A operand is in
+    registers."""
     mma = tiled_mma(config.mma_n, warpgroup.OperandSource.RMEM)
     return mma.make_fragment_B(
         mma.get_slice(0).partition_B(k_tiles(smem.a, config.tile_m, config.stages * config.span))
@@ -145,7 +151,7 @@ def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
 
 
 def register_operand(words, steps: int) -> cute.Tensor:
-    """Return a lane's words of e4m3 numbers, four per K step, as the A operand of MMAs."""
+    """Return a lane's words of e4m3 numbers, four words per K step, as the A operand of MMAs."""
     layout = cute.make_layout(((4, 2, 2), 1, steps), stride=((1, 4, 8), 0, 16))
     return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
 
@@ -154,20 +160,21 @@ def register_operand(words, steps: int) -> cute.Tensor:
 
 
 def pair(values: cute.Tensor, group: int, consumer: Consumer) -> list:
-    """Load the values of a lane's two columns in a group of eight."""
+    """Load the values of the lane's two columns in the ``group``-th group of eight columns."""
     at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
     words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
     return [ptx.float_of(word) for word in words]
 
 
 def swapped_token_scales(mma_n: int, values: cute.Tensor, consumer: Consumer) -> list:
-    """Load the scales of a lane's rows of ``a``, which are columns of a swapped tile."""
+    """Load the scales of the lane's rows of ``a`` in a swapped tile, where rows of ``a`` are columns of the
+    accumulators."""
     own = cute.make_tensor(values.iterator + cute.assume(consumer.token, divby=2), values.layout)
     return [one for group in range(mma_n // 8) for one in pair(own, group, consumer)]
 
 
 def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consumer, smem: Smem) -> list:
-    """Load the scales of a lane's rows of ``a``."""
+    """Load a stage's scales of the rows of ``a`` whose results this lane holds."""
     scales = stages.scales(stage, smem)
     if config.is_swapped:
         return swapped_token_scales(config.mma_n, scales, consumer)
@@ -175,15 +182,15 @@ def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consum
 
 
 def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, factors: list) -> None:
-    """Add the MMAs' result of a k tile, times the factors, to the accumulators."""
+    """Multiply the MMAs' result of a k tile by the factors, and add it to the accumulators."""
     for i in range(config.mma_n // 2):
         which = i // 4 * 2 + i % 2 if config.is_swapped else i // 2 % 2
         acc[i] = ptx.fma_rn(factors[which], partial[i], acc[i])
 
 
 class TokenScaled:
-    """Promotion rule: results are multiplied by the scales of ``a`` only. The weight's scales are powers of two, which
-    the epilogue applies."""
+    """Promotion that multiplies only by the scales of ``a``. The weight's scales are powers of two, and the epilogue
+    applies them."""
 
     def __init__(self, config: FP8GemmConfig, stages: Stages):
         self.config, self.stages = config, stages
@@ -205,13 +212,13 @@ class TokenScaled:
 
 
 class MainLoop:
-    """Multiplies the k tiles of a tile and promotes them.
+    """Main loop: multiplies the k tiles of an output tile, and promotes their results.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
-        promotion: promotion rule.
-        results: object that stores the previous tile while the first MMAs of the next tile run.
+        promotion: promotion, as the module docstring defines it.
+        results: object that stores the previous tile while the first MMAs of this tile run.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any):
@@ -219,11 +226,10 @@ class MainLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile. The first stage is full.
+        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage.
 
-        With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
-
-        Return the next stage, and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
+        first MMAs have started. Return the next stage and its parity.
         """
         c = self.config
         count = work.end - work.begin
@@ -237,7 +243,7 @@ class MainLoop:
             else:
                 self.results.store_pending(acc, pending, consumer, work)
         if const_expr(c.unrolls):
-            # First complete the round of the pipeline that the previous tile has begun, then run whole rounds, then the
+            # First finish the round through the stages that the previous tile began. Then run whole rounds, then the
             # remainder.
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             stage, parity = self.add(multiply, acc, partials, begun, count - begun, stage, parity, consumer, smem)
@@ -250,7 +256,7 @@ class MainLoop:
 
     @cute.jit
     def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
-        """Multiply ``count`` stages of a tile, which ``follow`` more stages follow. Return the next stage, and its
+        """Multiply ``count`` stages of a tile; ``follow`` more stages follow after them. Return the next stage and its
         parity."""
         in_flight = self.config.in_flight
         for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
@@ -262,12 +268,14 @@ class MainLoop:
     def _add_together(
         self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
     ) -> tuple:
-        """Multiply one stage per entry of ``partials``. Promote the result of a stage while the MMAs of later stages
-        run. The first stage is full. ``meanwhile`` is called after all MMAs have started. Return the next stage, and
-        its parity.
+        """Multiply as many stages as ``partials`` has entries, and promote each result while the later stages' MMAs
+        run. Return the next stage and its parity.
 
-        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. Therefore a
-        consumer loads factors, and waits for the next stage, before its last MMAs end.
+        The caller has waited for the first stage. ``follow`` more stages follow after these. ``meanwhile`` is called
+        after all MMAs have started.
+
+        While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. To shorten this
+        time, a consumer loads factors, and waits for the next stage, before its last MMAs end.
         """
         rule, reads = self.promotion, []
         for i, partial in enumerate(partials):
@@ -292,16 +300,18 @@ class MainLoop:
 
 
 class TokenLoop:
-    """Multiplies the k tiles of a tile with per-token scales. MMAs add up several k tiles in ``partial``.
+    """Main loop for per-token scales: multiplies the k tiles of an output tile. MMAs add up several k tiles in
+    ``partial``.
 
     If the configuration ``promotes``, ``partial`` holds the sum of one pass of the loop, which is then added to the
-    accumulators in fp32. Otherwise ``partial`` holds the sum over all of K. A consumer waits for its MMAs at the end of
-    each pass, while the other consumer's MMAs run: ptxas would serialise MMAs that are in flight between passes.
+    accumulators in fp32. Otherwise ``partial`` holds the sum over all of K. At the end of each pass, a consumer waits
+    for its MMAs, while the other consumer's MMAs run: ptxas would serialise MMAs that are in flight from one pass to
+    the next.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
-        results: object that stores the previous tile while the first MMAs of the next tile run.
+        results: object that stores the previous tile while the first MMAs of this tile run.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, results: Any):
@@ -309,11 +319,10 @@ class TokenLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile. The first stage is full.
+        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage.
 
-        With rows of ``a`` on the M side, ``acc`` still holds the ``pending`` tile, which is stored meanwhile.
-
-        Return the next stage, and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
+        first MMAs have started. Return the next stage and its parity.
         """
         c, (partial,) = self.config, partials
         count = work.end - work.begin
@@ -341,14 +350,15 @@ class TokenLoop:
     def _add(
         self, multiply, acc, partial, count: int, follow, stage, parity, consumer, smem, begins=False, meanwhile=None
     ) -> tuple:
-        """Multiply ``count`` stages of a tile, which ``follow`` more stages follow. The first stage is full.
+        """Multiply ``count`` stages of a tile; ``follow`` more stages follow after them. The caller has waited for the
+        first.
 
         Args:
-            begins: True if ``partial`` holds no sum yet.
+            begins: True if the first MMA must overwrite ``partial``, because it holds no sum yet.
             meanwhile: function that is called after all MMAs have started.
 
         Returns:
-            Next stage, and its parity.
+            Next stage and its parity.
         """
         promotes, reads = self.config.promotes, []
         for i in range(count):
@@ -374,14 +384,14 @@ class TokenLoop:
 
 
 class Consumers:
-    """Two consumer warpgroups. Each multiplies 64 rows of the M side by all or half of the N side.
+    """Two consumer warpgroups. Each multiplies 64 rows of the M side by all rows, or half of the rows, of the N side.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
-        mma: MMAs of a k tile.
+        mma: object that starts the MMAs of a k tile.
         loop: main loop.
-        results: object that stores a tile's accumulators, or first adds up partial sums over the cluster.
+        results: object that adds up partial sums over the cluster (under split-K), and stores a tile's accumulators.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, mma: Any, loop: Any, results: Any):
@@ -401,20 +411,21 @@ class Consumers:
         acc = cute.make_rmem_tensor((size,), Float32)
         partials = [cute.make_rmem_tensor((size * self.mma.parts,), Float32) for _ in range(c.in_flight)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
-        pending = Pending(Int32(0), Int32(0), Int32(0), Int32(0))  # none: no rows
+        pending = Pending(Int32(0), Int32(0), Int32(0), Int32(0))  # zero rows: no tile is pending
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
             exists = True if const_expr(c.is_swapped) else rows > group * WGMMA_M
             is_last = number + work.num_clusters >= work.num_tiles
             if exists:
-                # In swapped tiles, alpha, bias and scales are loaded before the MMAs, which hide the latency.
+                # In swapped tiles, load alpha, bias and scales before the MMAs, so that the MMAs hide the latency of
+                # the loads.
                 finish = self.results.finish(column, expert, consumer, work) if const_expr(c.is_swapped) else None
                 scales = self.results.swapped_scales(row, rows, consumer, work) if const_expr(c.is_swapped) else None
                 stage, parity = self.loop.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
                 if const_expr(not c.is_swapped):
                     if const_expr(c.split_k > 1):
-                        # The other CTA of the pair stores the rows of the other warpgroup.
+                        # Each of the two CTAs stores the rows of one warpgroup, and the other CTA stores the rest.
                         rows = ptx.select(work.rank == group, rows, Int32(0))
                     pending = Pending(row, rows, column, expert)
                 elif const_expr(c.split_k > 1):
@@ -425,7 +436,7 @@ class Consumers:
                     self.results.scale_swapped(acc, scales)
                     store_columns(acc, work.out, row + before, rows - before, column + consumer.first, lane, finish)
             else:
-                # None of the warpgroup's rows exists.
+                # No row of this warpgroup exists. Release the stages without multiplying them.
                 for _ in cutlass.range(work.end - work.begin, unroll=1):
                     smem.stages.wait_full(stage, parity)
                     self.stages.release(stage, lane, smem)
@@ -446,22 +457,22 @@ class Consumers:
 
 
 class GemmEpilogue:
-    """The epilogue of ``FP8GemmConfig``: alpha, bias and rounding."""
+    """Epilogue that ``FP8GemmConfig`` describes: alpha, bias and rounding."""
 
     def __init__(self, config: FP8GemmConfig):
         self.config, self.ops = config, EpilogueOps(config.epilogue)
 
     def of_tile(self, expert, work) -> TileEpilogue:
-        """Return the epilogue of a tile."""
+        """Return a function that loads alpha and bias for columns of a tile and applies the epilogue."""
         return self.ops.of_tile(work.alpha, work.bias, work.n, None if self.config.rows.is_plain else expert)
 
 
 def load_token_scales(row, rows, places: list, work) -> list:
-    """Load the per-token scales of the tile's rows ``places``; rows that do not exist get 0.
+    """Load the per-token scales of some rows of a tile. Rows that do not exist get 0.
 
     Args:
-        row, rows: first row of the tile, and its number of rows.
-        places: indices of the rows in the tile.
+        row, rows: first row of the tile, and number of rows that exist.
+        places: indices in the tile of the rows whose scales are loaded.
         work: tensors of the call.
     """
     scale, words = work.a_scale, []
@@ -471,13 +482,13 @@ def load_token_scales(row, rows, places: list, work) -> list:
 
 
 class Results:
-    """End of a tile: stores finished accumulators; under split-K, first adds up the partial sums of the cluster.
+    """End of an output tile: stores the accumulators. Under split-K, it first adds up the partial sums of the cluster.
 
     Args:
         config: configuration of the kernel.
         stages: pipeline.
         schedule: work schedule.
-        epilogue: object whose ``of_tile`` returns the epilogue of a tile.
+        epilogue: object whose method ``of_tile`` returns the epilogue of a tile.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, epilogue: Any):
@@ -486,12 +497,12 @@ class Results:
 
     @cute.jit
     def await_tile(self, number, stage, parity, lane, work, smem):
-        """Wait for the first stage of a tile. Return the tile's first row, its number of rows, its first column, and
-        its expert.
+        """Wait for the first stage of an output tile. Return the tile's first row, number of rows, first column and
+        expert.
 
-        Without split-K, they are read from the record of the stage, because finding a tile takes some 1,000 clocks.
-        Under split-K, the CTA finds the tile itself, because it may have no k tile of the output tile, and thus no
-        record.
+        Without split-K, they are read from the stage's record, because a search for the tile takes some 1,000 clocks.
+        Under split-K, a CTA may multiply no k tile of the output tile. It then has no stage and no record, so it
+        searches for the tile.
         """
         if const_expr(self.config.split_k == 1):
             smem.stages.wait_full(stage, parity)
@@ -503,20 +514,25 @@ class Results:
         return row, rows, column, expert
 
     def meet_cluster(self) -> None:
-        """Wait until the barriers of all CTAs that share this CTA's tiles are initialised."""
+        """Wait until all CTAs of the cluster have initialised their barriers. Under split-K, they share output
+        tiles."""
         if self.config.split_k > 1:
             cute.arch.cluster_wait()
 
     def finish(self, column, expert, consumer: Consumer, work):
-        """Return the functions that apply the epilogue to a thread's accumulators of a swapped tile: one function for
-        each of the thread's two columns, or, under split-K, one function for the columns of ``thread_columns``."""
+        """Return the functions that apply the epilogue to a thread's accumulators of a swapped tile.
+
+        The result is one function for each of the thread's two columns. Under split-K, it is one function for the
+        columns of ``thread_columns``.
+        """
         c, epilogue = self.config, self.epilogue.of_tile(expert, work)
         if c.split_k > 1:
             return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
         return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
 
     def swapped_scales(self, row, rows, consumer: Consumer, work) -> list | None:
-        """Load the per-token scales of a lane's rows of ``a`` in a swapped tile, or return None for block scales."""
+        """Load the per-token scales of this lane's rows of ``a`` in a swapped tile, or return None if scales are per
+        block."""
         if not self.has_token_scales:
             return None
         first = consumer.token + consumer.quad * 2
@@ -524,13 +540,14 @@ class Results:
         return load_token_scales(row, rows, places, work)
 
     def scale_swapped(self, acc, scales: list | None) -> None:
-        """Multiply the accumulators of a swapped tile by the per-token scales of their rows."""
+        """Multiply a swapped tile's accumulators by the per-token scales of their rows of ``a``. Do nothing if
+        ``scales`` is None."""
         if scales is not None:
             for i in range(self.config.mma_n // 2):
                 acc[i] = ptx.mul_rn(acc[i], scales[i // 4 * 2 + i % 2])
 
     def store_pending(self, acc, pending: Pending, consumer: Consumer, work) -> None:
-        """Store the accumulators of the pending tile, and clear them."""
+        """Store the accumulators of the pending tile, and set them to zero."""
         if self.has_token_scales:
             scales = load_token_scales(pending.row, pending.rows, [consumer.row, consumer.row + 8], work)
             for i in range(self.config.mma_n // 2):
@@ -549,23 +566,24 @@ class Results:
 
     @cute.jit
     def add_up(self, acc, finish, row, rows, column, turn, is_last, consumer, work, smem):
-        """Add up the partial sums of a swapped tile over the CTAs that share the tile, in the order of K. Apply the
-        epilogue and store the results.
+        """Add up a swapped tile's partial sums over the CTAs of the cluster, in the order of K, apply the epilogue, and
+        store the results.
 
-        The CTAs send each other the partial sums of rows and columns that exist. A CTA may end when it has received all
-        partial sums that it waits for: afterwards, no CTA sends to it or arrives at its barriers.
+        The CTAs send each other the partial sums of existing rows and columns. When a CTA has received all its partial
+        sums of its last tile, it may end: no other CTA will access its shared memory.
 
         Args:
-            turn: parity of the tile's number among the CTA's tiles.
+            turn: number of tiles that this CTA has computed before, modulo 2.
             is_last: True for the CTA's last tile.
         """
         c, threads = self.config, GROUPS * WARPGROUP
-        # All CTAs have read the previous tile's sums. (Waiting for parity 1 passes a barrier that was never used.)
+        # Wait until all CTAs have read the previous tile's partial sums. (For the first tile, the wait returns at
+        # once.)
         ptx.wait(smem.partial_sums.empty, turn ^ 1, scope="cluster")
         tokens, columns = cutlass.min(rows, Int32(c.tile_m)), cutlass.min(work.n - column, Int32(c.tile_n))
         own = reduced_rows(c.sum_tile, c.split_k, work.rank, tokens)
         if consumer.tid == 0:
-            # Partial sums of other CTAs may arrive before this arrival.
+            # The barrier also counts bytes of other CTAs' partial sums that arrive before this call.
             cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, own * columns * (c.split_k * 4))
         self._leave(acc, consumer, smem)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
@@ -581,20 +599,21 @@ class Results:
 
     @cute.jit
     def exchange(self, acc, exists, group, turn, is_last, consumer, work, smem):
-        """Add up the partial sums of a tile with ``a`` on the M side that two CTAs share. CTA i adds up both CTAs'
-        accumulators of consumer warpgroup i, if any row of the warpgroup ``exists``, and sends its own accumulators of
-        the other warpgroup to the other CTA. All warps arrive at the empty barrier, including warps that have read
-        nothing: otherwise a late warp might find the barrier two phases ahead, and wait for the next phase. ``turn``
-        and ``is_last`` are as in ``add_up``.
+        """Add up the partial sums of an output tile that two CTAs compute, with ``a`` on the M side.
+
+        CTA i adds up the accumulators of consumer warpgroup i of both CTAs, if the warpgroup's rows exist (``exists``).
+        It sends its accumulators of the other warpgroup to the other CTA. All warps arrive at the empty barrier, even
+        if they have read nothing. Otherwise a late warp might find the barrier two phases ahead, and wait for the next
+        phase. ``add_up`` describes ``turn`` and ``is_last``.
         """
         c, tid = self.config, consumer.tid % WARPGROUP
         ptx.wait(smem.partial_sums.empty, turn ^ 1, scope="cluster")
         if group == work.rank:
             if tid == 0:
-                # Accumulators of the other CTA may arrive before this arrival.
+                # The barrier also counts bytes of the other CTA's accumulators that arrive before this call.
                 size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, size)
-            # Wait even if nothing is sent: a wait by parity must see every phase of the barrier.
+            # Wait even if the other CTA sends nothing: a wait by parity must see every phase of the barrier.
             ptx.wait(smem.partial_sums.full, turn, scope="cluster")
             if exists:
                 add_accumulators(acc, smem.received, tid)
@@ -603,7 +622,8 @@ class Results:
         self._tell_read(is_last, consumer, smem)
 
     def _leave(self, acc, consumer: Consumer, smem: Smem) -> None:
-        """Store the partial sums of a consumer's rows of ``a`` in this CTA's shared memory."""
+        """Store the partial sums of a consumer's rows of ``a`` in this CTA's own shared memory, before they are
+        sent."""
         c = self.config
         of_part = replace(c.sum_tile, tile_m=c.mma_n)
         base = smem.stores + cute.assume(consumer.token * (4 * of_part.pitch), divby=16)
@@ -611,9 +631,11 @@ class Results:
 
     @cute.jit
     def _tell_read(self, is_last, consumer, smem):
-        """Tell all CTAs that share the tile that a warp has read their partial sums, unless this is the last tile."""
+        """Signal to all CTAs of the cluster that this warp has read the received partial sums. Skip this after the last
+        tile."""
         if not is_last:
-            # The next tile's partial sums will overwrite the partial sums of this tile.
+            # Fence, because the next tile's partial sums arrive through the async proxy and overwrite the data just
+            # read.
             fence_async()
             cute.arch.sync_warp()
             shares = Uint32(consumer.lane < self.config.split_k)

@@ -1,15 +1,15 @@
-"""Decode an FP4 weight to e4m3 by tables, four codes at a time.
+"""Decoding of an FP4 weight to e4m3 by lookup tables, four codes at a time.
 
-A weight row is decoded over a *unit*, a power of two: the row's numbers are divided by the unit and stored in e4m3.
-Each block scale gives a table of eight e4m3 bytes: ``magnitude · scale / unit`` for the eight e2m1 magnitudes. One PRMT
-then looks up four codes, with the codes as selectors. The signs are added afterwards.
+Before a weight row is stored in e4m3, its numbers are divided by a power of two, the *unit*. Each block scale gives a
+table of eight e4m3 bytes: ``magnitude · scale / unit`` for the eight e2m1 magnitudes. One PRMT then looks up four
+codes, with the codes as selectors. The signs are added afterwards.
 
 By definition (``reference.mm_fp8_fp4``), each k tile of a row (128 elements) has its own unit ``2^t``, the smallest
-unit with which no number exceeds 448. A larger unit gives the same values as long as no number is subnormal, so usually
-all k tiles of a row share a unit. The whole table then follows from two bytes, the scale and 1.5 times the scale, both
-in e4m3: the other bytes are these two numbers times powers of two.
+unit with which no number exceeds 448. A larger unit gives the same values as long as no number is subnormal. Therefore,
+usually all k tiles of a row share a unit. The whole table then follows from two e4m3 bytes: the scale, and 1.5 times
+the scale. The other bytes are these two numbers times powers of two.
 
-For a k tile with its own unit, and for NVFP4 scales, the numbers are computed in float16. This is exact, because a
+For NVFP4 scales, and for a k tile with its own unit, the numbers are computed in float16. This is exact, because a
 product has at most 6 significant bits. The conversion to e4m3 rounds subnormal numbers, zeros and NaN correctly.
 """
 
@@ -25,25 +25,25 @@ from torch_cute_ops.kernels.common.core import ptx
 # Two e2m1 magnitudes in each word, as float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
 _ONE_AND_A_HALF = 0x3E003E00
-_LEAST_SCALE = 0x18001800  # 2^-9, e4m3's smallest number, in float16, in both halves of a word
+_LEAST_SCALE = 0x18001800  # 2^-9, the smallest positive e4m3 number, as float16 in both halves
 _SIGNS = 0x80808080
 _HEADROOM = 3
-"""Powers of two by which a row's unit exceeds the smallest unit of its first k tile. Scales of other k tiles may then
-be 8 times as large, or 1/160 (0.5 · scale has to be normal)."""
+"""Exponent by which a row's shared unit exceeds its first k tile's own unit. With this headroom, a scale in another k
+tile may be 8 times as large. It may also be as small as 1/160, because 0.5 · scale has to be normal."""
 _MXFP4_UNITS = (-40, 7)
-"""Smallest and largest exponent of the unit of an MXFP4 row. The difference between a scale's biased exponent and the
-unit's exponent then fits in a byte, and accumulators do not overflow unless scales are above 2^60 (the results of a k
-tile, divided by the unit, are below 2^103)."""
+"""Smallest and largest exponent of the unit of an MXFP4 row. In this range, the difference between a scale's biased
+exponent and the unit's exponent fits in a byte. Accumulators do not overflow unless scales are above 2^60: the results
+of a k tile, divided by the unit, are below 2^103."""
 
 
 class SharedUnit(NamedTuple):
-    """Scales of a row's k tile, divided by the unit of the row.
+    """Scales of one row in one k tile, divided by the row's shared unit.
 
     Attributes:
-        ones, one_and_halves: e4m3 bytes of the scales, and e4m3 bytes of 1.5 times the scales; one word per half of the
-            k tile.
-        fits: True if the decoding tables follow from these bytes: no scale is negative or NaN, and no decoded number is
-            subnormal or too large.
+        ones, one_and_halves: e4m3 bytes of the scales, and of 1.5 times the scales. One word for each half of the k
+            tile.
+        fits: True if decoding tables can be computed from these bytes. Then no scale is negative or NaN, and no decoded
+            number is subnormal or too large.
     """
 
     ones: list
@@ -52,22 +52,23 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return ``t`` of a row's k tile from the bytes of its scales, or any exponent if all scales are zero or NaN."""
+    """Return the exponent ``t`` of a k tile's own unit from the scale bytes of a row, or any exponent if all scales are
+    zero or NaN."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
         return functools.reduce(cutlass.max, alive) - 133
     pairs = _pairs(words)
-    # The maximum ignores NaN.
+    # ``max_abs_f16x2`` ignores NaN, as the definition of the unit does.
     largest = functools.reduce(ptx.max_abs_f16x2, pairs)
     largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
-    # Find the least t with 6 · scale ≤ 448 · 2^t: the scale's exponent minus 6, plus 1 if its significand exceeds 7/6
-    # (that is, is at least 1.25)
+    # Find the least t with 6 · scale ≤ 448 · 2^t. It is the exponent of the scale minus 6, plus 1 if the significand
+    # exceeds 7/6. e4m3 significands that exceed 7/6 are at least 1.25.
     return Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
 
 
 def shared_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return the exponent of a row's unit from the scales of its first k tile."""
+    """Return the exponent of a row's shared unit, from the scale bytes of the row's first k tile."""
     exponent = own_exponent(words, fmt) + _HEADROOM
     if fmt == MXFP4:
         least, most = _MXFP4_UNITS
@@ -77,13 +78,13 @@ def shared_exponent(words: list, fmt: FP4Format) -> Int32:
 
 
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
-    """Return the scales of a row's k tile, divided by ``2^exponent``."""
+    """Divide a row's scales of a k tile by the unit ``2^exponent``."""
     if fmt == MXFP4:
-        # One e4m3 exponent per byte: subtract modulo 256, without borrows between bytes
+        # Each byte holds one exponent. Subtract modulo 256 in each byte, without borrows between bytes.
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
         exponents = ((word | Uint32(_SIGNS)) - bias) ^ ((word ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS))
         low = exponents & Uint32(0x7F7F7F7F)
-        # Exponents from 2 (0.5 · scale is normal) to 13 (6 · scale = 6 · 2^(13 - 7) = 384)
+        # The tables are exact for exponents from 2 (0.5 · scale is normal) to 13 (6 · scale = 6 · 2^(13 - 7) = 384).
         fits = _signs(low + Uint32(0x7E7E7E7E), exponents | low + Uint32(0x72727272)) == Uint32(_SIGNS)
         ones = exponents << 3
         one_and_halves = ones + Uint32(0x04040404)
@@ -92,31 +93,35 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
     more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
     ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
     one_and_halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
-    # Bytes from 0x10 (0.5 · scale is normal) to 0x69 (6 · scale rounds to 448)
+    # The tables are exact for bytes from 0x10 (0.5 · scale is normal) to 0x69 (6 · scale rounds to 448).
     fitting = [_signs(one + Uint32(0x70707070), one | one + Uint32(0x16161616)) for one in ones]
     return SharedUnit(ones, one_and_halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
 
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
-    """Return the tables of half a k tile that fits its row's unit. A table is two words, smaller magnitudes first."""
+    """Return the decoding tables of half a k tile of a row whose scales fit the row's shared unit. A table is two
+    words, smaller magnitudes first."""
     return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
 
 
 def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
-    """Return the table of a block that fits its row's unit, from byte ``i`` of two words of ``SharedUnit``."""
-    # PRMT's sign replication of a positive byte gives the zero of the table.
+    """Return the decoding table of a block that fits the row's shared unit, from byte ``i`` of two words of
+    ``SharedUnit``."""
+    # PRMT can replicate the sign bit of a byte. The sign of a positive byte is 0, which gives the table's entry for
+    # zero.
     low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
     high = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
     return [low, high]
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the tables of half a k tile for the k tile's own unit ``2^exponent``, from the bytes of the scales."""
+    """Return the decoding tables of half a k tile of a row, for the k tile's own unit ``2^exponent``. ``word`` holds
+    the scale bytes."""
     if fmt == MXFP4:
         numbers = []
         for i in range(2):
             byte = Int32((word >> 8 * i) & Uint32(0xFF))
-            # Below 2^-14 all magnitudes round to zero.
+            # A scale below 2^-14 is replaced by zero, because all magnitudes times this scale round to zero.
             half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
             numbers.append(ptx.select(byte == Int32(0xFF), Uint32(0x7E00), half) * Uint32(0x00010001))
     else:
@@ -126,8 +131,11 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
-    """Return the two words of each block's table for the unit ``2^exponent``, from the bytes of the scales; and flags
-    that say if blocks fit the unit (``SharedUnit.fits``): one flag per MXFP4 block, or per two NVFP4 blocks."""
+    """Return the decoding tables of blocks for the unit ``2^exponent``, and flags that say which blocks fit the unit
+    (see ``SharedUnit.fits``).
+
+    A table is two words. There is one flag per MXFP4 block, or per two NVFP4 blocks.
+    """
     if fmt == MXFP4:
         # All magnitudes except zero are powers of two, or 1.5 times a power of two.
         fields = [Int32(byte) - (exponent + 120) for byte in bytes_]
@@ -138,7 +146,7 @@ def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tu
             ]
             for field in fields
         ]
-        # As in ``over_shared_unit``
+        # ``over_shared_unit`` explains the limits 2 and 13.
         return tables, [Uint32(field - 2) <= Uint32(11) for field in fields]
     tables, fitting = [], []
     for first in range(0, len(bytes_), 2):
@@ -153,18 +161,20 @@ def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tu
 
 
 def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the two words of a block's table for its own unit ``2^exponent``, from the byte of its scale."""
+    """Return the two words of a block's decoding table, for its k tile's own unit ``2^exponent``. ``byte`` is the
+    block's scale."""
     return tables_of_own_unit(byte * Uint32(0x0101), exponent, fmt)[0]
 
 
 def _table_of(number: Uint32) -> list:
-    """Return the table of a block. Both halves of ``number`` are the block's scale divided by the unit, in float16."""
+    """Return the decoding table of a block. Both halves of ``number`` are the block's scale divided by the unit, in
+    float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
     return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
-    """Return ``2^exponent`` for an exponent of at least -149; infinity for exponents from 128 on."""
+    """Return ``2^exponent``, or infinity for exponents from 128 on. ``exponent`` must be at least -149."""
     normal, subnormal = Uint32(cutlass.min(exponent + 127, Int32(255))) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 
@@ -175,19 +185,19 @@ def _pairs(words: list) -> list:
 
 
 def _inverse(exponent: Int32) -> Uint32:
-    """Return 2^-exponent in float16, in both halves of a word."""
+    """Return ``2^-exponent`` in float16, in both halves of a word."""
     return Uint32(15 - exponent) * Uint32(0x04000400)
 
 
 def _signs(of: Uint32, but: Uint32) -> Uint32:
-    """Return the highest bit of each byte of ``of`` whose highest bit in ``but`` is zero."""
+    """Return the highest bit of each byte of ``of``, but zero where the byte's highest bit in ``but`` is set."""
     return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 
 def look_up(table: list, codes: Uint32) -> list:
-    """Look up eight codes. Returns two words of e4m3."""
+    """Look up eight codes in a decoding table. Return two words of e4m3."""
     selectors = codes & Uint32(0x77777777)
-    # Shifted by one code, the signs of codes 0, 2, 4 and 6 are the highest bits of bytes.
+    # After a shift by one code, the signs of codes 0, 2, 4 and 6 are the highest bits of the four bytes.
     early = codes << 4
     decoded = []
     for chosen, order in ((selectors, 0x5140), (selectors >> 16, 0x7362)):

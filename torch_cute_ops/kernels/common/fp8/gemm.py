@@ -1,14 +1,14 @@
-"""Parts of FP8 GEMMs by wgmma: the device code that all these kernels share.
+"""Device code that all FP8 wgmma kernels share: producer, scale loaders, decoders and work schedule.
 
-A CTA consists of two or four consumer warpgroups, a warpgroup of one producer warp and three scale-loader warps, and
-possibly decoder warps. ``FP8Gemm.kernel`` assigns warps to these parts:
+A CTA consists of two or four consumer warpgroups, one warpgroup with a producer warp and three scale-loader warps, and
+possibly decoder warps. ``FP8Gemm.kernel`` assigns a role to each warp:
 
 - ``Producer`` copies ``a`` and the weight into the stages of the pipeline, and records each stage's tile;
-- ``ScaleLoader`` loads scales and stores them in the stages, in the form that its *scale source* defines;
+- ``ScaleLoader`` loads scales and stores them in the stages, in the layout that its *scale source* defines;
 - ``Decoders``, if any, decode or rearrange stages that have arrived, as their *decoder* defines;
-- the *consumers* multiply, promote and store (``common.fp8.consumers``, or a kernel's own).
+- the *consumers* multiply, promote and store (``common.fp8.consumers``, or a kernel's own class).
 
-A kernel is an ``FP8Gemm`` with its parts:
+A kernel is an ``FP8Gemm`` that is composed of these objects, with these methods:
 
 - weight source: ``arguments``, ``views``, ``layout``, ``stages``, ``await_rows`` (``common.fp8.weights``);
 - scale source: ``begin``, ``load``, ``store``;
@@ -41,24 +41,24 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
 )
 from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
 
-SLEEP: Final = 200  # nanoseconds between polls of a scale loader that waits for a stage
+SLEEP: Final = 200  # nanoseconds between two polls by which a scale loader waits for a stage
 
 
 class Work(NamedTuple):
-    """Work of a CTA, with the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        m, n: rows and columns of the result, of all experts together.
+        m, n: numbers of rows and columns of the result. The rows of all experts are counted.
         k_stages: number of stages that cover K, with ``FP8GemmConfig.span`` k tiles each. The last stage may hold fewer
             k tiles, and the last k tile may have 64 elements instead of 128.
         width: bytes of a row of the weight.
-        begin, end: range of these stages that the CTA multiplies: all stages, or the CTA's part under split-K.
-        first: index of the first tile of the CTA's cluster.
-        num_clusters: number of clusters, which is also the step to the cluster's next tile.
-        num_tiles: number of all tiles.
-        rank: rank of the CTA in its cluster.
-        m_rank: index of this CTA's group of ``tile_m`` rows in a tile that the CTAs of a cluster share.
-        a_scale, b_scale: block scales of all experts.
+        begin, end: range of stages that this CTA multiplies: all stages, or a part of them under split-K.
+        first: index of the first tile of this CTA's cluster.
+        num_clusters: number of clusters. A cluster's next tile is ``num_clusters`` tiles further.
+        num_tiles: number of tiles of the GEMM.
+        rank: rank of this CTA in its cluster.
+        m_rank: if the CTAs of a cluster share a tile, index of the group of ``tile_m`` rows that this CTA computes.
+        a_scale, b_scale: scales of ``a`` and of the weight, for all experts.
         alpha, bias: operands of the epilogue, or None.
         out: result.
         prefetch: memory to prefetch into L2, or None.
@@ -85,22 +85,22 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory of a CTA. The class is frozen: the DSL would carry a mutable object through every loop.
+    """Shared memory of a CTA. The class is frozen, because the DSL would carry a mutable object through every loop.
 
     Attributes:
-        a, b: stages of ``a``, and of the weight as it is copied.
+        a, b: stages of ``a``, and stages of the weight as the producer copies it.
         scales, records: scales and tile records of the stages.
-        workspace: memory that only some kernels use: for a decoded weight, or for accumulators that warpgroups pass to
-            each other.
-        stores: memory in which warps assemble lines of the result, or leave partial sums.
-        received: partial sums that other CTAs of the cluster have sent.
+        workspace: memory that only some kernels use: for a decoded weight, or for accumulators that one warpgroup
+            passes to another.
+        stores: memory in which warps assemble lines of the result, or store partial sums before they send them.
+        received: partial sums from the other CTAs of the cluster.
         table: table of experts.
-        copies: pipeline from the producer and the scale loaders to the decoders, or, without decoders, to the
+        copies: pipeline from the producer and the scale loaders to the decoders. Without decoders, it ends at the
             consumers.
-        stages: pipeline of the stages that the consumers multiply. ``stages`` and ``copies`` share the empty barriers.
+        stages: pipeline of the stages that the consumers multiply. It has the same empty barriers as ``copies``.
         partial_sums: barriers of ``received``: full when the other CTAs' partial sums have arrived, empty when all CTAs
             have read the partial sums that they received.
-        k_groups: barriers of the accumulators that the second K group leaves to the first K group.
+        k_groups: barriers for the accumulators that the second K group passes to the first K group.
     """
 
     a: cute.Pointer
@@ -130,13 +130,13 @@ def k_tiles(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
 
 
 def arrive(barrier, lane) -> None:
-    """Arrive once at a barrier of this CTA for a whole warp, after all loads and stores of its lanes."""
+    """Let a warp arrive once at a barrier of this CTA, after all loads and stores of its lanes."""
     cute.arch.sync_warp()
     ptx.arrive_if(barrier, Uint32(lane == 0))
 
 
 class Stages:
-    """The pipeline: shared memory, and the barriers of its stages."""
+    """Shared memory of the pipeline, and the barriers of its stages."""
 
     def __init__(self, config: FP8GemmConfig):
         self.config = config
@@ -170,10 +170,11 @@ class Stages:
         )
 
     def initialise(self, smem: Smem) -> None:
-        """Initialise all barriers, in one thread. The kernels' package docstrings tabulate the arrival counts."""
+        """Initialise all barriers, in one thread. The tables in the kernels' package docstrings give the arrival
+        counts."""
         c = self.config
         for i in range(c.stages):
-            # The producer's copies, and the scale loader
+            # One arrival comes from the producer, and one from a scale loader if the kernel has scale loaders.
             cute.arch.mbarrier_init(smem.copies.full + i, 2 if c.scale_warps else 1)
             if c.decoder_warps:
                 cute.arch.mbarrier_init(smem.stages.full + i, c.decoded_arrivals)
@@ -184,7 +185,7 @@ class Stages:
             smem.k_groups.init(4 * GROUPS, 4 * GROUPS)
 
     def release(self, stage, lane, smem: Smem) -> None:
-        """Mark a stage as empty for this warp. All lanes must have read the stage."""
+        """Release a stage: arrive at its empty barrier for this warp. All lanes must have read the stage."""
         cluster_m = self.config.cluster_m
         if cluster_m > 1:
             cute.arch.sync_warp()
@@ -193,23 +194,25 @@ class Stages:
             arrive(smem.stages.empty + stage, lane)
 
     def scales(self, slot, smem: Smem) -> cute.Tensor:
-        """Return the fp32 words of a slot: scales of the rows of ``a``, then words that the scale source defines."""
+        """Return the fp32 words of a slot. The scales of the rows of ``a`` come first. The scale source defines the
+        other words."""
         start = cute.assume(Int32(slot) * self.config.slot_words, divby=4)
         return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.slot_words))
 
     def words(self, slot, at, count: int, smem: Smem) -> cute.Tensor:
-        """Return ``count`` words of a slot from word ``at`` on."""
+        """Return ``count`` words of a slot, starting at word ``at``."""
         start = self.scales(slot, smem).iterator + cute.assume(at, divby=count)
         return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
 
     def record(self, stage, smem: Smem) -> cute.Tensor:
-        """Return the ``RECORD_WORDS`` words of shared memory in which a stage's record describes the stage's tile."""
+        """Return the record of a stage: ``RECORD_WORDS`` words in shared memory that describe the stage's output
+        tile."""
         start = cute.assume(Int32(stage) * RECORD_WORDS, divby=4)
         return cute.make_tensor(smem.records + start, cute.make_layout(RECORD_WORDS))
 
 
 class WorkSchedule:
-    """Assigns tiles, and ranges of K, to CTAs. Clusters are persistent and take tiles round-robin."""
+    """Assigns output tiles and ranges of K to CTAs. Clusters are persistent and take tiles round-robin."""
 
     def __init__(self, config: FP8GemmConfig, weight: Any, raster: int = RASTER_WIDTH):
         self.config = config
@@ -217,21 +220,21 @@ class WorkSchedule:
         self.tiles = ExpertTiles(config.rows, *tile, weight, raster, by_token=config.scale_warps == 0)
 
     def find(self, number, lane, work: Work, smem: Smem) -> Tile:
-        """Return this CTA's part of the ``number``-th tile."""
+        """Return the rows and columns of tile ``number`` that this CTA computes."""
         expert, row, rows, column = self.tiles.find(number, work.m, work.n, smem.table, lane)
         before = work.m_rank * self.config.tile_m
         return Tile(expert, row + before, rows - before, column)
 
 
 class FP8Gemm:
-    """GEMM kernel that is composed of a work schedule, a scale source, consumers and possibly a decoder.
+    """GEMM kernel, composed of a work schedule, a scale source, consumers and possibly a decoder.
 
     Args:
         config: configuration of the kernel.
-        schedule: work schedule, which knows the weight source.
+        schedule: work schedule. It contains the weight source.
         scales: scale source, or None if the epilogue applies all scales.
-        consumers: consumer warps.
-        decoder: decoder, or None.
+        consumers: code of the consumer warps.
+        decoder: decoder, or None without decoder warps.
     """
 
     def __init__(self, config: FP8GemmConfig, schedule: WorkSchedule, scales: Any, consumers: Any, decoder: Any = None):
@@ -247,7 +250,7 @@ class FP8Gemm:
         return given._replace(prefetch=prefetch_argument()) if self.config.prefetches else given
 
     def launch(self, given: Arguments, stream) -> None:
-        """Launch the kernel: persistent CTAs, in clusters."""
+        """Launch the kernel, with persistent CTAs in clusters."""
         c = self.config
         view = self.schedule.tiles.views(given)
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -279,11 +282,13 @@ class FP8Gemm:
         if const_expr(c.waits_first):
             cute.arch.griddepcontrol_wait()
         if const_expr(c.cluster_m > 1):
-            # All CTAs must have initialised their barriers before a barrier is used.
+            # Wait until all CTAs of the cluster have initialised their barriers, because copies of other CTAs signal
+            # them.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         elif const_expr(c.split_k > 1):
-            # Consumers wait for this arrival of all CTAs before they send partial sums.
+            # The consumers wait until all CTAs have arrived here, before they send partial sums
+            # (``Results.meet_cluster``).
             cute.arch.cluster_arrive_relaxed()
         m, n = out.shape
         self.schedule.tiles.prepare(*rows, b_map[1].shape[2], space, smem.table, tid, c.threads)
@@ -327,23 +332,25 @@ class FP8Gemm:
             self._wait_if_static()
             self.consumers.run(tid, work, smem)
         if const_expr(c.cluster_m > 1):
-            # No CTA may end while another CTA still uses its shared memory.
+            # Other CTAs of the cluster may still access this CTA's shared memory. Wait for them before the CTA ends.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def _wait_if_static(self) -> None:
-        """Wait for the previous kernels, unless the whole CTA has already waited. Decoders need no wait: they access
-        only shared memory."""
+        """Wait for the previous kernels if the weight is static. Otherwise the whole CTA has already waited.
+
+        Decoders never wait, because they access only shared memory.
+        """
         if self.config.static_weight:
             cute.arch.griddepcontrol_wait()
 
 
 class Producer:
-    """The producer warp: copies every stage of the CTA's tiles, in order.
+    """Producer warp: copies all stages of the CTA's tiles, in order.
 
-    A static weight is copied to the first stages, up to the depth of the pipeline, before the previous kernel ends
-    (``core.pipeline``). The full barriers of these stages also expect the activations, which are copied later. After
-    the last copy, the producer may prefetch its share of a later launch's operands into L2.
+    If the weight is static, the producer copies it to the first stages, up to the depth of the pipeline, before the
+    previous kernel ends (``core.launch``). The full barriers of these stages also expect the activations, which are
+    copied later. After the last copy, the producer may prefetch its share of a later launch's operands into L2.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule):
@@ -356,13 +363,14 @@ class Producer:
         b_stages = cute.group_modes(self.weight.stages(c.stages, smem), 0, 2)
         one = cute.make_layout(1)
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
-        # With parity 1, a stage that was never used counts as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         ahead = Int32(0)  # number of stages for which the weight copy has started
         for number in range(work.first, work.num_tiles, work.num_clusters):
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(expert, column, work)
-            # An expert's rows may begin at any row.
+            # An expert's first row need not be a multiple of the box's rows, so shift the origin of the matrix to this
+            # row.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_m, K_TILE), (None, None))
             a_to, a_from = cpasync.tma_partition(a_map[0], 0, one, a_stages, cute.group_modes(tiled, 0, 2))
             place = column // c.copied_n + work.m_rank
@@ -405,7 +413,7 @@ class Producer:
             prefetch(work.prefetch, work.first * c.cluster + work.rank, work.num_clusters * c.cluster)
 
     def _expect(self, record: tuple, size, stage, smem) -> None:
-        """Store a stage's record, and make its barrier expect ``size`` bytes."""
+        """Store a stage's record, and make the stage's barrier expect ``size`` bytes."""
         barrier = smem.copies.full + stage
         with cute.arch.elect_one():
             store_words([Uint32(word) for word in record], self.stages.record(stage, smem))
@@ -413,11 +421,11 @@ class Producer:
 
 
 class ScaleLoader:
-    """The scale-loader warps: each loads the scales of every ``SCALE_WARPS``-th stage.
+    """Scale-loader warps. Each warp loads the scales of every ``SCALE_WARPS``-th stage.
 
-    A load takes as long as the MMAs of several stages, so a warp keeps the loads of several of its stages in flight.
-    The pipeline has at least as many stages as there are scale loaders, so a warp's previous stage was at most one
-    round ago. A warp is therefore never two rounds late, and the parity of an empty barrier is unambiguous.
+    A load takes as long as the MMAs of several stages, so a warp has the loads of several of its stages in flight. The
+    pipeline has at least as many stages as there are scale loaders, so a warp's previous stage was at most one round
+    ago. A warp is therefore never two rounds late, and the parity of an empty barrier is unambiguous.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, scales: Any):
@@ -426,9 +434,9 @@ class ScaleLoader:
 
     @cute.jit
     def run(self, own, lane, work, smem):
-        """Run the scale loader with the index ``own``, of ``SCALE_WARPS`` scale loaders."""
+        """Run scale loader number ``own`` of the ``SCALE_WARPS`` scale loaders."""
         c = self.config
-        before = Int32(0)  # number of stages of earlier tiles
+        before = Int32(0)  # number of stages of this CTA's earlier tiles
         for number in range(work.first, work.num_tiles, work.num_clusters):
             tile = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(tile.expert, tile.column, work)
@@ -451,14 +459,14 @@ class ScaleLoader:
 
 
 class Decoders:
-    """The decoder warps: teams, which take turns at the stages that have arrived."""
+    """Decoder warps. They form teams, which take turns: each team decodes every ``decoder_teams``-th stage."""
 
     def __init__(self, config: FP8GemmConfig, decoder: Any):
         self.config, self.decoder = config, decoder
 
     @cute.jit
     def run(self, team, warp, lane, work, smem):
-        """Run a warp of a team."""
+        """Run one warp of a team."""
         c = self.config
         begun = self.decoder.begin(warp, lane, work)
         count = cute.ceil_div(work.num_tiles - work.first, work.num_clusters) * (work.end - work.begin)
@@ -469,8 +477,8 @@ class Decoders:
         for turn in cutlass.range(team, count, c.decoder_teams, unroll=1):
             smem.copies.wait_full(stage, parity)
             self.decoder.complete(begun, stage, lane, work, smem)
-            # Execute a fence: MMAs and copies read the result through the async proxy, and later copies overwrite the
-            # input.
+            # Fence: MMAs and copies read the decoded data through the async proxy, and later copies overwrite the
+            # codes.
             fence_async()
             cute.arch.sync_warp()
             self.decoder.tell(begun, stage, lane, work, smem)
@@ -480,11 +488,11 @@ class Decoders:
 
     @cute.jit
     def _skip(self, turn, count, stage, parity, lane, smem):
-        """Skip a stage of another team.
+        """Skip a stage that another team decodes.
 
-        If a stage belongs to different teams in successive rounds, wait until the stage has arrived: a warp that does
-        not wait could mistake the phase of two rounds ago for the awaited phase. The stage becomes full only when all
-        teams have seen it arrive, so that no team is late by a round.
+        If a stage belongs to different teams in successive rounds, wait until the stage has arrived. A warp that does
+        not wait could mistake the phase of two rounds ago for the phase that it waits for. The stage becomes full only
+        when all teams have seen it arrive, so that no team is late by a round.
         """
         c = self.config
         if const_expr(c.teams_meet):
@@ -496,19 +504,23 @@ class Decoders:
 
 @cute.jit
 def wait_if(condition, barrier, parity):
-    """Wait for a phase if ``condition`` holds. In the machine code, MMAs overlap this branch; they did not overlap a
-    branch around an arrival (see ``core.ptx.arrive_if``)."""
+    """Wait for a phase of a barrier if ``condition`` holds.
+
+    In the machine code, MMAs overlap this branch, but they did not overlap a branch around an arrival (see
+    ``core.ptx.arrive_if``).
+    """
     if condition:
         ptx.wait(barrier, parity)
 
 
 def tell_decoded(stage, lane, smem: Smem) -> None:
-    """Arrive at the full barrier of a stage for a decoder warp whose lanes have synchronised."""
+    """Arrive at a stage's full barrier for a decoder warp. The lanes of the warp must have synchronised."""
     ptx.arrive_if(smem.stages.full + stage, Uint32(lane == 0))
 
 
 def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
-    """Load the scales of a k tile of ``a``, 32 rows at a time. Rows that the expert does not own get zeros."""
+    """Load a k tile's scales of ``a``. Each lane loads one row's scale per 32 rows. Rows that the expert does not own
+    get zeros."""
     at = work.a_scale.iterator + (Int64(k_tile) * work.a_scale.stride[0] + tile.row + lane)
     words = []
     for place in range(0, tile_m, 32):
@@ -518,7 +530,7 @@ def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
 
 @cute.jit
 def store_token_scales(tile_m: int, scales: cute.Tensor, of_rows: list, lane) -> None:
-    """Store scales that ``token_scales`` has loaded in the words of a slot."""
+    """Store the scales that ``token_scales`` loaded in ``scales``, the words of a slot."""
     for i in range_constexpr(len(of_rows)):
         if lane < tile_m - 32 * i:
             scales[lane + 32 * i] = of_rows[i]

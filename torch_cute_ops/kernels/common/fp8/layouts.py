@@ -11,22 +11,24 @@ from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M, Epilogue, PartialSums, first_fit
 from torch_cute_ops.runtime.arch import Arch
 
-# Lines of a result that a warp assembles in shared memory (``row_stores``)
+# Lines of a result, which a warp assembles in shared memory (``row_stores``)
 
 STORE_ROWS: Final = 16
 STORE_LINE: Final = 128
-"""Bytes of a row."""
+"""Bytes of a line."""
 STORE_PITCH: Final = STORE_LINE + 16
-"""Bytes from one row to the next. The padding puts the words that lanes write at once into different banks."""
+"""Distance between neighbouring lines in bytes. The padding puts words that lanes write at the same time into different
+banks."""
 STORE_TILE_BYTES: Final = STORE_ROWS * STORE_PITCH
 
 
 # Rows that are quantised to FP8
 
 FP8_UNIT = 16
-"""Elements that a thread processes at once: their codes fill a 16-byte store. Row widths are multiples of 16."""
+"""Number of elements that a thread processes at once. Their codes fill a 16-byte store. Row widths are multiples of
+16."""
 SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
-"""Neighbouring threads that share a block of 128 elements and its scale."""
+"""Number of neighbouring threads that share a block of 128 elements and its scale."""
 
 
 # Rows of experts
@@ -34,15 +36,13 @@ SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Assignment of rows to experts.
+    """Assignment of rows to experts. Without offsets and counts, one expert owns all rows.
 
     Attributes:
-        has_offsets: True if calls pass offsets. An expert's rows begin at the expert's offset. With counts, the number
-            of rows is the expert's count; without counts, the rows end at the next offset.
-        has_counts: True if calls pass counts. Without offsets, each expert owns an equal part of the buffer.
-        max_experts: number of experts for which the table of experts has room, from ``table_experts``.
-
-    Without offsets and counts, one expert owns all rows.
+        has_offsets: True if calls pass offsets. An expert's rows begin at the expert's offset. If calls also pass
+            counts, the number of rows is the expert's count. Otherwise the rows end at the next expert's offset.
+        has_counts: True if calls pass counts. If they pass no offsets, all experts own equally many rows of the buffer.
+        max_experts: capacity of the table of experts, from ``table_experts``.
     """
 
     has_offsets: bool = False
@@ -56,7 +56,7 @@ class ExpertLayout:
 
     @property
     def is_masked(self) -> bool:
-        """Return True if each expert owns an equal part of the buffer, so that tensors are three-dimensional."""
+        """Return True if all experts own equally many rows of the buffer. Tensors are then three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property
@@ -73,67 +73,70 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
     """Run-time arguments of an FP8 GEMM, in order.
 
     Sizes: R rows of activations, of all experts together; E experts; N rows of an expert's weight, a multiple of 8; K
-    elements of a sum, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout (``ExpertLayout.is_masked``) each
-    expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional; the last two dimensions of ``a``
-    and ``out`` are contiguous.
+    elements per row of ``a``, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout
+    (``ExpertLayout.is_masked``), each expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional.
+    The last two dimensions of ``a`` and ``out`` are then contiguous.
 
     Attributes:
-        a: (R, K) e4m3, contiguous; masked (E, R / E, K).
-        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; in grouped GEMMs (E, K, N). Kernels with an
-            FP4 weight take its codes: (K / 2, N) or (E, K / 2, N) uint8.
-        a_scale: (R, blocks) float32, column-major with any pitch between blocks; masked (E, R / E, blocks), where a
-            column contains the rows of all experts. Per-token scales are (R, 1) in every layout, with any stride; with
-            stride 0, all rows have one scale.
-        b_scale: (⌈N / 128⌉, blocks) float32; in grouped GEMMs (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
-            one of its scale layouts. None with per-token scales: ``alpha`` then contains the weight's scales.
-        offsets: (E + 1,) int32 first rows of experts, given if ``ExpertLayout.has_offsets``; else None.
-        counts: (E,) int32 numbers of rows of experts, given if ``ExpertLayout.has_counts``; else None.
-        alpha: (1,), (N,), (E,) or (E, N) float32 factors, or None; ``Epilogue.alpha`` says which.
+        a: (R, K) e4m3, contiguous. Masked: (E, R / E, K).
+        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight. In grouped GEMMs: (E, K, N). Kernels with an
+            FP4 weight take codes instead: (K / 2, N) or (E, K / 2, N) uint8.
+        a_scale: (R, blocks) float32, column-major with any pitch between blocks. Masked: (E, R / E, blocks), where a
+            column contains the rows of all experts. Per-token scales are (R, 1) in every layout, with any stride.
+            Stride 0 means one scale for all rows.
+        b_scale: (⌈N / 128⌉, blocks) float32. In grouped GEMMs: (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
+            one of the FP4 scale layouts. None if ``a`` has per-token scales: ``alpha`` then contains the weight's
+            scales.
+        offsets: (E + 1,) int32 first rows of experts, or None unless ``ExpertLayout.has_offsets``.
+        counts: (E,) int32 numbers of rows of experts, or None unless ``ExpertLayout.has_counts``.
+        alpha: (1,), (N,), (E,) or (E, N) float32 factors, as ``Epilogue.alpha`` says, or None.
         bias: (N,) or (E, N) in ``Epilogue.bias_dtype``, or None.
-        out: (R, N) in ``Epilogue.out_dtype``, written in rows that an expert owns; masked (E, R / E, N).
-        prefetch: (rows, bytes) uint8, contiguous, prefetched into L2 if ``FP8GemmConfig.prefetches``; else None.
-        max_ctas: int32, number of CTAs that may run at once, a multiple of the cluster size. The number depends only on
-            the GPU.
+        out: (R, N) in ``Epilogue.out_dtype``. Masked: (E, R / E, N). Only rows that an expert owns are written.
+        prefetch: (rows, bytes) uint8, contiguous, to prefetch into L2, or None unless ``FP8GemmConfig.prefetches``.
+        max_ctas: int32, number of CTAs that may run at the same time, a multiple of the cluster size. It depends only
+            on the GPU.
     """
 
 
 # GEMMs by wgmma (``common.fp8.gemm``)
 
 K_TILE: Final = FP8_BLOCK128.block_size
-"""Elements of K of a k tile. They share one block scale of ``a``."""
+"""Number of elements along K of a k tile. Each row of ``a`` has one scale per k tile."""
 GROUPS: Final = 2
-"""Consumer warpgroups that share a tile: each multiplies 64 rows of the M side, or half of the N side if M is 64."""
+"""Number of consumer warpgroups that share an output tile. Each multiplies 64 rows of the M side. If M is 64, each
+multiplies half of the N side instead."""
 MANY: Final = 128
-"""Rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller (swapped) tiles, the weight is on the M
-side."""
+"""Number of rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller tiles, called swapped, the weight
+is on the M side."""
 WIDE: Final = GROUPS * WGMMA_M
-"""Rows of the weight in a tile. In swapped tiles, each consumer warpgroup multiplies 64 of them."""
+"""Number of weight rows of a tile. In swapped tiles, each consumer warpgroup multiplies 64 of them."""
 SPLITS: Final = (1, 2, 3, 4, 6)
-"""Numbers of CTAs that may share the K of a tile of few rows."""
+"""Supported ``split_k`` of tiles with few rows of ``a``."""
 NARROW_SPLITS: Final = (1, 2)
-"""Numbers of CTAs that may share the K of a tile with 64 weight rows: clusters of two CTAs fill a GPU."""
+"""Supported ``split_k`` of tiles with 64 weight rows. Clusters of two CTAs are enough to fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
-"""Scale-loader warps: the producer's warpgroup without the producer."""
+"""Number of scale-loader warps: the rest of the producer's warpgroup."""
 BARRIER_BYTES: Final = 272
-"""Bytes for the largest number of barriers of any configuration: three for each of ten stages, and four others."""
+"""Bytes of the largest number of barriers of any configuration: three for each of ten stages, and four others."""
 RECORD_WORDS: Final = 4
-"""Words in a stage that describe its tile: first row, number of rows from the first row on, first column, and expert (0
-if the epilogue does not depend on the expert)."""
+"""Number of words of a stage's record, which describes the output tile: first row, number of rows from the first row
+on, first column, and expert (0 if the epilogue does not depend on the expert)."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
 LINE_SPAN: Final = 2
-"""K tiles of a stage whose FP4 codes fill a cache line of 128 bytes per weight row, which L2 reads at once."""
+"""Number of k tiles of a stage whose FP4 codes fill a cache line (128 bytes) per weight row. L2 reads a line at
+once."""
 FLAG_WORDS: Final = 4
-"""Words for the flags of a k tile: one word, padded to 16 bytes."""
+"""Number of words for the flags of a k tile: one word, padded to 16 bytes."""
 
 
 def unit_words(tile_n: int) -> int:
-    """Return the number of words in a slot for factors that change units (``common.fp8.units``): two factors per
-    weight row, and the flags."""
+    """Return the number of words in a slot for changes of units (``common.fp8.units``): two factors per weight row, and
+    the flags."""
     return 2 * tile_n + FLAG_WORDS
 
 
 def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
-    """Reason that no FP8 x FP4 kernel reads weight scales in this layout, or None."""
+    """Return the reason that no FP8 x FP4 kernel reads weight scales in this layout, or None."""
     return None if layout.tile_rows in (0, 128) else f"weight scales in the layout {layout.name} are not supported"
 
 
@@ -141,40 +144,40 @@ def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
 class FP8GemmConfig:
     """Static properties of an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
 
-    A *stage* of the pipeline holds ``span`` k tiles of ``a`` and of the weight, with their scales and a record of the
-    output tile that they belong to. A *slot* is the place of one k tile in the pipeline.
+    A *stage* of the pipeline holds ``span`` k tiles of ``a`` and of the weight, with their scales, and a record of the
+    output tile. A *slot* is the place of one k tile in the pipeline.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on an accumulator before it is stored.
-        tile_m, tile_n: rows of ``a`` and of the weight in a CTA's output tile.
-        split_k: number of CTAs of a cluster that divide the K of a tile among them.
+        tile_m, tile_n: numbers of rows of ``a`` and of the weight in a CTA's output tile.
+        split_k: number of CTAs of a cluster that divide the K of a tile.
         stages: number of stages of the pipeline.
-        pdl: True for programmatic dependent launches.
-        static_weight: True if the weight was complete before the previous launch on the stream. It is set only if it
-            affects the kernel (``reads_ahead``).
+        pdl: True to launch with programmatic dependent launch.
+        static_weight: True if the weight was complete before the previous launch on the stream. It is False if it does
+            not affect the kernel (``reads_ahead``).
         prefetches: True if the producer prefetches memory into L2 after its last copy.
-        tiles: (tile_m, tile_n, split_k) that the kernel is built for.
-        stage_counts: numbers of stages to choose from, the largest first.
-        registers: registers per thread of consumers, of the producer's warpgroup, and of any decoders.
+        tiles: supported (tile_m, tile_n, split_k).
+        stage_counts: supported numbers of stages, the largest first.
+        registers: registers per thread: consumers, the producer's warpgroup, and decoders if the kernel has decoders.
         in_flight: number of k tiles whose MMAs a consumer starts before it waits for the first k tile's MMAs.
-        slot_words: fp32 words of a slot's scales, a multiple of 4.
+        slot_words: number of fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
         span: number of k tiles of a stage.
-        k_groups: sets of ``GROUPS`` consumer warpgroups. With two sets, set i takes the i-th k tile of each stage, and
-            the accumulators of the sets are added up after the last stage of a tile.
-        scale_warps: number of scale-loader warps; 0 if the epilogue applies all scales.
+        k_groups: number of sets of ``GROUPS`` consumer warpgroups. With two sets, set i multiplies the i-th k tile of
+            each stage, and the accumulators of both sets are added up after the last stage of a tile.
+        scale_warps: number of scale-loader warps, or 0 if the epilogue applies all scales.
         scales_ahead: number of stages whose scales a scale loader loads together.
         prefetch_tile_m: largest ``tile_m`` with which the producer prefetches memory into L2.
-        workspace_bytes: bytes of shared memory that only this kernel uses.
-        decoder_warps: number of warps of a team, which decodes or rearranges a stage after its copies have arrived; 0
-            without decoders.
-        decoder_teams: number of teams of decoders. Teams take the stages round-robin.
-        cluster_m: number of CTAs of a cluster that share a weight tile, each for ``tile_m`` rows of ``a``.
-        unrolls: True if one iteration of the main loop is a whole round of the pipeline, so that all addresses are
+        workspace_bytes: bytes of shared memory that only this kind of kernel needs.
+        decoder_warps: number of warps of a decoder team, or 0 without decoders. A team decodes or rearranges a stage
+            after the stage's copies have arrived.
+        decoder_teams: number of decoder teams. Teams take the stages round-robin.
+        cluster_m: number of CTAs of a cluster that share a weight tile. Each computes ``tile_m`` rows of ``a``.
+        unrolls: True if one iteration of the main loop covers all stages of the pipeline, so that all addresses are
             constants.
-        waits_last: True if consumers wait for the previous kernel only after their last tile, because that kernel runs
-            while this kernel runs.
+        waits_last: True if consumers wait for the previous kernel only after their last tile, because the two kernels
+            run at the same time.
     """
 
     rows: ExpertLayout
@@ -212,18 +215,21 @@ class FP8GemmConfig:
 
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tile_m: int, pdl: bool) -> bool:
-        """Return True if the producer copies a static weight before it waits for the previous kernel: with ``pdl``, in
-        tiles of few rows, without experts, since an expert's rows are unknown before the wait."""
+        """Return True if the producer copies a static weight before it waits for the previous kernel.
+
+        This needs ``pdl`` and a tile of few rows. With experts it is impossible, because an expert's rows are unknown
+        before the wait.
+        """
         return pdl and rows.is_plain and tile_m <= WGMMA_M
 
     @classmethod
     def may_prefetch(cls, rows: ExpertLayout, tile_m: int) -> bool:
-        """Return True if the producer may prefetch memory into L2: without experts, in tiles of few rows."""
+        """Return True if the producer may prefetch memory into L2: only without experts, and in tiles of few rows."""
         return rows.is_plain and tile_m <= cls.prefetch_tile_m
 
     @property
     def waits_first(self) -> bool:
-        """Return True if all threads wait for the previous kernel at once."""
+        """Return True if all threads wait for the previous kernel at the start of the kernel."""
         return self.pdl and not self.static_weight and not self.waits_last
 
     @property
@@ -233,18 +239,18 @@ class FP8GemmConfig:
 
     @property
     def m_parts(self) -> int:
-        """Number of parts into which the consumer warpgroups divide a swapped tile's rows of ``a``: 2 if the tile has
-        64 weight rows, so that each warpgroup multiplies all of them; else 1."""
+        """Number of parts of a swapped tile's rows of ``a``. It is 2 if the tile has 64 weight rows: each warpgroup
+        then multiplies all weight rows by one part. Otherwise it is 1."""
         return WIDE // self.tile_n if self.is_swapped else 1
 
     @property
     def mma_n(self) -> int:
-        """N of an MMA."""
+        """Value of N of the wgmma instruction."""
         return self.tile_m // self.m_parts if self.is_swapped else self.tile_n
 
     @property
     def teams_meet(self) -> bool:
-        """Return True if the same stage belongs to different teams in successive rounds of the pipeline."""
+        """Return True if a stage of the pipeline belongs to different decoder teams in successive rounds."""
         return self.stages % self.decoder_teams > 0
 
     @property
@@ -274,55 +280,58 @@ class FP8GemmConfig:
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if consumers need the expert of a tile, for its alpha or bias."""
+        """Return True if the expert of a tile must be stored in records, because alpha or the bias depends on it."""
         return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Layout of the partial sums of a CTA that shares a tile."""
+        """Layout of a CTA's partial sums under split-K."""
         return PartialSums(self.tile_m, self.tile_n)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of shared memory for the partial sums that a CTA receives from the other CTAs of its cluster. With
-        ``a`` on the M side, each of two CTAs stores the rows of one consumer warpgroup, and receives the accumulators
-        of the other CTA for these rows."""
+        """Bytes of shared memory for the partial sums that a CTA receives from the other CTAs of its cluster.
+
+        With ``a`` on the M side, each of two CTAs stores the rows of one consumer warpgroup. It receives the other
+        CTA's accumulators of these rows.
+        """
         if self.split_k == 1:
             return 0
         return self.sum_tile.received_bytes(self.split_k) if self.is_swapped else WGMMA_M * self.tile_n * 4
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of shared memory in which warps assemble lines of the result, or CTAs store partial sums."""
+        """Bytes of shared memory in which warps assemble lines of the result, or in which a CTA stores its partial
+        sums."""
         if self.is_swapped:
             return self.sum_tile.size_bytes if self.split_k > 1 else 0
         return GROUPS * 4 * STORE_TILE_BYTES
 
     @property
     def boxes(self) -> int:
-        """Largest number of TMA copies for a k tile of ``a``."""
+        """Largest number of TMA boxes in which a k tile of ``a`` is copied."""
         return -(-self.tile_m // WGMMA_M)
 
     @property
     def box_m(self) -> int:
-        """Rows of ``a`` in one TMA copy. A tile is copied in several boxes so that boxes without rows can be
-        skipped."""
+        """Number of rows of ``a`` in a TMA box. A tile is copied in several boxes, so that boxes without existing rows
+        can be skipped."""
         return self.tile_m // self.boxes
 
     @property
     def streams_weight(self) -> bool:
-        """Return True if tiles usually read the weight only once."""
+        """Return True if the kernel usually reads each weight tile only once."""
         return self.tile_m < 2 * WGMMA_M
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of shared memory of a stage: both operands, their scales, and a record."""
+        """Bytes of shared memory that a stage takes: both operands, their scales, and a record."""
         of_slots = self.span * (self.tile_m * K_TILE + self.slot_words * 4)
         return of_slots + self.copied_n * self.line + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory that a CTA takes."""
         return (
             self.stages * self.stage_bytes
             + self.workspace_bytes
@@ -333,7 +342,7 @@ class FP8GemmConfig:
         )
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Reason that the kernel cannot run on ``arch``, or None."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         if not arch.has_wgmma:
             return f"{arch.name} has no wgmma instructions"
         rows = self.tile_m * self.cluster_m
@@ -365,8 +374,11 @@ def with_most_stages(
     prefetches: bool = False,
     **own: Any,
 ) -> AnyConfig | None:
-    """Return the configuration of this kind with the largest number of stages that fits on an SM of ``arch``, or None.
-    ``own`` contains the fields that only this kind of configuration has."""
+    """Return the configuration of class ``kind`` with the most stages that fit into the shared memory of ``arch``, or
+    None if none fits.
+
+    ``own`` contains the fields that only this class has.
+    """
     hints = static_weight and kind.reads_ahead(rows, tile_m, pdl), prefetches and kind.may_prefetch(rows, tile_m)
     tile = tile_m, tile_n, split_k
     return first_fit((kind(rows, epilogue, *tile, stages, pdl, *hints, **own) for stages in kind.stage_counts), arch)

@@ -1,7 +1,7 @@
-"""Store accumulators through the epilogue, a whole line of a row at a time.
+"""Store accumulators through the epilogue, so that a warp writes whole lines of a row.
 
-An MMA leaves, per eight columns, two adjacent columns in a lane: in row r, and in row r + 8. Each warp
-assembles lines of 128 bytes in its own part of shared memory.
+A lane holds two adjacent columns of every eight columns, in row r and in row r + 8. To store contiguous data, each warp
+first assembles lines of 128 bytes in its own part of shared memory.
 """
 
 from typing import Final
@@ -14,7 +14,7 @@ from torch_cute_ops.kernels.common.core.epilogue import Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.fp8.layouts import STORE_LINE, STORE_PITCH, STORE_ROWS
 
-PIECE: Final = 16  # bytes that a lane stores at once
+PIECE: Final = 16  # number of bytes that a lane stores at once
 
 
 @cute.jit
@@ -28,28 +28,27 @@ def store_rows(
     lane,
     epilogue: TileEpilogue,
 ):
-    """Apply the epilogue to the accumulators of 16 rows, and store the first ``rows`` of them, from ``first_row`` of
-    ``out`` on.
+    """Apply the epilogue to a warp's accumulators of 16 rows, and store the rows that exist.
 
     Args:
         acc: accumulators of a lane, four per eight columns.
-        out: (rows, columns), contiguous; columns beyond its last are not stored.
-        base: ``STORE_TILE_BYTES`` of shared memory of the warp, which are overwritten.
-        first_row, first_column: first row and column of the warp.
+        out: (rows, columns), contiguous. Columns beyond its last are not stored.
+        base: address of ``STORE_TILE_BYTES`` of shared memory of this warp, which are overwritten.
+        first_row, first_column: first row and column of the warp in ``out``.
         rows: number of the warp's 16 rows that exist.
-        lane: index in the warp.
+        lane: index of the lane in its warp.
         epilogue: epilogue of the tile.
     """
     dtype = out.element_type
-    groups = min(STORE_LINE // dtype.width, cute.size(acc) // 4)  # of eight columns in a line
+    groups = min(STORE_LINE // dtype.width, cute.size(acc) // 4)  # number of groups of eight columns per line
     pieces = groups * dtype.width // PIECE
     columns_of_piece = PIECE * 8 // dtype.width
     n = out.shape[1]
     for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
-            # 16-bit results are rounded before they are exchanged between lanes. To fp32 results the epilogue is
-            # applied afterwards, when a lane holds four contiguous columns of a line; otherwise two registers spilled
-            # with alpha and bias.
+            # Apply the epilogue to 16-bit results now, because rounded results are exchanged between lanes. Apply it to
+            # fp32 results later, when a lane holds four contiguous columns of a line: applied now, with alpha and bias,
+            # two registers spilled.
             finish = _unfinished
             if const_expr(dtype is not Float32):
                 finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
@@ -89,11 +88,10 @@ def _unfinished(total: Float32, i: int) -> Float32:
 def store_columns(
     acc: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish: tuple[Finish, Finish]
 ):
-    """Apply the epilogue to accumulators of a swapped tile, and store them: 16 columns of ``out``, and rows in groups
-    of eight.
+    """Apply the epilogue to the accumulators of a swapped tile, and store 16 columns of ``out``, eight rows at a time.
 
-    Accumulators are transposed in registers, so that the lanes of a warp store 16 bytes of a row at a time. ``finish``
-    contains the functions for the lane's two columns, ``lane // 4`` and ``lane // 4 + 8``.
+    16-bit results are transposed in registers, so that the lanes of a warp store 16 contiguous bytes of a row.
+    ``finish`` contains the functions for the lane's two columns, ``lane // 4`` and ``lane // 4 + 8``.
     """
     dtype = out.element_type
     n = out.shape[1]
@@ -101,7 +99,7 @@ def store_columns(
         for r in range_constexpr(2):
             pair = [finish[r](acc[4 * group + 2 * r + e], 0) for e in range(2)]
             if const_expr(words_per(2, dtype) == 2):
-                # fp32: a lane stores one element in each of two rows
+                # fp32: a lane stores one element in each of two rows, without a transposition.
                 column = first_column + lane // 4 + 8 * r
                 for e in range_constexpr(2):
                     row = 8 * group + lane % 4 * 2 + e
@@ -119,6 +117,7 @@ def _store(words: list, divby: int, out: cute.Tensor, row, column) -> None:
 
 
 def _place(divby: int, out: cute.Tensor, row, column) -> cute.Pointer:
-    """Return the place of an element and its neighbours."""
+    """Return a pointer to element (row, column) of ``out``, as words. Its offset is a multiple of ``divby``
+    elements."""
     offset = cute.assume(Int64(row) * out.shape[1] + column, divby=divby)
     return cute.recast_ptr(out.iterator + offset, dtype=Uint32)

@@ -1,9 +1,9 @@
-"""Output tiles of the FP8 GEMMs of many experts, found on the device from offsets and counts.
+"""Output tiles of the FP8 GEMMs over experts, which the device finds from offsets and counts.
 
-A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of the expert's weight. Tiles are numbered expert by expert;
-an expert without rows owns no tiles. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within
-an expert, tiles are numbered in raster order (``core.launch.raster_tile``). A warp finds the expert of a tile by two
-votes over a table in shared memory.
+A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of the expert's weight. The tiles of the first expert have
+the lowest numbers, then the tiles of the next expert follow. An expert without rows owns no tiles. The tiles of one
+expert are numbered in raster order (``core.launch.raster_tile``). CTA ``i`` of ``n`` computes tiles ``i``, ``i + n``,
+``i + 2n``, and so on. A warp finds the expert of a tile by two votes over a table in shared memory.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     Attributes:
         expert: index of the expert.
         row, column: first row and column of the tile.
-        rows: number of rows that the expert owns from ``row`` on; zero or negative for a CTA of a cluster whose rows do
-            not exist.
+        rows: number of rows that the expert owns from ``row`` on. It is zero or negative if the tile lies after the
+            expert's last row, which can happen to a CTA of a cluster.
     """
 
     expert: Int32
@@ -37,15 +37,15 @@ class Tile(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Tensors of a call as matrices over all experts.
+    """Tensors of a call, as matrices that concatenate all experts.
 
     Attributes:
         a: activations (R, K).
         b: weight (N, K, E).
         a_scale: block scales (blocks, R), or per-token scales (R, 1).
-        b_scale: block scales (⌈N / 128⌉, blocks, E), or None with per-token scales.
+        b_scale: block scales (⌈N / 128⌉, blocks, E), or None if ``a`` has per-token scales.
         out: result (R, N).
-        space: number of rows of the buffer; in the masked layout, number of rows per expert.
+        space: number of rows of the buffer, or number of rows per expert in the masked layout.
     """
 
     a: cute.Tensor
@@ -57,8 +57,8 @@ class Views(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Table of experts. Per expert, the table contains the number of tiles of all earlier experts, the first row, and
-    the number of rows. One running sum per warp is scratch memory."""
+    """Table of experts in shared memory: for each expert, the number of all earlier experts' tiles, the first row, and
+    the number of rows. ``sums`` is scratch memory, one running sum per warp."""
 
     firsts: cute.Tensor
     begins: cute.Tensor
@@ -67,13 +67,13 @@ class _Table(NamedTuple):
 
 
 class ExpertTiles:
-    """Tiles of ``tile_m`` rows and ``tile_n`` columns.
+    """Output tiles of ``tile_m`` rows and ``tile_n`` columns, over all experts.
 
     Args:
         rows: assignment of rows to experts.
-        tile_m, tile_n: rows and columns of a tile.
+        tile_m, tile_n: numbers of rows and columns of a tile.
         weight: weight source, which defines the arguments and views of the weight and its scales.
-        raster: number of row tiles in a strip of tiles that run at the same time (``core.launch``).
+        raster: number of tiles along M that are computed at the same time and share the weight in L2 (``core.launch``).
         by_token: True if ``a`` has per-token scales, False if it has block scales.
     """
 
@@ -86,7 +86,7 @@ class ExpertTiles:
     # On the host
 
     def arguments(self, epilogue: EpilogueOps) -> Arguments:
-        """Return the arguments of a kernel that computes these tiles."""
+        """Return descriptions of the arguments of a kernel that computes these tiles."""
         n, k, blocks = Dim("n", divisibility=8), Dim("k", divisibility=64), Dim("blocks")
         pitch = Dim("a_scale_pitch", bits=64)
         experts, offsets = Dim("experts"), TensorArg("Int32", (Dim("offsets"),), (1,), align=4)
@@ -94,8 +94,9 @@ class ExpertTiles:
         if self.rows.is_masked:
             rows, of_expert = Dim("rows"), Dim("rows_of_expert", bits=64, divisibility=16)
             a = TensorArg(fp8, (experts, rows, k), (of_expert, k, 1), align=16)
-            # The expert's stride is ``rows``, which has 32 bits. The DSL (4.8.1) passes wrong values if a 64-bit stride
-            # follows a 32-bit stride: its caller writes a flat struct, its callee reads nested structs.
+            # This stride always equals ``rows``, which has 32 bits, but is declared with 64 bits. The DSL (4.8.1)
+            # passes wrong values if a 64-bit stride follows a 32-bit stride: its caller writes a flat struct, and its
+            # callee reads nested structs.
             a_scale_of_expert = Dim("a_scale_of_expert", bits=64)
             a_scale = TensorArg(fp32, (experts, rows, blocks), (a_scale_of_expert, 1, pitch), align=4)
             out = TensorArg(out_dtype, (experts, rows, n), (Dim("out_of_expert", bits=64, divisibility=8), n, 1), 16)
@@ -105,7 +106,7 @@ class ExpertTiles:
             a_scale = TensorArg(fp32, (rows, blocks), (1, pitch), align=4)
             out = TensorArg(out_dtype, (rows, n), (n, 1), align=16)
         if self.by_token:
-            # A masked buffer's rows are counted through all experts.
+            # Per-token scales of a masked buffer are one column that contains the rows of all experts.
             count = Dim("all_rows") if self.rows.is_masked else rows
             a_scale = TensorArg(fp32, (count, 1), (Dim("a_scale_stride"), 1), align=4)
         b, b_scale = self.weight.arguments(n, k, blocks, None if self.rows.is_plain else experts)
@@ -125,8 +126,7 @@ class ExpertTiles:
         )
 
     def views(self, given: Arguments) -> Views:
-        """Return the tensors of a call as matrices over all experts. In the masked layout, the matrices concatenate the
-        experts' parts."""
+        """Return the tensors of a call as matrices that concatenate all experts."""
         a, a_scale, out = given.a, given.a_scale, given.out
         if self.rows.is_masked:
             space = a.shape[1]
@@ -151,10 +151,10 @@ class ExpertTiles:
         )
 
     def ctas(self, given: Arguments, cluster: int = 1):
-        """Return the number of CTAs of a launch: ``cluster`` CTAs per possible tile, but at most ``max_ctas``; 0 if the
-        result overlaps an operand.
+        """Return the number of CTAs of a launch, or 0 to refuse the launch if the result overlaps an operand.
 
-        The host does not know how many rows each expert owns, but at most one tile of each expert is not full.
+        The launch uses ``cluster`` CTAs per tile, but at most ``max_ctas``. The host does not know how many rows each
+        expert owns. It computes an upper bound of the number of tiles: at most one tile of each expert is not full.
         """
         *rest, space, n = given.out.shape
         if self.rows.is_masked:
@@ -177,7 +177,7 @@ class ExpertTiles:
 
     @cute.jit
     def prepare(self, offsets, counts, experts, space, base, tid, threads: int):
-        """Write the table of experts. All ``threads`` of the CTA call this; it ends with a barrier."""
+        """Write the table of experts, and synchronise the CTA. All ``threads`` threads of the CTA call this method."""
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
             each = -(-self.rows.max_experts // threads)
@@ -188,7 +188,7 @@ class ExpertTiles:
                 begin, count = Int32(0), Int32(0)
                 if expert < experts:
                     if const_expr(self.rows.has_offsets):
-                        # Wrong offsets give a wrong result, but no access out of bounds.
+                        # Clamp offsets and counts, so that wrong ones cause a wrong result but no access out of bounds.
                         begin = cutlass.max(offsets[expert], Int32(0))
                         count = counts[expert] if const_expr(self.rows.has_counts) else offsets[expert + 1] - begin
                         count = cutlass.min(count, space - begin)
@@ -211,7 +211,7 @@ class ExpertTiles:
         cute.arch.sync_threads()
 
     def count(self, m, n, base):
-        """Return the number of tiles."""
+        """Return the number of tiles of all experts."""
         columns = cute.ceil_div(n, self.tile_n)
         if const_expr(self.rows.is_plain):
             return cute.ceil_div(m, self.tile_m) * columns
@@ -219,12 +219,13 @@ class ExpertTiles:
 
     @cute.jit
     def find(self, number, m, n, base, lane):
-        """Return the fields of the ``number``-th ``Tile``. All lanes of a warp call this together."""
+        """Return the fields of ``Tile`` for tile ``number``. All lanes of a warp call this method together."""
         columns = cute.ceil_div(n, self.tile_n)
         expert, begin, count, first = Int32(0), Int32(0), m, Int32(0)
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
-            # An expert without rows has the same first tile as the expert after it, which the votes choose.
+            # An expert without rows has the same first tile as the next expert. The votes choose the last of these
+            # experts.
             expert = expert_by_votes(table.firsts, number // columns, lane, self.rows.max_experts)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         row_tiles = cute.ceil_div(count, self.tile_m)
@@ -237,7 +238,7 @@ def by_expert(matrix: cute.Tensor, is_transposed: bool = False) -> cute.Tensor:
     """View a matrix as (rows, columns, E) with contiguous columns.
 
     Args:
-        matrix: (rows, columns) or (E, rows, columns); transposed (columns, rows) or (E, columns, rows).
+        matrix: (rows, columns) or (E, rows, columns); if transposed, (columns, rows) or (E, columns, rows).
         is_transposed: True if the matrix is transposed.
     """
     *experts, rows, columns = matrix.shape

@@ -1,13 +1,13 @@
-"""Units of FP4 weight rows: the accumulators of a row are divided by a power of two, the row's *unit*.
+"""Units of FP4 weight rows. A row's *unit* is a power of two by which the row's accumulators are divided.
 
-Most k tiles of a row fit the row's unit: divided by the unit, the numbers of the k tile neither exceed e4m3's range nor
-become subnormal (``common.fp8.fp4_tables``). Consumers then promote their MMA results without changing units. If a row
-does not fit in some k tile, its group of 32 rows is decoded with the k tile's own exponents. ``Units`` then multiplies
-the MMA results of the k tile by powers of two that the scale loaders leave in the stage. After the last k tile of an
-output tile, ``Units`` multiplies all accumulators by their units, so that the epilogue sees the unit 1.
+Usually a row's numbers in a k tile fit the row's unit: divided by the unit, they neither exceed e4m3's range nor become
+subnormal (``common.fp8.fp4_tables``). Consumers then promote MMA results without a change of units. If a row does not
+fit in some k tile, all rows of its group of 32 are decoded with the k tile's own exponents. ``Units`` then multiplies
+the MMA results of the k tile by powers of two that the scale loaders store in the stage. After the last k tile of an
+output tile, ``Units`` multiplies all accumulators by their units, so that the epilogue needs no units.
 
-From word ``units_at`` on, a slot stores, per weight row, a factor for the accumulators and a factor for the k tile's
-MMA results; and a word of flags.
+From word ``units_at`` on, a slot stores two factors per weight row (one for the accumulators, one for the k tile's MMA
+results), and a word of flags.
 """
 
 from typing import Any, Final
@@ -30,15 +30,15 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, load_stage_scales
 
 ACC, PARTIAL = 0, 1
-"""Indices of the factors of accumulators, and of the factors of a k tile's MMA results."""
+"""Indices of the two factors of a weight row: for the accumulators, and for a k tile's MMA results."""
 IS_LAST: Final = 0x10
-"""Flag of the last k tile of a tile."""
+"""Flag that marks the last k tile of an output tile."""
 HAS_OWN: Final = 0x20
-"""Flag of an output tile with k tiles that are decoded with their own exponents."""
+"""Flag that marks an output tile in which some k tiles are decoded with their own exponents."""
 
 
 class Units:
-    """Promotion of MMA results to accumulators that are divided by units.
+    """Promotion of MMA results to accumulators that are divided by the units of their weight rows.
 
     ``Units`` reads the words of a slot that begin at the configuration's ``units_at``. Scale sources write these words
     (``store_powers`` and ``flag_word``).
@@ -48,27 +48,27 @@ class Units:
         self.config, self.stages = config, stages
 
     def powers(self, slot, smem: Smem, which: int) -> cute.Tensor:
-        """Return the factors of all weight rows: for accumulators (``ACC``), or for a k tile's results
-        (``PARTIAL``)."""
+        """Return the factors of all weight rows: for the accumulators if ``which`` is ``ACC``, for a k tile's MMA
+        results if it is ``PARTIAL``."""
         c = self.config
         at = self.stages.scales(slot, smem).iterator + (c.units_at + c.tile_n * which)
         return cute.make_tensor(at, cute.make_layout(c.tile_n))
 
     def store_powers(self, of_acc, of_partial, slot, row, smem: Smem) -> None:
-        """Store the factors of a weight row, given their exponents."""
+        """Store the two factors of a weight row, which are powers of two, given by their exponents."""
         for which, exponent in enumerate((of_acc, of_partial)):
             self.powers(slot, smem, which)[row] = power_of_two(exponent)
 
     def flag_word(self, slot, smem: Smem) -> cute.Tensor:
-        """Return the word of flags: ``IS_LAST``, and bit i if some of the weight rows 32 i to 32 i + 31 do not fit
-        their units."""
+        """Return the word of flags of a slot. Bit i is set if some of the weight rows 32 i to 32 i + 31 do not fit
+        their units. ``IS_LAST`` marks the last k tile."""
         return self.stages.words(slot, Int32(self.config.units_at + 2 * self.config.tile_n), 1, smem)
 
     def factors(self, slot, consumer: Consumer, smem: Smem) -> list:
         return token_factors(self.config, self.stages, slot, consumer, smem)
 
     def flags(self, slot, consumer: Consumer, smem: Smem) -> Uint32:
-        """Load the flags; in swapped tiles only the flags of the warp's own rows."""
+        """Load the flags of a slot. In swapped tiles, return only ``IS_LAST`` and the flag of this warp's own rows."""
         (flags,) = load_words(self.flag_word(slot, smem))
         if self.config.is_swapped:
             return flags & (Uint32(1) << consumer.first // 32 | IS_LAST)
@@ -76,7 +76,8 @@ class Units:
 
     @cute.jit
     def prepare(self, acc, partial, flags, slot, consumer, smem):
-        """Multiply the accumulators, and the MMA results of a k tile, by their factors, if flags are set."""
+        """Multiply the accumulators and the MMA results of a k tile by their factors, for the rows whose flags are
+        set."""
         if flags != Uint32(0):
             if const_expr(self.config.is_swapped):
                 for values, which in ((acc, ACC), (partial, PARTIAL)):
@@ -102,16 +103,20 @@ class Units:
 class UnitScales:
     """Scale source of an FP4 weight with units. It stores records for the decoder, and factors for ``Units``.
 
-    A record is four words per weight row: two words per half of the k tile. If the row's group fits its units, the two
-    words are ``SharedUnit.ones`` and ``SharedUnit.one_and_halves``; otherwise the scales and the k tile's own exponent.
+    A record is four words per weight row, two for each half of the k tile. If all rows of the group of 32 fit their
+    units, these two words are ``SharedUnit.ones`` and ``SharedUnit.one_and_halves``. Otherwise they are the scales and
+    the exponent of the k tile's own unit.
     """
 
     def __init__(self, config: Any, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
 
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the exponents of the units of a lane's weight rows (every 32nd row of the tile), one byte each, and
-        the number of the weight's rows from the lane's first row on."""
+        """Return the exponents of the units of this lane's weight rows, and the number of weight rows from the lane's
+        first row on.
+
+        The lane's rows are every 32nd row of the tile. Each exponent takes one byte of a word.
+        """
         c = self.config
         first = work.begin if c.span == 1 else work.begin * c.span
         words = self.weight.lane_scales(c.tile_n, tile, lane, first, work)
@@ -124,18 +129,18 @@ class UnitScales:
         return load_stage_scales(self.config, self.weight, k_stage, tile, lane, work)
 
     def store(self, loaded: list, begun: tuple, is_last, stage, lane, work, smem) -> None:
-        # With two K groups, each group has a separate last k tile.
+        # ``is_last`` holds for all k tiles of the last stage: with two K groups, each group has its own last k tile.
         for i, of_slot in enumerate(loaded):
             slot = stage if self.config.span == 1 else stage * self.config.span + i
             self._store_slot(of_slot, begun, is_last, slot, lane, work, smem)
 
     @cute.jit
     def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
-        """Store the scales of a k tile.
+        """Store the scales of a k tile in a slot.
 
-        If all rows of a group fit their units, the records are for these units; otherwise the records are for the k
-        tile's own exponents, and consumers need factors. Consumers also need factors in the last k tile of an output
-        tile, which change the accumulators to the unit 1.
+        If all rows of a group of 32 fit their units, the records are computed for these units. Otherwise they are
+        computed for the k tile's own exponents, and consumers need factors. Consumers also need factors in the last k
+        tile of an output tile, to multiply the accumulators by their units.
         """
         c = self.config
         of_tokens, of_weight = loaded
@@ -159,8 +164,8 @@ class UnitScales:
 
     @cute.jit
     def _store_changes(self, words, unit, flags, group, slot, row, work, smem):
-        """Store the factors that change units. If the group does not fit its units, also store the records for the k
-        tile's own exponents."""
+        """Store the factors that change units. If the group does not fit its units, also store records for the k tile's
+        own exponents."""
         after = ptx.select((flags & Uint32(IS_LAST)) != Uint32(0), Int32(0), unit)
         of_partial = unit
         if (flags & Uint32(1 << group)) != Uint32(0):
@@ -172,12 +177,12 @@ class UnitScales:
 
     @cute.jit
     def _store_record(self, record, group, slot, row, work, smem):
-        """Store the record of a row in the ``group``-th 32 weight rows, if this CTA decodes it."""
+        """Store the record of a row in group number ``group`` of 32 weight rows, if this CTA decodes this group."""
         part = 32 * group // self.config.copied_n
         if work.m_rank == part:
             store_words(record, record_words(self.config, self.stages, slot, row - part * self.config.copied_n, smem))
 
 
 def record_words(config: Any, stages: Stages, slot, row, smem: Smem) -> cute.Tensor:
-    """Return the record of a weight row that this CTA decodes."""
+    """Return the record of a weight row. The row is counted among the rows that this CTA decodes."""
     return stages.words(slot, config.tile_m + row * 4, 4, smem)

@@ -1,11 +1,11 @@
-"""Weight sources of FP8 GEMMs: arguments, views over experts, and layout in the stages of the pipeline.
+"""Weight sources of FP8 GEMMs. A weight source defines the weight's arguments, and its layout in the pipeline's stages.
 
-Interface:
+Methods of a weight source:
 
-- ``arguments(n, k, blocks, experts)``: kernel arguments of the weight and its scales;
-- ``views(b, b_scale)``: the weight and its scales as matrices over all experts;
-- ``layout(stages)``: layout of copied weight rows in shared memory, (rows, bytes of a row, stages);
-- ``stages(stages, smem)``: the weight's stages in shared memory;
+- ``arguments(n, k, blocks, experts)``: describe the kernel arguments of the weight and its scales;
+- ``views(b, b_scale)``: return the weight and its scales as matrices over all experts;
+- ``layout(stages)``: return the shared-memory layout of copied weight rows: (rows, bytes of a row, stages);
+- ``stages(stages, smem)``: return the weight's stages in shared memory;
 - ``await_rows(expert, column, work)``: wait until a tile's weight rows and scales can be read.
 """
 
@@ -25,23 +25,23 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 SLOT_PIECES = K_TILE // 2 // VECTOR_BYTES
-"""Number of 16-byte pieces that the FP4 codes of a weight row fill in a k tile."""
+"""Number of 16-byte pieces of the FP4 codes of a weight row in one k tile."""
 
 
 def fp8_argument(n: Dim, k: Dim, experts: Dim | None) -> TensorArg:
-    """Return the argument of an FP8 weight, a transposed view: (K, N) or (E, K, N)."""
+    """Return the description of an argument for an FP8 weight, a transposed view: (K, N) or (E, K, N)."""
     if experts is None:
         return TensorArg("Float8E4M3FN", (k, n), (1, k), align=16)
     return TensorArg("Float8E4M3FN", (experts, k, n), (Dim("b_of_expert", bits=64, divisibility=16), 1, k), align=16)
 
 
 class FP8Weight:
-    """An FP8 weight, copied to the stages.
+    """Weight source for an FP8 weight, which the producer copies to the stages.
 
     Args:
-        tile_n: weight rows of a tile.
-        is_plain: True for one weight matrix, False for one matrix per expert.
-        has_blocks: True for block scales. If False, ``alpha`` contains the weight's scales.
+        tile_n: number of weight rows of a tile.
+        is_plain: True for a single weight matrix, False for one matrix per expert.
+        has_blocks: True if the weight has block scales. If False, ``alpha`` contains the weight's scales.
     """
 
     def __init__(self, tile_n: int, is_plain: bool, has_blocks: bool = True):
@@ -59,7 +59,7 @@ class FP8Weight:
         return fp8_argument(n, k, experts), scale
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """Return the weight (N, K, E) and its scales (⌈N / 128⌉, blocks, E), or None without block scales."""
+        """Return the weight as (N, K, E), and its block scales as (⌈N / 128⌉, blocks, E) or None."""
         return by_expert(b, is_transposed=True), by_expert(b_scale) if self.has_blocks else None
 
     def layout(self, stages: int):
@@ -69,20 +69,20 @@ class FP8Weight:
         return k_tiles(smem.b, self.tile_n, stages)
 
     def await_rows(self, expert, column, work) -> None:
-        """Return immediately, because the weight is complete."""
+        """Return at once, because the weight was complete before the kernel started."""
 
 
 class FP4Weight:
-    """An FP4 weight. Its codes are copied to the stages unchanged.
+    """Weight source for an FP4 weight, whose codes the producer copies to the stages unchanged.
 
-    The codes are (K/2, N) or (E, K/2, N). Linear scales are (N, K/B) or (E, N, K/B); tiled scales are the scales of one
-    matrix with the rows of all experts.
+    The codes are (K/2, N) or (E, K/2, N). Linear scales are (N, K/B) or (E, N, K/B). Tiled scales are one matrix that
+    contains the rows of all experts.
 
     Args:
         fmt, layout: format and scale layout.
-        is_plain: True for one weight matrix, False for one matrix per expert.
-        copied_n: weight rows that a CTA copies.
-        line: bytes of codes of a row in a stage.
+        is_plain: True for a single weight matrix, False for one matrix per expert.
+        copied_n: number of weight rows that a CTA copies.
+        line: bytes of a row's codes in a stage.
     """
 
     def __init__(self, fmt: FP4Format, layout: ScaleLayout, is_plain: bool, copied_n: int = 0, line: int = 0):
@@ -108,7 +108,8 @@ class FP4Weight:
         return b, TensorArg(dtype, (experts, n, scales), (of_expert, scales, 1), align=16)
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the codes (N, K/2, E), and the scales as bytes: linear (N, K/B, E), tiled unchanged."""
+        """Return the codes as (N, K/2, E), and the scales as bytes: linear scales as (N, K/B, E), tiled scales
+        unchanged."""
         b_scale = scale_matrix(b_scale, self.scale_layout)
         scale = cute.make_tensor(cute.recast_ptr(b_scale.iterator, dtype=Uint8), b_scale.layout)
         if self.scale_layout.is_linear:
@@ -128,13 +129,13 @@ class FP4Weight:
         return cute.make_tensor(cute.recast_ptr(smem.b, layout.inner, dtype=Uint8), layout.outer)
 
     def await_rows(self, expert, column, work) -> None:
-        """Return immediately, because the weight is complete."""
+        """Return at once, because the weight was complete before the kernel started."""
 
     def line_offset(self, slot, row, index, span: int) -> Int32:
-        """Return the offset of the ``index``-th 16-byte piece of a row's codes in a slot.
+        """Return the offset, in the stages of the weight, of 16-byte piece ``index`` of a row's codes in a slot.
 
-        A stage holds ``span`` k tiles, and its rows are lines of 128 bytes. The swizzle permutes the pieces of a line
-        by the index of the row.
+        A stage holds ``span`` k tiles. Its rows are lines of 128 bytes. The swizzle permutes the pieces of a line by
+        the index of the row.
         """
         of_row = (slot // span * self.copied_n + row) * self.line
         return of_row + (slot % span * SLOT_PIECES + index ^ row % 8) * VECTOR_BYTES
@@ -142,21 +143,21 @@ class FP4Weight:
     # Scales in memory
 
     def row_scales(self, scale: cute.Tensor, n, expert, row, exists, first, left) -> list:
-        """Load a k tile's scales of a weight row as words of four scales. Scales that do not exist are zero.
+        """Load the scales of one weight row in a k tile, as words of four scales. Scales that do not exist are zero.
 
         Args:
-            scale: scales of the weight, as ``views`` returns them.
+            scale: scales of the weight, a result of ``views``.
             n: number of rows of an expert's weight.
             expert, row: index of the expert, and index of the row in the expert's weight.
             exists: True if the row exists.
-            first: index of the k tile's first scale in the row, an Int64.
+            first: index, in the row, of the k tile's first scale; an Int64.
             left: number of scales of the row from ``first`` on.
         """
         words = self.tile_scales // 4
         at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
         if self.scale_layout.is_linear:
             if self.fmt == MXFP4:
-                # The bytes of a row of scales are a multiple of two.
+                # A row has an even number of scale bytes but need not have a multiple of four, so load two at a time.
                 halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
                 return [halves[0] | (halves[1] << 16)]
             return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(words)]
@@ -164,29 +165,34 @@ class FP4Weight:
         return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
 
     def scale_offset(self, scale: cute.Tensor, n, expert, row, place) -> Int64:
-        """Return the offset in ``scale`` of scale ``place``, an Int64, of a weight row."""
+        """Return the offset in ``scale`` of a weight row's scale number ``place``, which is an Int64."""
         if self.scale_layout.is_linear:
             return Int64(expert) * scale.stride[2] + Int64(row) * scale.stride[0] + place
         offset = self.scale_layout.row_offset(Int64(expert) * n + row, Int64(scale.shape[1]))
         return offset + self.scale_layout.block_offset(place)
 
     def without_padding(self, words: list, left) -> list:
-        """Replace the undefined scales after the end of a row by the scales of the k tile's first half, which fit the
-        same unit. ``left`` is the number of scales that exist: half of a k tile's scales, or all."""
+        """Replace undefined scales after the end of a row by the scales of the k tile's first half, which fit the same
+        unit.
+
+        ``left`` is the number of existing scales: all scales of a k tile, or half of them.
+        """
         if self.fmt == MXFP4:
             return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
         return [words[0], ptx.select(left > 4, words[1], words[0])]
 
     def lane_scales(self, tile_n: int, tile: Tile, lane, k_tile, work) -> list:
-        """Load the scales of a lane's weight rows in a k tile: every 32nd row from ``lane`` on. Return a list of words
-        of four scales per row. The words of rows that do not exist are undefined."""
+        """Load the scales of this lane's weight rows in a k tile. The lane's rows are every 32nd row, starting at row
+        ``lane`` of the tile.
+
+        Return a list of words of four scales per row. The words of rows that do not exist are undefined.
+        """
         layout, scale = self.scale_layout, work.b_scale
         words = self.tile_scales // 4
         left = work.width * 2 // self.fmt.block_size - k_tile * self.tile_scales
         first = Int64(k_tile) * self.tile_scales
         if self.is_plain and not layout.is_linear:
-            # An output tile covers a whole tile of the scale layout, or half of it; in both cases the scales of these
-            # rows follow each other.
+            # An output tile covers 128 or 64 rows of one scale tile. The scales of a lane's rows are contiguous there.
             row = layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
             at = scale.iterator + (row + layout.block_offset(first))
             count = tile_n // 32
@@ -201,17 +207,16 @@ class FP4Weight:
 
 
 def piece_at(base: cute.Pointer, offset) -> cute.Tensor:
-    """Return 16 bytes of shared memory as words."""
+    """Return 16 bytes of shared memory, from ``offset`` on, as a tensor of words."""
     at = base + cute.assume(offset, divby=VECTOR_BYTES)
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
 
 def load_stage_scales(config: FP8GemmConfig, weight: FP4Weight, k_stage, tile: Tile, lane, work) -> list:
-    """Load the scales of a stage. For each k tile, load the scales of ``a``, 32 rows at a time, and the scales of the
-    lane's rows of the weight (``FP4Weight.lane_scales``).
+    """Load a stage's scales of ``a`` (``token_scales``) and of the weight (``FP4Weight.lane_scales``), for each k tile.
 
-    For a k tile beyond the end of K, the scales of ``a`` are zeros, and the last k tile's scales of the weight are
-    used. The codes of that k tile are zeros.
+    The last stage may contain a k tile beyond the end of K, whose codes are zeros. Its scales of ``a`` are then zeros,
+    and its scales of the weight are the scales of the last k tile.
     """
     if config.span == 1:
         of_rows = token_scales(config.tile_m, k_stage, tile, lane, work)
