@@ -1,14 +1,14 @@
 """Dequantise FP4 blocks: ``e2m1(code) · scale / global_scale`` in fp32, rounded once to the output dtype.
 
-Roles and data path. A thread processes a block at a time: it reads 8 or 16 bytes of codes and one scale, and writes 16
-or 32 values with 128-bit stores. A CTA works on ``rows_per_cta`` rows at a time, with ``threads_per_row`` threads per
-row, in a grid-stride loop over the rows. No shared memory is used.
+Roles and data path. A thread processes one block at a time: it reads 8 or 16 bytes of codes and one scale, and writes
+16 or 32 values with 128-bit stores. A CTA processes ``rows_per_cta`` rows at a time, with ``threads_per_row`` threads
+per row, in a grid-stride loop over the rows. No shared memory is used.
 
-To decode a code, its exponent and significand bits are moved to their place in fp32, and the result is multiplied by
-2^126. The e2m1 subnormal 0.5 becomes an fp32 subnormal before the multiplication, so that the result is exact. The
-product with the scale is also exact.
+To decode a code, a thread moves the code's exponent and significand bits to their places in an fp32 number, and
+multiplies by 2^126. The e2m1 subnormal 0.5 is an fp32 subnormal before this multiplication, so no special case is
+needed, and the result is exact. The product with the scale is also exact.
 
-Bytes moved per element: 1/2 + 1/block_size read, the output's itemsize written.
+Bytes moved per element: 1/2 for the code and 1/block_size for the scale are read, and the output's itemsize is written.
 """
 
 from typing import TYPE_CHECKING

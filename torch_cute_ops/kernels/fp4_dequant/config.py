@@ -1,4 +1,4 @@
-"""Configuration of a dequantising kernel. No device code."""
+"""Configuration of the kernel that dequantises FP4 blocks. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel.
+    """Static properties of the kernel.
 
     Attributes:
         out_dtype: dtype of the output: bfloat16, float16 or float32.
-        width: elements of a row.
+        width: number of elements of a row.
         fmt, layout: FP4 format and scale layout.
-        global_scale: True with a global scale.
+        global_scale: True if the tensor has a global scale.
     """
 
     out_dtype: torch.dtype
@@ -35,7 +35,7 @@ class Config:
 
     @property
     def threads_per_row(self) -> int:
-        """Number of threads that share a row: a power of two, so that a CTA takes whole rows."""
+        """Number of threads that share a row. It is a power of two, so that a CTA processes whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property
@@ -44,17 +44,17 @@ class Config:
 
 
 class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
-    """Run-time arguments, in order, all contiguous, for R rows of W elements (``Config.width``).
+    """Run-time arguments, in order, for R rows of W elements (``Config.width``). All tensors are contiguous.
 
     Attributes:
         y: (R, W/2) uint8, packed e2m1 codes.
         scale: uint8, bytes of the block scales, in the shape of ``Config.layout``.
-        global_scale: (1,) fp32; None without ``Config.global_scale``.
+        global_scale: (1,) fp32, or None without ``Config.global_scale``.
         out: (R, W) of ``Config.out_dtype``.
-        max_ctas: int32, number of CTAs that fill the device.
+        max_ctas: int32, number of CTAs that fill the GPU.
     """
 
 
 def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
-    """Return the configuration for these properties. The configuration fits every architecture."""
+    """Return the configuration with these properties. Every architecture supports it."""
     return Config(out_dtype, width, fmt, layout, global_scale)

@@ -1,4 +1,5 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernel that dequantises FP4 blocks. The package's docstring describes the roles and the data
+path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +15,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class FP4DequantKernel:
-    """The kernel of one ``Config``."""
+    """Kernel that dequantises rows as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -59,7 +60,8 @@ class FP4DequantKernel:
                 store_words(pack(values, self.out_dtype), self._block(out, row, block, self.out_dtype, c.width))
 
     def _block(self, tensor, row, block, dtype, row_elements: int) -> cute.Tensor:
-        """Return the words of a block in a contiguous matrix with ``row_elements`` elements per row."""
+        """Return a block of a contiguous matrix as a tensor of words. The matrix has ``row_elements`` elements per
+        row."""
         words = words_per(row_elements // self.config.blocks, dtype)
         start = tensor.iterator + cute.assume(Int64(row) * row_elements, divby=row_elements // self.config.blocks)
         layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
@@ -69,12 +71,13 @@ class FP4DequantKernel:
         """Return the fp32 value of a scale byte."""
         if self.config.fmt == NVFP4:
             return ptx.float_of_e4m3(byte)
-        # The byte is fp32's exponent field, except for 2^-127, which is subnormal, and NaN.
+        # The byte is fp32's exponent field. Two values differ: 2^-127 is subnormal, and 0xFF is NaN.
         bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)
         return ptx.float_of(ptx.select(byte == Uint32(0xFF), Uint32(0x7FC00000), bits))
 
     def _decode(self, words: list, scale: Float32, divisor: Float32 | None) -> list:
-        """Return the values of packed codes, element 0 in the lowest nibble."""
+        """Return the values of packed codes, times ``scale`` and divided by ``divisor``. Element 0 is the lowest
+        nibble."""
         values = []
         for word in words:
             for i in range(8):

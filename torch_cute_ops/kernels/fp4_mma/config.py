@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by mma.sync: no device code."""
+"""Configuration of the FP4 GEMM by mma.sync. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ from torch_cute_ops.kernels.common.fp4.layouts import reason_undecodable
 from torch_cute_ops.runtime.arch import Arch
 
 TILE_N: Final = 128
-"""Rows of the weight of a CTA."""
+"""Number of weight rows that a CTA multiplies."""
 K_TILE: Final = 256
-"""Elements of k of a stage: 128 bytes of codes per row, a cache line."""
+"""Number of elements along K of a stage: 128 bytes of codes per row, which is a cache line."""
 TILES_M: Final = (8, 16, 32, 64)
-"""Rows of activations of a CTA, ``tile_m``."""
+"""Supported ``tile_m``, the number of rows of activations that a CTA multiplies."""
 RESERVED_BYTES: Final = 1024
 """Bytes of shared memory that CUDA reserves for each CTA (CUDA C++ Programming Guide, "Compute Capabilities")."""
 WARPS: Final = 8
 THREADS: Final = 32 * WARPS
 STAGES: Final = range(6, 2, -1)
-"""Possible numbers of stages, the most first."""
+"""Supported numbers of stages, the largest first."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
-    """The run-time arguments, in order.
+    """Run-time arguments, in order.
 
     M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
-    elements of k (a multiple of 32).
+    elements of a row (a multiple of 32).
 
     Attributes:
-        a: (M, K) bfloat16 or float16, or (M, K/2) uint8.
-        a_scale: scales of uint8 ``a``, in ``Config.a_layout``; None for 16-bit ``a``.
-        b: (K/2, N) uint8: the transposed view of a row-major (N, K/2) weight.
-        b_scale: scales of ``b``, (N, K/B) or tiles (``ScaleLayout.shape``); e4m3, or uint8 for ue8m0.
+        a: (M, K) bfloat16 or float16, or (M, K/2) uint8 FP4 codes.
+        a_scale: block scales of FP4 ``a``, in ``Config.a_layout``, or None for 16-bit ``a``.
+        b: (K/2, N) uint8, the transposed view of a row-major (N, K/2) weight.
+        b_scale: block scales of ``b``: (N, K/B) if linear, the shape ``ScaleLayout.shape`` if tiled; e4m3, or uint8 for
+            ue8m0.
         alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says.
         bias: (N,), or None.
         out: (M, N), written.
@@ -45,20 +46,20 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of a kernel. M, N and K are not static.
+    """Static parameters of a kernel. M, N and K are run-time values.
 
     Attributes:
-        dtype: dtype of the MMAs' operands, the activations and the decoded weight: bfloat16, or float16 (NVFP4 only);
-            uint8 if the MMAs multiply codes.
+        dtype: dtype of the MMAs' operands (activations, decoded weight): bfloat16, or float16 (NVFP4 only), or uint8 if
+            the MMAs multiply FP4 codes.
         fmt, layout: format and scale layout of the weight.
         epilogue: operations on the finished accumulators.
-        tile_m: rows of activations of a CTA.
-        split_k: number of CTAs of a cluster, which divide the k of a tile.
-        stages: number of stages, and therefore of k tiles in flight.
-        ctas_per_sm: CTAs that fit into an SM.
-        pdl: True for programmatic dependent launches.
-        a_layout: scale layout of the activations if both operands are FP4 and block-scaled MMAs multiply their codes;
-            None for 16-bit activations.
+        tile_m: number of rows of activations that a CTA multiplies.
+        split_k: number of CTAs of a cluster. They divide the k of a tile.
+        stages: number of stages, which is the number of k tiles in flight.
+        ctas_per_sm: number of CTAs that must fit into an SM.
+        pdl: True to launch with programmatic dependent launch.
+        a_layout: scale layout of the activations if both operands are FP4 and block-scaled MMAs multiply their codes,
+            or None for 16-bit activations.
     """
 
     dtype: torch.dtype
@@ -74,7 +75,7 @@ class Config:
 
     @cached_property
     def k_tile_blocks(self) -> int:
-        """Blocks of a row in a k tile."""
+        """Number of blocks of a row in a k tile."""
         return K_TILE // self.fmt.block_size
 
     @cached_property
@@ -89,12 +90,12 @@ class Config:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of activations in a stage, without scales."""
+        """Bytes of the activations in a stage, without their scales."""
         return self.tile_m * (K_TILE // 2 if self.a_layout else K_TILE * self.dtype.itemsize)
 
     @cached_property
     def a_scale_bytes(self) -> int:
-        """Bytes of the activations' scales in a stage, ``k_tile_blocks`` scales per row."""
+        """Bytes of the activations' scales in a stage. Each row has ``k_tile_blocks`` scales."""
         return self.tile_m * self.k_tile_blocks if self.a_layout else 0
 
     @cached_property
@@ -109,12 +110,12 @@ class Config:
 
     @cached_property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA. The partial sums replace the stages."""
+        """Bytes of shared memory that a CTA takes. The partial sums overwrite the stages."""
         return max(self.stages * self.stage_bytes, self.partial_sums.size_bytes)
 
     @cached_property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return THREADS
 
     def reason_unsupported(self, arch: Arch) -> str | None:
@@ -144,6 +145,7 @@ def plan(
     pdl: bool,
     a_layout: ScaleLayout | None = None,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
     weight, rest = (dtype, fmt, layout), (ctas_per_sm, pdl, a_layout)
     return first_fit((Config(*weight, epilogue, tile_m, split_k, stages, *rest) for stages in STAGES), arch)

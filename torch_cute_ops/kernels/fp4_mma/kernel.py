@@ -25,22 +25,22 @@ from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, 
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 LINE = 128  # bytes of codes of a row in a k tile
-QUAD = 4  # lanes that share a row of an mma operand
-TILE = 8  # rows of activations of one MMA
+QUAD = 4  # number of lanes that share a row of an MMA's operand
+TILE = 8  # number of rows of activations of one MMA
 
 
 class Work(NamedTuple):
-    """Work of a thread in its CTA's tile, and the operands.
+    """Work of a thread in its CTA's tile, and the tensors of the call.
 
     Attributes:
         tid: index of the thread in its CTA.
-        row: first of the thread's two rows of the weight in the tile; the second is ``row + 8``.
-        quad: index of the lane among the four that share these rows.
-        token: index of the lane's row of activations among the eight of an MMA.
+        row: first of the thread's two weight rows in the tile. The second is ``row + 8``.
+        quad: index of the lane among the four lanes that share these rows.
+        token: index of the lane's row of activations among the eight rows of an MMA.
         first_column, first_row: first column and row of the tile in the result.
         k, n, m: sizes of the GEMM.
         blocks: number of blocks of a row of the weight.
-        a, b, scale: the activations, (M, K) or codes; the weight by rows, and its scales as bytes.
+        a, b, scale: activations, (M, K) or codes; weight, (N, K/2) codes; and the weight's scales as bytes.
         a_scale: scales of activations in FP4, as bytes, or None.
     """
 
@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 
 class FP4MmaKernel:
-    """Kernel of one ``Config``."""
+    """Kernel that multiplies as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -91,8 +91,8 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, stream):
         c = self.config
-        # Use a one-dimensional grid, which may have 2^31 CTAs: first all n tiles of the first m tile, then all n tiles
-        # of the next m tile.
+        # The grid has one dimension, which may have 2^31 CTAs: all n tiles of the first m tile, then all n tiles of the
+        # second m tile, and so on.
         tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
         ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias))
         b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
@@ -152,14 +152,14 @@ class FP4MmaKernel:
             if count > 0:
                 self._rearrange(0, base, work)
         for i in range(count):
-            # This thread's copies of this k tile must be complete, and also its copies of the next k tile, which it
-            # rearranges.
+            # Wait for this thread's copies of this k tile and, because the thread rearranges them ahead, of the next k
+            # tile.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:
                     self._rearrange((i + 1) % c.stages, base, work)
-            # After this barrier, all copies of this k tile are complete, and no warp uses the previous k tile any more,
-            # whose stage is refilled next.
+            # After this barrier, all threads' copies of this k tile have arrived, and no warp reads the previous k tile
+            # any more. So the copies below may overwrite the previous k tile's stage.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
@@ -190,12 +190,12 @@ class FP4MmaKernel:
             partial_sums, c.split_k, THREADS, finish, out, base, rank, tid, work.first_row, work.first_column
         )
         if const_expr(c.split_k > 1):
-            # No CTA may end while another CTA still reads its partial sums.
+            # Wait, because other CTAs may still read this CTA's partial sums.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    # Copies. A stage holds codes, scales and activations. Vectors of 16 bytes are permuted within a row, so that lanes
-    # that read at once avoid bank conflicts.
+    # Copies. A stage holds codes, scales and activations. 16-byte vectors are permuted within a row, so that lanes that
+    # read at the same time avoid bank conflicts.
 
     def _codes_at(self, stage, base) -> cute.Pointer:
         return base + cute.assume(Int32(stage) * self.config.stage_bytes, divby=128)
@@ -208,7 +208,7 @@ class FP4MmaKernel:
 
     @cute.jit
     def _load(self, k_tile, stage, base, work):
-        """Start this thread's copies of a k tile."""
+        """Start this thread's part of the copies of a k tile."""
         c = self.config
         codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         for i in range_constexpr(c.code_bytes // 16 // THREADS):
@@ -237,13 +237,14 @@ class FP4MmaKernel:
             ptx.copy_async_16(activations + self._activation_place(row, column), source, exists)
 
     def _offset(self, row, pitch, column, exists, divby: int) -> Int64:
-        """Return the offset of an element in a matrix, a multiple of ``divby``, or 0 if it does not exist."""
+        """Return the offset of an element in a matrix, which is a multiple of ``divby``, or 0 if the element does not
+        exist."""
         offset = Int64(row) * pitch + column
         return cute.assume(ptx.select(exists, offset, Int64(0)), divby=divby)
 
     @cute.jit
     def _rearrange(self, stage, base, work):
-        """Rearrange the activations that this thread copied, in place, into the order of the decoded codes."""
+        """Rearrange the activations that this thread copied into the order of the decoded codes, in place."""
         c = self.config
         row_vectors = K_TILE * c.dtype.itemsize // 16
         for i in range_constexpr(c.activation_bytes // 16 // THREADS):
@@ -258,7 +259,7 @@ class FP4MmaKernel:
         c = self.config
         blocks = c.k_tile_blocks
         if const_expr(c.layout.is_linear):
-            # The bytes of a row are a multiple of 4; no larger alignment is known.
+            # Copy 4 bytes at a time, because the bytes of a row of scales are only known to be a multiple of 4.
             for i in range_constexpr(c.scale_bytes // 4 // THREADS):
                 vector = work.tid + i * THREADS
                 row, column = vector // (blocks // 4), vector % (blocks // 4)
@@ -267,7 +268,7 @@ class FP4MmaKernel:
                 source = work.scale.iterator + self._offset(work.first_column + row, work.blocks, begin, exists, 4)
                 ptx.copy_async_4(scales + (row * blocks + column * 4), source, exists)
         else:
-            # Scales are contiguous tiles of 128 rows x 4 blocks, 512 bytes each.
+            # Tiled scales are contiguous tiles of 128 rows x 4 blocks, 512 bytes each.
             for i in range_constexpr(c.scale_bytes // 16 // THREADS or 1):
                 vector = work.tid + i * THREADS
                 tiles = cute.ceil_div(work.blocks, 4)
@@ -279,16 +280,16 @@ class FP4MmaKernel:
                     ptx.copy_async_16(scales + vector * 16, work.scale.iterator + offset, exists)
 
     def _code_place(self, row, column) -> Int32:
-        """Return the offset of vector ``column`` of a row of codes. Rows that are read at the same time are in
-        different banks."""
+        """Return the offset of 16-byte vector ``column`` of a row of codes. Rows that a warp reads at the same time are
+        in different banks."""
         if const_expr(self.native):
             return code_place(row, column)
         return row * LINE + (column ^ (row % 2 * 4)) * 16
 
     def _activation_place(self, row, column) -> Int32:
-        """Return the offset of vector ``column`` of a row of activations.
+        """Return the offset of 16-byte vector ``column`` of a row of activations.
 
-        The vectors that four lanes read at once in two rows are in different banks.
+        Four lanes read vectors of two rows at the same time. These vectors are in different banks.
         """
         bytes_ = K_TILE * self.config.dtype.itemsize
         return row * bytes_ + (column ^ (column // 8 % 2) ^ (row % 2 * 2)) * 16
@@ -296,7 +297,7 @@ class FP4MmaKernel:
     # MMAs
 
     def _words(self, pointer: cute.Pointer, offset) -> list:
-        """Load four words."""
+        """Load four words from shared memory, ``offset`` bytes after ``pointer``."""
         at = cute.recast_ptr(pointer + cute.assume(offset, divby=16), dtype=Uint32)
         return load_words(cute.make_tensor(at, cute.make_layout(4)))
 
@@ -324,15 +325,18 @@ class FP4MmaKernel:
                             acc[tile * 4 + i] = total[i]
 
     def _block_scales(self, scales, k_tile, half: int, row, work) -> list:
-        """Return the factors of the lane's 32 elements in half a k tile: two blocks of NVFP4, or one of MXFP4."""
+        """Return the scale factors of the lane's 32 elements in half a k tile: for two blocks of NVFP4, or one of
+        MXFP4."""
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.k_tile_blocks // 2) + work.quad * count
-        # Scales of a stage are laid out as in a matrix of that size.
+        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
+        # columns.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(block)
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
-        # Scales of missing blocks may have any value. Set them to zero, because 0 times NaN is not 0.
+        # Scales of missing blocks may have any value. Replace them by zero, because a NaN times a code of 0 would not
+        # be 0.
         bytes_ = ptx.select(k_tile * c.k_tile_blocks + block < work.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)

@@ -1,9 +1,9 @@
-"""Block-scaled ``mma.sync`` of FP4 codes: operands are used in their memory order, and the MMA applies the scales.
+"""Block-scaled ``mma.sync`` of FP4 codes. Operands stay in their memory order, and the MMA applies the scales.
 
-Four lanes share a row. Per 64 elements of k, lane ``t`` of the four lanes holds two words of codes: eight elements from
-8 t on, and eight elements from 32 + 8 t on. Vectors of 16 bytes are permuted within a row's line, so that the words
-that a warp reads at once are in different banks. The scales of the activations may have any layout in global memory. In
-shared memory, each row contains the scales of one k tile.
+Four lanes share a row. Per 64 elements of k, lane ``t`` of the four holds two words of codes: eight elements from 8 t
+on, and eight elements from 32 + 8 t on. In shared memory, the 16-byte vectors of a row are permuted, so that the words
+that a warp reads at the same time are in different banks. The scales of the activations may have any layout in global
+memory. In shared memory, each row's scales of one k tile are contiguous.
 """
 
 import cutlass.cute as cute
@@ -14,18 +14,19 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.fp4_mma.config import K_TILE, THREADS, Config
 
 LINE = K_TILE // 2  # bytes of codes of a row in a k tile
-STEP = 64  # elements of k of one MMA
-TILE = 8  # rows of activations of one MMA
+STEP = 64  # K of one MMA, in elements
+TILE = 8  # number of rows of activations of one MMA
 
 
 def code_place(row, column) -> Int32:
-    """Return the offset of vector ``column`` (16 bytes) of a row of codes."""
+    """Return the offset of 16-byte vector ``column`` of a row of codes in shared memory."""
     return row * LINE + (column ^ (row % 8)) * 16
 
 
 @cute.jit
 def load_activations(c: Config, k_tile, activations, work):
-    """Start this thread's copies of a k tile of activations, codes and scales, to ``activations``."""
+    """Start this thread's part of the copies of a k tile of activations. Codes, then scales, are copied to
+    ``activations``."""
     vectors = c.tile_m * (LINE // 16)
     for i in range_constexpr(-(-vectors // THREADS)):
         vector = work.tid + i * THREADS
@@ -36,7 +37,7 @@ def load_activations(c: Config, k_tile, activations, work):
         source = work.a.iterator + cute.assume(ptx.select(exists, offset, Int64(0)), divby=16)
         if vector < vectors:
             ptx.copy_async_16(activations + code_place(row, column), source, exists)
-    # In any layout, four blocks of a row are contiguous.
+    # In every scale layout, the scales of four neighbouring blocks of a row are contiguous.
     words = c.tile_m * (c.k_tile_blocks // 4)
     scales = activations + c.activation_bytes
     for i in range_constexpr(-(-words // THREADS)):
@@ -54,7 +55,7 @@ def load_activations(c: Config, k_tile, activations, work):
 def multiply_codes(c: Config, k_tile, operands, acc, work):
     """Multiply a k tile, and add the products to ``acc``.
 
-    ``operands`` are the addresses of the weight's codes, its scales, and the activations.
+    ``operands`` contains three addresses: of the weight's codes, of the weight's scales, and of the activations.
     """
     codes, scales, activations = operands
     count = STEP // c.fmt.block_size
@@ -62,7 +63,8 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
     for step in range_constexpr(K_TILE // STEP):
         left = work.blocks - k_tile * c.k_tile_blocks - step * count
         mine = [_word(codes, work.row + 8 * (i % 2), step * 2 + i // 2, work.quad) for i in range(4)]
-        # Scales of a stage are laid out as in a matrix of that size.
+        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
+        # columns.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(step * count)
         scale = _scales(c, scales, place, left)
         for tile in range_constexpr(c.tile_m // TILE):
@@ -76,22 +78,23 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
 
 
 def _word(codes, row, column, word) -> Uint32:
-    """Load word number ``word`` of vector ``column`` of a row."""
+    """Load word ``word`` of 16-byte vector ``column`` of a row of codes."""
     at = codes + cute.assume(code_place(row, column) + word * 4, divby=4)
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))[0]
 
 
 def _scales(c: Config, scales, place, left) -> Uint32:
-    """Load the scales of one step and row into the low bytes of a word.
+    """Load one row's scales for an MMA into the low bytes of a word.
 
-    ``left`` is the number of existing blocks from the step's first on. The scales of missing blocks are replaced by
-    zero: they may be NaN, and 0 times NaN is not 0.
+    ``left`` is the number of blocks that exist from the MMA's first block on. The scales of missing blocks are replaced
+    by zero, because they may be NaN, and 0 times NaN is not 0.
     """
     count = STEP // c.fmt.block_size
     dtype = Uint32 if count == 4 else Uint16
     at = scales + cute.assume(place, divby=count)
     word = Uint32(cute.make_tensor(cute.recast_ptr(at, dtype=dtype), cute.make_layout(1))[0])
-    # k is a multiple of 32, which is two NVFP4 blocks or one MXFP4 block.
+    # k is a multiple of 32. So an MMA of 64 elements may end after half of its blocks: two NVFP4 blocks, or one MXFP4
+    # block.
     half = Uint32(0xFFFF if count == 4 else 0xFF)
     word = ptx.select(left >= count, word, word & half)
     return ptx.select(left > 0, word, Uint32(0))

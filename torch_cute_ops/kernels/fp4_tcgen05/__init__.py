@@ -1,22 +1,23 @@
 """GEMM of two FP4 operands by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
 ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``. Nothing is decoded. The weight is on the M side of the MMAs: its 128
-rows in a tile are the lanes of tensor memory. The activations are on the N side, which takes as few as 8 rows, so that
-few rows do not waste the tensor cores. A k tile spans 256 elements: 128 bytes of codes per row, and four MMAs.
+rows in a tile are the lanes of tensor memory. The activations are on the N side, which may have as few as 8 rows, so
+that few rows do not waste the tensor cores. A k tile spans 256 elements: 128 bytes of codes per row, and four MMAs.
 
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are persistent. Roles:
 
-1. The producer warp fills stages: codes of both operands by tensor map with the 128-byte swizzle, and scales, in tiles
-   of 128 rows x 4 blocks, by bulk copies.
-2. With linear scales, four scale-loader warps rearrange the scales: each warp handles every fourth k tile, loads its
-    scales, writes them to the stage in the layout of tiles, and fences the writes for the async proxy.
+1. The producer warp fills stages. It copies codes of both operands by TMA with the 128-byte swizzle, and tiled scales
+   (128 rows x 4 blocks per tile) by bulk copies.
+2. With linear scales, four scale-loader warps copy the scales. Each warp handles every fourth k tile: it loads the k
+   tile's scales, writes them to the stage in the 128x4 layout, and fences the writes for the async proxy.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory (``tcgen05.cp``) and issues the k tile's MMAs.
-   One commit releases the stage; another commit releases the tensor-memory columns of the scales. Two sets of columns
-   alternate, because PTX does not make a copy wait for an earlier MMA that still reads the scales. The last commit of a
-   tile signals that its accumulator is complete.
+   One commit releases the stage, and another commit releases the tensor-memory columns of the scales. Two sets of
+   columns alternate, because PTX does not make a copy wait for an earlier MMA that still reads the scales. The last
+   commit of a tile signals that its accumulator is complete.
 4. Four epilogue warps, each with 32 lanes of tensor memory, load the accumulator. A thread handles a row of the weight,
    which is a column of the result. The warps apply the epilogue and store the results while the next tile is multiplied
-   into the other accumulator. If ``tile_m`` is 256, the two accumulators share some columns, which are loaded first.
+   into the other accumulator. If ``tile_m`` is 256, the two accumulators share some columns. The epilogue loads the
+   shared columns first.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -26,19 +27,19 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are 
 | acc_pipeline.full | accumulator | MMA thread | epilogue warps | 1 | - | accumulators |
 | acc_pipeline.empty | accumulator | MMA thread | epilogue warps | - | 4 * cta_group | acc_empty_barriers |
 
-Pairs: if ``cta_group`` is 2, each MMA uses two CTAs, for 256 rows of ``b`` by 256 rows of ``a``. Each CTA copies the
-codes of half of both operands, the scales of half of ``b``, and all scales of ``a``. When a stage of the second CTA is
-full, the second CTA signals the first CTA. The first CTA issues all MMAs, and its commits arrive at barriers of both
-CTAs.
+Pairs: if ``cta_group`` is 2, each MMA uses two CTAs, and computes 256 rows of ``b`` by 256 rows of ``a``. Each CTA
+copies the codes of half of each operand, the scales of half of ``b``, and all scales of ``a``. When a stage of the
+second CTA is full, the second CTA signals the first CTA. The first CTA issues all MMAs, and its commits arrive at
+barriers of both CTAs.
 
 Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA multiplies an equal part of the tile's k tiles.
 The CTAs store their partial sums in shared memory and add them up in the order of k. A row of the result depends on the
 tactic, not on M.
 
-Rows outside of ``b`` or ``a`` are copied as zeros. The scales of these rows may be arbitrary, since each row or column
-of the accumulator is scaled separately. If k ends inside a k tile, the MMAs beyond the end of k are skipped.
+Rows outside of ``b`` or ``a`` are copied as zeros. The scales of these rows may be arbitrary, since each scale affects
+only its own row or column of the accumulator. If k ends inside a k tile, the MMAs beyond the end of k are skipped.
 
-Bytes moved: ``b`` and its scales once per m tile (from L2 for tiles that run together); ``a`` once per n
+Bytes moved: ``b`` and its scales once per m tile (from L2 for m tiles that run at the same time); ``a`` once per n
 tile, from L2.
 """
 

@@ -19,37 +19,37 @@ from torch_cute_ops.runtime.arch import Arch
 TILES_M: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Supported ``tile_m``, keyed by the number of CTAs of an MMA."""
 SPLIT_K: Final = (1, 2, 4, 8)
-"""Supported numbers of CTAs of a cluster that share the k of a tile."""
+"""Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
-    """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements of k in blocks of
-    B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 B.
+    """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements per row in blocks
+    of B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 B.
 
     Attributes:
-        a: (M, K/2) uint8 codes.
-        a_scale: (M, K/B), or tiles (``ScaleLayout.shape``).
-        b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
-        b_scale: scales of the weight's rows, like ``a_scale``.
-        alpha: (1,) or (N,) float32, or None: see ``Config.epilogue``.
+        a: (M, K/2) uint8 FP4 codes.
+        a_scale: block scales of ``a``: (M, K/B) if linear, the shape ``ScaleLayout.shape`` if tiled.
+        b: (K/2, N) uint8 FP4 codes, the transposed view of a row-major (N, K/2) weight.
+        b_scale: block scales of the weight's rows, in the same layout as ``a_scale``.
+        alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says.
         bias: (N,), or None.
         out: (M, N), written.
-        num_ctas: int32, number of CTAs that share all tiles: the number of SMs. Unused if ``split_k`` is above 1.
+        num_ctas: int32, number of persistent CTAs: the number of SMs. Unused if ``split_k`` is above 1.
     """
 
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of a kernel. M, N and K are not static.
+    """Static properties of a kernel. M, N and K are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
-        epilogue: operations on the accumulator.
-        tile_m: rows of activations of a tile.
-        cta_group: number of CTAs that share an MMA, 1 or 2. Each CTA computes 128 rows of the weight.
-        split_k: number of CTAs of a cluster that share the k of a tile.
+        epilogue: operations on the finished accumulators.
+        tile_m: number of rows of activations of a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
+        split_k: number of CTAs of a cluster that divide the k of a tile.
         stages: number of stages.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     fmt: FP4Format
@@ -68,7 +68,7 @@ class Config(BlockScaledConfig):
 
     @property
     def tile_n(self) -> int:
-        """Rows of the weight of a tile."""
+        """Number of weight rows of a tile."""
         return MMA_M * self.cta_group
 
     @property
@@ -78,7 +78,7 @@ class Config(BlockScaledConfig):
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Partial sums of a CTA in a cluster that splits k. In shared memory, the partial sums replace the stages."""
+        """Layout of a CTA's partial sums under split-K. In shared memory, they overwrite the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -87,19 +87,20 @@ class Config(BlockScaledConfig):
 
     @property
     def columns_per_load(self) -> int:
-        """Columns of tensor memory that a thread loads at once."""
+        """Number of columns of tensor memory that a thread loads at once."""
         return min(self.tile_m, 32)
 
     @property
     def acc_pitch(self) -> int:
-        """Number of columns between the starts of two accumulators. If two accumulators do not fit, they overlap."""
+        """Number of columns between the starts of the two accumulators. If tensor memory is too small for both, they
+        overlap."""
         room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
         return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
     def shared_columns(self) -> int:
-        """Number of columns that two accumulators share. The epilogue loads these columns first; the MMAs of the next
-        tile may then begin."""
+        """Number of columns that the two accumulators share. The epilogue loads these columns first. The next tile's
+        MMAs may begin as soon as they are loaded."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property
@@ -108,8 +109,11 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_empty_barriers(self) -> int:
-        """Number of barriers: one per accumulator; a single one if the accumulators overlap; none with ``split_k``,
-        because a CTA then computes only one tile."""
+        """Number of barriers by which the epilogue signals that MMAs may overwrite an accumulator.
+
+        There is one barrier per accumulator, or a single barrier if the accumulators overlap. With ``split_k``, there
+        is none, because a CTA computes only one tile.
+        """
         if self.split_k > 1:
             return 0
         return self.accumulators if self.shared_columns == 0 else 1
@@ -137,7 +141,8 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, epilogue, tile_m, cta_group, split_k, stages, pdl),
         arch,

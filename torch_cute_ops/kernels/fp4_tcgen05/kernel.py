@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -30,12 +30,12 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        n, m: columns and rows of the result.
+        n, m: numbers of columns and rows of the result.
         num_mmas, blocks: number of MMAs of a tile, and number of blocks of a row.
-        n_tiles, m_tiles: number of tiles along N and M.
+        n_tiles, m_tiles: numbers of tiles along N and M.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         begin, end: range of k tiles that the CTA multiplies in each tile.
         rank: rank of the CTA in its cluster.
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 
 class FP4Tcgen05Kernel(BlockScaledKernel):
-    """The kernel of one ``Config``."""
+    """Kernel that multiplies as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -129,23 +129,23 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         if const_expr(c.split_k > 1):
             self._reduce_split_k(tid, work, smem)
         else:
-            # After this barrier, all loads from tensor memory have ended, and in a pair also the MMAs that read the
-            # other CTA's shared memory.
+            # Wait until all loads from tensor memory have ended. In a CTA pair, also wait until no MMA reads the other
+            # CTA's shared memory.
             self._sync()
         self._free_tmem(tid, tmem)
 
     def _tile(self, number, work):
-        """Return the n tile and the m tile."""
+        """Return the index along N and the index along M of tile ``number``."""
         return raster_tile(number, work.n_tiles, work.m_tiles)
 
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp: fill the stages."""
+        """Run the producer warp, which fills the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, self.stage.cta_mma_n), self.mma.boxes(b_map, MMA_M)
-        # Producers start with parity 1, so that unused stages count as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
@@ -167,7 +167,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, n_tile, m_tile, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales, if they are tiled."""
+        """Start the copies of a stage's scales if they are tiled, and make the stage's barrier expect the stage's
+        bytes."""
         c, stage = self.config, self.stage
         first = k_tile * stage.scale_tiles
         size = cutlass.min(work.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES
@@ -180,7 +181,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _load_linear_scales(self, thread, work, smem):
-        """Write linear scales to every fourth stage, as a scale-loader warp."""
+        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
@@ -201,7 +202,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _relay_full(self, work, smem):
-        """Signal the pair's first CTA when a stage of the second CTA is full. One thread of the second CTA runs
+        """Signal the first CTA of a pair whenever a stage of the second CTA is full. One thread of the second CTA runs
         this."""
         stage, parity = Int32(0), Int32(0)
         tile = work.first
@@ -214,7 +215,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _issue_mmas(self, tmem, work, smem):
-        """Run the MMA thread. In a pair, the first CTA's thread issues all MMAs."""
+        """Run the MMA thread. In a CTA pair, the first CTA's MMA thread issues all MMAs, and the second CTA's only
+        signals."""
         if const_expr(self.config.cta_group == 1):
             self._issue_all_mmas(tmem, work, smem)
         elif work.rank == LEADER:
@@ -224,7 +226,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _issue_all_mmas(self, tmem, work, smem):
-        """Issue the MMAs of all tiles."""
+        """Issue the MMAs of all tiles of the CTA or the CTA pair."""
         c = self.config
         place = self._first_mma_state()
         accumulator, unused_parity = Int32(0), Int32(0)
@@ -233,8 +235,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # If accumulators overlap, wait until the shared columns of the previous tile are loaded. All columns of
-                # earlier tiles have then been loaded, too.
+                # If the accumulators overlap, wait until the epilogue has loaded the previous tile's shared columns. It
+                # has then also loaded all columns of earlier tiles.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
@@ -256,14 +258,14 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     # Results
 
     def _first_n(self, n_tile, work):
-        """Return the first of the CTA's rows of the weight."""
+        """Return the first weight row of a tile that this CTA computes."""
         half = work.rank if self.config.cta_group == 2 else Int32(0)
         return (n_tile * self.config.cta_group + half) * MMA_M
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: apply the epilogue and store the results of all tiles; with ``split_k``, store partial
-        sums."""
+        """Run an epilogue warp: apply the epilogue to all tiles and store the results. Under split-K, store partial
+        sums instead."""
         c = self.config
         factor = self.epilogue.factor(work.alpha)
         accumulator, parity = Int32(0), Int32(0)
@@ -279,7 +281,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             start = tmem + Uint32(accumulator * c.acc_pitch) + Uint32(tid // 32 * 32 << 16)
             token = m_tile * c.tile_m
             if const_expr(c.shared_columns > 0):
-                # The shared columns are the last columns of the first accumulator and the first columns of the second
+                # The shared columns are the last columns of the first accumulator, and the first columns of the second
                 # accumulator.
                 skipped = ptx.select(accumulator == 0, Int32(c.acc_pitch), Int32(0))
                 self._store_acc_columns(start, skipped, c.shared_columns, finish, token, row, tid, work, smem)
@@ -295,8 +297,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
-        """Load ``count`` columns of the accumulator after the first ``skipped`` columns. Apply the epilogue and store
-        the results; with split-K, store the partial sums."""
+        """Load ``count`` columns of the accumulator, after the first ``skipped`` columns, apply the epilogue and store
+        the results. Under split-K, store partial sums instead."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
             column = skipped + piece * c.columns_per_load
@@ -310,13 +312,14 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_results(self, values: list, token, row, odd, work):
-        """Store a column of results, for consecutive tokens from ``token`` on."""
+        """Store results of one weight row, a column of ``out``, for consecutive tokens from ``token`` on."""
         if const_expr(self.out_dtype is Float32):
             for i, value in enumerate(values):
                 if (token + i < work.m) & (row < work.n):
                     self._store_word(token + i, row, ptx.bits_of(value), work)
         else:
-            # Lanes swap halves of words, so that each lane holds a token's results of two columns.
+            # Pairs of lanes exchange halves of words, so that each lane then holds two neighbouring columns of one
+            # token.
             for i in range_constexpr(0, len(values), 2):
                 word = pack(values[i : i + 2], self.out_dtype)[0]
                 other = cute.arch.shuffle_sync_bfly(word, offset=1)
@@ -338,7 +341,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Reduce the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
+        """Add up the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
         warps."""
         c = self.config
         threads = 32 * EPILOGUE_WARPS
@@ -353,6 +356,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             finish = self.epilogue.finisher(self.epilogue.factor(work.alpha), terms)
             reduce_partial_sums(c.sum_tile, c.split_k, threads, finish, work.out, smem.stages, work.rank, tid, *at)
         cute.arch.sync_warp()
-        # No CTA may exit while another CTA still reads its partial sums.
+        # Wait, because other CTAs may still read this CTA's partial sums.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
