@@ -1,56 +1,55 @@
 """Second GEMM of a mixture of experts, the down-projection, for Hopper.
 
-``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``. Pairs of a token and an expert whose
-``alpha`` is zero are not computed. A call launches two kernels:
+``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``. A pair of a token and an expert is not
+computed if its ``alpha`` is zero. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``alpha``. It lists the
-    tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
-    activations as ``kernels.common.fp4.activations`` describes; FP4 activations are decoded.
+   tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
+   activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
-   ``w``. A CTA computes the m tiles of all experts that any token of its token block is routed to, for one n tile. So
-   each byte of a touched expert's weight is read once per token block.
+   ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the block is
+   routed. So each byte of such an expert's weight is read once per token block.
 
-A CTA of the second kernel runs up to four *pipelines*, each with one producer warp and its own consumer warps. A
-pipeline computes one m tile at a time, so that a CTA computes up to four m tiles at once. Roles:
+A CTA of the second kernel runs up to four *pipelines*. Each pipeline has one producer warp and its own consumer warps,
+and computes one m tile at a time. Roles:
 
-1. Producer warps copy to the stages: codes and scales of the weight, activations of the m tile's tokens, and one pair
-    per token (offset of the token's accumulators, and factor).
+1. A producer warp copies to the stages: codes and scales of the weight, activations of the m tile's tokens, and one
+   pair of words per token (offset of the token's accumulators, and factor).
 2. 16 consumer warps multiply. Four of them share an m tile, and each multiplies 16 rows of ``w``. For up to eight
-    tokens, each warp issues its own MMAs (mma.sync). For more tokens, the four warps form a warpgroup, whose wgmma
-    reads the activations once for all 64 rows.
+   tokens, each warp issues its own MMAs (mma.sync). For more tokens, the four warps form a warpgroup, whose wgmma reads
+   the activations once for all 64 rows.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | pipeline | weight, activations, pairs | producer warp | consumer warps | 2 | 4 * k_warps | stages |
 | turns | accumulators of the token block | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
-K tiles span 256 elements, or 128 elements if the accumulators leave too little shared memory, as with 512 tokens. Where
-both sizes fit, the kernel is 20 % slower with k tiles of 128 elements. With linear scales, a k tile of 128 elements is
-too narrow, because a TMA box takes at least 16 bytes of a row of scales. With linear scales, a CTA therefore runs only
-two pipelines, and two warps or warpgroups divide the k of the same rows.
+K tiles span 256 elements, or 128 elements if the accumulators leave too little shared memory, as with 512 tokens. If
+both sizes fit, 256 elements are used, because 128 elements are 20 % slower. With linear scales, a k tile of 128
+elements is too narrow: a TMA box needs at least 16 bytes of a row of scales. Such a CTA therefore runs only two
+pipelines, and two warps or warpgroups divide the k of the same rows.
 
 A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
-by the factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared memory.
-The warps
-with the same rows form a chain: they take turns in the order of the m tiles. So products are added in the order of the
-experts.
+by the tokens' factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared
+memory. All warps with the same 16 rows form a *chain*: they take turns in the order of the m tiles, so that products
+are added in the order of the experts.
 
 A scale tile holds four blocks. If a block holds 32 elements and an expert's width is an odd multiple of 64, every
-second expert begins in the middle of a scale tile. A k tile then spans up to one more scale tile, and lanes begin with
-the second half of the first.
+second expert begins in the middle of a scale tile. A k tile may then span one more scale tile, and lanes begin with the
+second half of the first scale tile.
 
-Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes (an expert's class is its index
-modulo ``classes``), the pairs of an n tile and a class are divided among CTAs, one per SM, in equal contiguous ranges.
-A range consists of some classes of one n tile or of two consecutive n tiles. In the case of two, the CTA begins with
-the second n tile and writes that n tile's partial sums to the workspace. The CTA with an n tile's last class adds up
-the partial sums in the order of the classes, its own partial sums last. A CTA rarely has to wait, and it waits only for
+Schedule: with one class of experts, a CTA computes one n tile. With ``classes`` classes, the class of an expert is its
+index modulo ``classes``. The (n tile, class) pairs are divided among CTAs, one per SM, in equal contiguous ranges. A
+range consists of some classes of one n tile or of two consecutive n tiles. If it covers two, the CTA begins with the
+second n tile and writes that n tile's partial sums to the workspace. The CTA with an n tile's last class adds up the
+partial sums in the order of the classes, its own partial sums last. A CTA rarely has to wait, and it waits only for
 CTAs with lower indices, which started earlier.
 
 The bits of a token's result depend only on the tactic, the number of SMs, and the token's rows of ``a`` and ``alpha``.
 
-Bytes moved: weights and scales of touched experts once per token block; ``alpha`` once, or once per CTA if tokens are
-few; activations of a routed token twice per expert in memory (read and written), and once per n tile from L2; 8 bytes
-per partial sum in the workspace.
+Bytes moved: weights and scales of experts with a routed token, once per token block; ``alpha`` once, or once per CTA if
+tokens are few; activations of a routed token twice per expert in memory (read and written), and once per n tile from
+L2; 8 bytes per partial sum in the workspace.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Accumulators of a token block and an n tile in shared memory, and the code that stores the result from them.
+"""Accumulators in shared memory for one token block and one n tile, and the code that stores the result from them.
 
-A CTA without the last class of an n tile writes its partial sums to the workspace. The CTA with the last class adds up
-the partial sums and stores the result.
+If several CTAs compute an n tile, each computes some classes of experts. The CTA with the last class adds up the
+partial sums of all these CTAs and stores the result. The other CTAs write their partial sums to the workspace.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ WARP = 32
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        m, n: rows and columns of the result.
+        m, n: numbers of rows and columns of the result.
         cta, num_ctas: index of the CTA among the CTAs of its token block, and number of these CTAs.
         block_index, first_token: index of the token block, and index of its first token.
         experts: number of experts.
-        lists: lists of routed tokens, from the first kernel.
-        partial_sums: partial sums of CTAs, and the flags of the partial sums; or None.
+        lists: lists of routed tokens, which the first kernel wrote.
+        partial_sums: (partial sums of all CTAs, flags that say which are complete), or None.
         bias: biases of the experts (E, n), or None.
         out: result.
         n_tiles: indices of the CTA's two n tiles. The higher index is first, because another CTA waits for its partial
@@ -58,14 +58,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory.
+    """Shared memory of a CTA.
 
     Attributes:
         codes, scales, activations, pairs: buffers of the stages.
         acc: accumulators of the token block.
         m_tiles: lists of m tiles.
-        pipeline: pipeline of all stages.
-        turns: mbarriers, one per consumer warp, which complete when the warp may add to the accumulators.
+        pipeline: barriers of all stages.
+        turns: mbarriers, one per consumer warp. A warp's mbarrier completes when the warp may add to the accumulators.
     """
 
     codes: cute.Pointer
@@ -79,34 +79,34 @@ class Smem:
 
 
 class Accumulators:
-    """Device code for the accumulators: float32, (tokens, 64), permuted by ``acc_offset``."""
+    """Device code for the accumulators: a float32 matrix (tokens, 64) in shared memory, permuted by ``acc_offset``."""
 
     def __init__(self, config: Config):
         self.config = config
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def token_offset(self, token):
-        """Return the offset of a token's accumulators in bytes. The low bits of the offset permute groups of eight rows
-        in ``acc_offset``, so that different tokens are in different banks."""
+        """Return the byte offset of a token's accumulators. ``acc_offset`` permutes groups of eight rows by its low
+        bits, so that the accumulators of different tokens are in different banks."""
         return token * (TILE_N * 4) + token % ATOM_M * 32
 
     def acc_offset(self, token_offset, row):
-        """Return the offset of a row's accumulator in bytes."""
+        """Return the byte offset of the accumulator for one weight row of a token."""
         return token_offset ^ (row * 4)
 
     @cute.jit
     def finish_n_tile(self, which: int, tid, work, smem):
         """Store the accumulators of the CTA's first or second n tile (``which``).
 
-        If another CTA computes the n tile's last class, write this CTA's partial sums to the workspace. Otherwise add
-        the partial sums of other CTAs, and store the result.
+        If another CTA computes the n tile's last class, write them to the workspace as partial sums. Otherwise add the
+        partial sums of other CTAs, and store the result.
         """
         c = self.config
         threads = c.consumer_warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         if const_expr(c.pdl and c.scans and which == 0):
-            # Wait for the kernel that lists tokens, which clears the flags; it must end before the next kernel starts.
-            # One wait serves both n tiles.
+            # The kernel that lists tokens also clears the flags. Wait for it before the flags are used, and before the
+            # next kernel may start. One wait serves both n tiles.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (which == 1) | (work.ends[1] == 0) | (c.classes == 1):
@@ -121,11 +121,11 @@ class Accumulators:
                     self._add_partial_sums(work.n_tiles[which], tid, work, smem)
                 self._store_result(work.n_tiles[which], tid, work, smem)
             if const_expr(which == 0):
-                # The next n tile's accumulators overwrite these accumulators.
+                # Synchronise before the next n tile's sums are added to the same accumulators.
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
-        """Return a CTA's partial sums in the workspace, as vectors of four, and its flag."""
+        """Return a CTA's partial sums in the workspace, as vectors of four, and the address of its flag."""
         sums, flags = work.partial_sums
         index = work.block_index * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=TILE_N * 4)
@@ -133,7 +133,7 @@ class Accumulators:
 
     @cute.jit
     def _store_partial_sums(self, tid, work, smem):
-        """Write the accumulators to the workspace for another CTA, and clear them."""
+        """Write the accumulators to the workspace for another CTA, set the flag, and set the accumulators to zero."""
         c = self.config
         threads = c.consumer_warps * WARP
         here = as_vectors(smem.acc, c.acc_bytes)
@@ -148,11 +148,11 @@ class Accumulators:
 
     @cute.jit
     def _add_partial_sums(self, n_tile, tid, work, smem):
-        """Add other CTAs' partial sums of this n tile, in the order of the classes. This CTA's own partial sums come
-        last."""
+        """Add the partial sums of other CTAs for this n tile, in the order of the classes. This CTA's own partial sums
+        come last."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
-        # Find the CTA that computes the n tile's first class. The start of each CTA's range was rounded down.
+        # ``first`` is the CTA that computes the n tile's first class. Invert the division that gave each CTA its range.
         work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
         first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
         for cta in range(first, work.cta):

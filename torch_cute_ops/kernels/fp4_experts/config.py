@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM over experts that computes routed pairs only. No device code."""
+"""Configuration of the FP4 GEMM over experts that computes only routed pairs. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -19,21 +19,22 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, 
 from torch_cute_ops.runtime.arch import Arch
 
 TILE_N: Final = WGMMA_M
-"""Rows of the weight of an n tile: the rows of a warpgroup."""
+"""Number of weight rows of an n tile: the rows that a warpgroup multiplies."""
 N_WARPS: Final = TILE_N // 16
-"""Number of warps that share the rows of an n tile, 16 rows each."""
+"""Number of warps that share the rows of an n tile. Each multiplies 16 rows."""
 EXPERT_K_MULTIPLE: Final = 64
-"""Divisor of an expert's width: half a scale tile of MXFP4, a whole scale tile of NVFP4."""
+"""Divisor of every expert's width: half a scale tile of MXFP4, or a whole scale tile of NVFP4."""
 PRODUCER_WARPS: Final = 4
 """Number of producer warps: one for each pipeline, rounded up to a whole warpgroup."""
 TILES_M: Final = (8, 16, 24, 32)
-"""Supported ``tile_m``: tokens of an m tile."""
+"""Supported ``tile_m``, the number of tokens of an m tile."""
 TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
-"""Supported token blocks, in tokens. Larger blocks leave room for fewer stages."""
+"""Supported sizes of token blocks, in tokens. Larger blocks leave room for fewer stages."""
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
-"""(elements of a k tile, pipelines, warps that share the k of 16 rows). ``plan`` takes the first that fits."""
+"""Possible (elements of a k tile, number of pipelines, number of warps that divide the k of the same rows). ``plan``
+uses the first that fits into shared memory."""
 CLASSES: Final = 8
-"""Number of classes of experts by which work is divided. An expert's class is its index modulo ``CLASSES``."""
+"""Number of classes of experts among which work is divided. The class of an expert is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512
 
 
@@ -43,34 +44,34 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
 
     Attributes:
         a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
-        alpha: (M, E) float32 factors with any strides; pairs with a factor of zero are not computed.
-        bias: (E, N) in float32 or the dtype of ``out``, added to an expert's accumulator before it is multiplied by the
-            factor; or None.
+        alpha: (M, E) float32 factors with any strides. Pairs with a factor of zero are not computed.
+        bias: (E, N) in float32 or the dtype of ``out``, or None. It is added to an expert's accumulator before the
+            multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written.
-        num_ctas: int32, number of CTAs per token block: ``Config.num_ctas``.
+        num_ctas: int32, number of CTAs per token block, from the method ``Config.num_ctas``.
     """
 
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. N, M and the number of experts are not static.
+    """Static properties of a kernel. N, M and the number of experts are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.
         out_dtype: dtype of the result.
-        expert_k: elements of k of an expert.
-        k_tile: number of elements of k of a stage.
+        expert_k: number of elements along K of an expert.
+        k_tile: number of elements along K of a stage.
         tile_m: number of tokens of an m tile.
         token_block: number of tokens of a token block.
-        pipelines: number of m tiles that a CTA computes at a time.
+        pipelines: number of m tiles that a CTA computes at the same time.
         k_warps: number of warps that divide the k of 16 weight rows of an m tile.
-        stages: number of stages of all pipelines.
+        stages: number of stages, over all pipelines.
         classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles.
             With one class, a CTA computes all experts of one n tile.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
         bias_dtype: dtype of the experts' biases, or None without biases.
-        max_experts: number of experts for which the lists of m tiles have room.
+        max_experts: capacity of the lists of m tiles, in experts.
     """
 
     operands: FP4Operands
@@ -94,7 +95,7 @@ class Config:
 
     @property
     def chain_warps(self) -> int:
-        """Number of warps with the same rows, over all pipelines."""
+        """Number of warps that compute the same rows, over all pipelines. These warps form a chain."""
         return self.pipelines * self.k_warps
 
     @property
@@ -124,13 +125,13 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the factors themselves, so that they start to read weights before the lists
+        """True if CTAs of the GEMM scan the factors themselves. They can then start to copy weights before the lists
         exist."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: of consumer warps, and of other warps."""
+        """Numbers of registers per thread, for (consumer warps, other warps)."""
         return 104, 56
 
     @property
@@ -140,7 +141,7 @@ class Config:
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the weight, one per stage."""
+        """Layout of a k tile of the weight. A stage holds one such k tile."""
         return WeightTile(self.operands.fmt, self.operands.layout, TILE_N, self.k_tile, self.spread)
 
     @property
@@ -150,38 +151,37 @@ class Config:
 
     @property
     def acc_bytes(self) -> int:
-        """Bytes of the accumulators of a token block."""
+        """Bytes of the accumulators of a token block, for one n tile."""
         return self.token_block * TILE_N * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA of the GEMM."""
+        """Bytes of shared memory that a CTA of the GEMM takes."""
         return self.stages * self.stage_bytes + self.acc_bytes + m_tile_list_bytes(self.max_experts) + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """Return the number of CTAs per token block: one per SM, unless a CTA would compute classes of more than
-        two n tiles."""
+        """Return the number of CTAs per token block: one per SM. With a single class, or with more n tiles than SMs, it
+        is one per n tile."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
-        """Return the bytes of workspace.
+        """Return the size of the workspace in bytes.
 
         The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, it also holds partial
-        sums and a flag per token block and CTA. Lists, partial sums and flags are each contiguous over all token
-        blocks.
+        sums and a flag per token block and CTA. All lists are contiguous, and so are all partial sums and all flags.
         """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Reason that the kernel cannot run on ``arch``, or None."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
         return reason_expert_k_unsupported(self.expert_k) or reason
 
 
 def reason_expert_k_unsupported(expert_k: int) -> str | None:
-    """Reason that no kernel supports experts with this many elements of k, or None."""
+    """Return the reason that no kernel supports experts with this many elements of k, or None."""
     if expert_k % EXPERT_K_MULTIPLE:
         return f"an expert's width is {expert_k}; it has to be a multiple of {EXPERT_K_MULTIPLE}"
     return None
@@ -200,8 +200,8 @@ def plan(
     bias_dtype: torch.dtype | None = None,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the first of ``PIPELINE_SHAPES`` that fits into an SM of ``arch`` with two stages
-    per pipeline. Its number of stages is the largest that fits. Return None if no shape fits."""
+    """Return the configuration with the first of ``PIPELINE_SHAPES`` for which two stages per pipeline fit into the
+    shared memory of ``arch``, and with the most stages that fit. Return None if no shape fits."""
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in PIPELINE_SHAPES

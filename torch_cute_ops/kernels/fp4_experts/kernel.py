@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM over experts. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -28,15 +28,14 @@ WARP = 32
 
 
 class Consumer(NamedTuple):
-    """Thread of a consumer warp.
+    """A thread of a consumer warp.
 
     Attributes:
-        lane, quad: index of the thread in the warp, and index among the four lanes that share a row.
-        row: first of the lane's two rows of the n tile; the second is ``row + 8``.
-        leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
-        chain_index: index of the warp in its chain. A chain is the warps with the same rows.
-        pipeline, k_warp: index of the warp's pipeline, and index of the warp among the warps that divide k of the same
-            rows.
+        lane, quad: index of the thread in its warp, and index among the four lanes that share a row.
+        row: first of the lane's two rows of the n tile. The second is ``row + 8``.
+        leads: 1 if this lane arrives at barriers for its warp, otherwise 0.
+        chain_index: index of the warp in its chain. All warps with the same rows form a chain.
+        pipeline, k_warp: index of the warp's pipeline, and index among the warps that divide the k of the same rows.
         turn_chain: mbarriers by which the warps of the chain take turns.
     """
 
@@ -51,7 +50,7 @@ class Consumer(NamedTuple):
 
 
 class FP4ExpertsKernel:
-    """The kernels of one ``Config``."""
+    """Kernels that list tokens and multiply, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -83,7 +82,7 @@ class FP4ExpertsKernel:
         c = self.config
         num_blocks = cute.ceil_div(out.shape[0], c.token_block)
         experts = alpha.shape[1]
-        # The layout of the workspace matches ``Config.workspace_bytes``.
+        # ``Config.workspace_bytes`` computes the size of this layout.
         arranged, pairs, after = self.lister.workspace_tensors(workspace.iterator, num_blocks, experts)
         partial_sums = None
         if const_expr(c.classes > 1):
@@ -108,13 +107,13 @@ class FP4ExpertsKernel:
 
     @cute.kernel
     def list_kernel(self, a, a_scale, alpha, lists, partial_sums, m):
-        """List the tokens of a token block that are routed to an expert, with their factors, and rearrange their
-        activations."""
+        """List the tokens of a token block that are routed to one expert, with their factors, and rearrange the listed
+        tokens' activations."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, block_index, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
-        # The next kernel may start to read weights and factors.
+        # Let the next kernel start early: until its own wait it reads only weights and factors.
         pdl_start(c.pdl)
         if const_expr(c.classes > 1):
             flags = partial_sums[1]
@@ -170,12 +169,12 @@ class FP4ExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # Two arrivals make a stage full: one for the weight, one for the activations and pairs from the lists.
+            # A stage is full after two arrivals: one for the weight, and one for the activations and pairs of words.
             smem.pipeline.init(full=2, empty=N_WARPS * c.k_warps)
             for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        # Clear the accumulators and the activations. An m tile with few tokens overwrites only some rows of a stage,
+        # Zero the accumulators, and also the activations: an m tile with few tokens fills only some rows of a stage,
         # but the MMAs read all rows.
         clear(smem.acc, c.acc_bytes + c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
@@ -221,7 +220,7 @@ class FP4ExpertsKernel:
         )
 
     def _classes_of_cta(self, cta, num_ctas, n) -> tuple[tuple, tuple, tuple]:
-        """Return ``n_tiles``, ``begins`` and ``ends`` of a CTA's ``Work``."""
+        """Return the fields ``n_tiles``, ``begins`` and ``ends`` of a CTA's ``Work``."""
         c = self.config
         if c.classes == 1:
             return (cta, cta), (Int32(0), Int32(1)), (Int32(1), Int32(1))
@@ -233,13 +232,14 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Each pipeline has its own stages and producer warp, so that a producer waits for its stages in order.
+    # Each pipeline has its own stages and producer warp. So a producer can wait for its stages in order.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """Run a producer warp: fill the stages of a pipeline.
+        """Run a producer warp, which fills the stages of one pipeline.
 
-        If the CTA scans the factors itself, the first k tiles of the weight are copied before the first kernel ends.
+        If the CTA scans the factors itself, this warp copies the first k tiles of the weight before the kernel that
+        lists tokens ends.
         """
         c = self.config
         depth = c.stages // c.pipelines
@@ -254,7 +254,7 @@ class FP4ExpertsKernel:
                     loaded += 1
                 ahead += c.pipelines
             cute.arch.griddepcontrol_wait()
-        # Producers start with parity 1, so that unused stages count as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
         for m_tile in range(pipeline, work.m_tiles, c.pipelines):
@@ -268,11 +268,11 @@ class FP4ExpertsKernel:
                 stage, parity = next_stage(stage, parity, depth)
 
     def _n_tile_of(self, m_tile, work):
-        """Return the n tile to which an m tile belongs."""
+        """Return the index of the n tile that ``m_tile``, one of the CTA's m tiles, belongs to."""
         return work.n_tiles[0] if self.config.classes == 1 else ptx.select(m_tile < work.first_m_tiles, *work.n_tiles)
 
     def _load_weight(self, index, m_tile, k_tile, stage, weight, work, smem) -> None:
-        """Start the copies of a k tile of the weight."""
+        """Start the copies of the weight's codes and scales for one k tile."""
         expert = smem.m_tiles.experts[index]
         blocks = self.config.expert_k // self.config.operands.fmt.block_size
         self.weight.load(
@@ -288,7 +288,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _load_tokens(self, index, m_tile, k_tile, stage, work, smem):
-        """Start the copies of a k tile of an m tile's activations, and of the m tile's pairs."""
+        """Start the copies of an m tile's activations for one k tile, and of the tokens' pairs of words."""
         c = self.config
         m_tiles = smem.m_tiles
         position = (m_tile - m_tiles.begins[index]) * c.tile_m
@@ -309,9 +309,10 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """Run a consumer warp: compute 16 rows of every m tile of a pipeline."""
+        """Run a consumer warp, which computes 16 rows of every m tile of its pipeline."""
         c = self.config
-        # The warps of a chain run on the same scheduler of the SM, but at different positions in their m tiles.
+        # All warps of a chain run on the same scheduler of the SM, but they are at different positions in their m
+        # tiles.
         chain_index, n_warp = warp // N_WARPS, warp % N_WARPS
         lane = tid % WARP
         consumer = Consumer(
@@ -340,9 +341,9 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume_m_tiles(self, begin, end, n_tile, state, consumer, work, smem):
-        """Compute a pipeline's m tiles of an n tile.
+        """Compute a pipeline's m tiles, from ``begin`` to before ``end``, of one n tile.
 
-        ``state`` is the stage, its parity, and the parity of the warp's turn.
+        ``state`` is (stage, parity of the stage, parity of the warp's turn).
 
         Returns:
             Next state.
@@ -350,7 +351,7 @@ class FP4ExpertsKernel:
         c = self.config
         depth = c.stages // c.pipelines
         first = consumer.pipeline * depth
-        # A scale tile spans 128 rows: two n tiles.
+        # A scale tile spans 128 rows, which are two n tiles.
         scale_row = consumer.row if c.operands.layout.is_linear else consumer.row + n_tile % 2 * TILE_N
         acc = cute.make_rmem_tensor((c.tile_m // 2,), Float32)
         start = self.mma.start_of(smem.activations)
@@ -398,7 +399,7 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # Wait for the previous warp of the chain, which computes the previous part of k, or the previous m tile.
+            # Wait for the previous warp of the chain: it adds the previous part of k, or the previous m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1
@@ -410,8 +411,10 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Add a k tile to the accumulators, and release the stage ``before``. If warps divide k, a warp multiplies only
-        some of each lane's codes."""
+        """Multiply a k tile, add it to the accumulators, and release ``before``, the stage of the previous k tile.
+
+        If several warps divide k, each multiplies only some of each lane's codes.
+        """
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
 
@@ -426,8 +429,8 @@ class FP4ExpertsKernel:
     # Accumulators
 
     def _bias(self, expert, n_tile, consumer, work) -> list:
-        """Return an expert's bias for the two weight rows of a lane. If several warps divide k, only the first warp
-        adds the bias."""
+        """Return an expert's bias for the lane's two weight rows. If several warps divide k, the bias is zero except in
+        the first warp."""
         n = n_tile * TILE_N + consumer.row
         return [
             load_terms(work.bias, expert, n, 8 * r, 1, (n + 8 * r < work.n) & (consumer.k_warp == 0))[0]
@@ -435,7 +438,8 @@ class FP4ExpertsKernel:
         ]
 
     def _pairs(self, stage, consumer, smem) -> tuple[list, list]:
-        """Return the accumulator offsets and the factors of a lane's tokens. Offsets of missing tokens are negative."""
+        """Return the offsets of the accumulators and the factors of a lane's tokens. The offset of a missing token is
+        negative."""
         c = self.config
         offsets, factors = [], []
         for group in range(c.tile_m // ATOM_M):
@@ -448,13 +452,13 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _add_to_token_block(self, acc, offsets, factors, bias, consumer, smem):
-        """Add the bias of the two weight rows to a work tile's accumulators, multiply by the factors, and add to the
-        token block's accumulators."""
+        """Finish a work tile: add the bias of the lane's two weight rows to ``acc``, multiply by the factors, and add
+        the products to the token block's accumulators."""
         c = self.config
         scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
         positions = [(i, r) for i in range(c.tile_m // 4) for r in range(2)]
         at = [smem.acc + self.accumulators.acc_offset(offsets[i], consumer.row + 8 * r) for i, r in positions]
-        # Load all accumulators before the first store.
+        # Start all loads before the first store, so that their latencies overlap.
         sums_before = [
             ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, positions, strict=True)
         ]

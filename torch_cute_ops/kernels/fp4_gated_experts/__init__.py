@@ -1,51 +1,50 @@
 """First GEMM of a mixture of experts, with its gate, for Hopper.
 
 ``y[m, e · I + i] = swiglu(g, u)``, in 16 bits or quantised to FP4, with ``g = alpha · Σ_k a[m, k] · w[e, i, k] +
-bias``; ``u`` is computed in the same way from ``w[e, I + i, k]``. Pairs of a token and an expert whose ``routing`` is
-zero are not computed, and nothing is written for them. ``kernels.fp4_experts`` reads the output. A call launches two
-kernels:
+bias``. ``u`` is computed in the same way from ``w[e, I + i, k]``. A pair of a token and an expert is not computed or
+written if its ``routing`` is zero. ``kernels.fp4_experts`` reads the output. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``routing``, and lists
-    the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each
-    token once, as ``kernels.common.fp4.activations`` describes; FP4 activations are decoded. For few tokens, no lists
-    are needed, and the CTAs of both kernels fit on the GPU together.
+   the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each
+   token once, as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded. For few tokens, no lists
+   are needed, and the CTAs of both kernels fit on the GPU at the same time.
 2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n`` rows of
-   the expert's weight: half of the rows compute gate, the other half the same columns of up. Work tiles are divided
+   the expert's weight. Half of the rows compute gate, the other half the same columns of up. Work tiles are divided
    equally among the CTAs, because they differ only in their number of tokens. N tiles that share scale tiles are
    computed at the same time, by neighbouring CTAs (*siblings*).
 
 Split-K: k is divided into ``split_k`` parts, and the parts of all work tiles are divided equally among the CTAs. If
-several CTAs share a work tile, each computes consecutive parts, and leaves its partial sums in the workspace for the
-CTA that computes the next parts. A CTA starts with a work tile of which it computes the first parts, and ends with a
-work tile of which it computes the last parts.
+several CTAs share a work tile, each computes consecutive parts, and writes its partial sums to the workspace for the
+CTA that computes the next parts. A CTA first computes the work tile of which it owns only the first parts, and last the
+work tile of which it owns only the last parts.
 
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
-1. A producer warp fills the stages of each *pipeline*. Pipeline p takes every ``pipelines``-th k tile (256 elements)
-   from p on. The producer copies codes and scales by TMA and bulk copies. It copies the activation rows of the m tile's
-   tokens by bulk copies for mma.sync, and by ``cp.async`` into the swizzled operand for wgmma. One or two k tiles
-   later, the producer waits for the ``cp.async`` copies of a k tile, executes a fence, and arrives at the k tile's full
-   barrier. If no stage is empty, the producer does this immediately for all k tiles whose copies have started.
+1. A producer warp fills the stages of each *pipeline*. Pipeline p takes every ``pipelines``-th k tile (256 elements),
+   starting with k tile p. The producer copies codes and scales by TMA and bulk copies. It copies the activation rows of
+   the m tile's tokens by bulk copies for mma.sync, and by ``cp.async`` into the swizzled operand for wgmma. One or two
+   k tiles later, the producer waits for the ``cp.async`` copies of a k tile, executes a fence, and arrives at the k
+   tile's full barrier. If no stage is empty, the producer does this at once for all k tiles whose copies have started.
 2. 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of gate
    and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, each warp issues its own MMAs
-   (mma.sync); for more tokens, four warps form a warpgroup (wgmma).
+   (mma.sync). For more tokens, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | pipeline | gate, up, activations | producer warp | consumer warps | 3 | n_warps | stages |
 | turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | 16 |
 
-A warp accumulates a part of k in registers. The warps with the same rows form a chain, in the order of the pipelines.
-Each warp adds its accumulators to the sums of earlier warps and earlier parts, and leaves the result in shared memory
-for the next warp. The last warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the
+A warp accumulates a part of k in registers. All warps with the same rows form a *chain*, in the order of the pipelines.
+Each warp adds its accumulators to the sum of earlier warps and earlier parts, and stores the sum in shared memory for
+the next warp. The last warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the
 results through shared memory, quantise whole blocks, and store them.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 
-Bytes moved: weights and scales of touched experts once per m tile, from L2 after the first; ``routing`` once, or once
-per CTA if tokens are few; activations of a token twice in memory (read and written), and once per n tile and expert of
-the token from L2. A scale tile (128 rows) is copied once per n tile that needs some of these rows; all copies except
-the first read from L2.
+Bytes moved: weights and scales of experts with a routed token, once per m tile, from L2 after the first; ``routing``
+once, or once per CTA if tokens are few; activations of a token twice in memory (read and written), and once per n tile
+and expert of the token from L2. A scale tile (128 rows) is copied once per n tile that needs some of these rows. All
+copies except the first read from L2.
 """
 
 from typing import TYPE_CHECKING

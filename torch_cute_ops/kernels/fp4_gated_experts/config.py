@@ -1,4 +1,4 @@
-"""Configuration of the gated FP4 GEMM over experts. No device code."""
+"""Configuration of the FP4 GEMM over experts with a gate. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, 
 from torch_cute_ops.runtime.arch import Arch
 
 CONSUMER_WARPS: Final = 16
-"""Number of consumer warps."""
+"""Number of consumer warps of a CTA."""
 TILES_N: Final = (32, 64, 128, 256)
-"""Supported ``tile_n``: rows of the weight of an n tile, half gate, half up."""
+"""Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
 SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
 """Supported ``split_k``, keyed by ``tile_n``."""
 TILES_M: Final = (8, 16, 24, 32)
-"""Supported ``tile_m``: tokens of an m tile."""
+"""Supported ``tile_m``, the number of tokens of an m tile."""
 TOKEN_BLOCKS: Final = (32, 64, 128, 256, 512)
-"""Supported token blocks, in tokens."""
+"""Supported sizes of token blocks, in tokens."""
 PIECES_PER_THREAD: Final = 2
-"""Approximate number of pieces of activations that a thread rearranges."""
+"""Approximate number of k groups of activations that a thread rearranges."""
 MAX_LIST_CTAS: Final = 64
-"""Largest number of CTAs for each expert that rearrange activations."""
+"""Largest number of CTAs per expert and token block in the first kernel."""
 BARRIER_BYTES: Final = 512
 MAX_TWO_ACC_TILE_M: Final = 24
-"""Largest ``tile_m`` whose accumulators fit into registers twice."""
+"""Largest ``tile_m`` for which two sets of accumulators fit into registers."""
 TOKEN_GAP_BYTES: Final = 64
-"""Bytes between the tokens of a stage for mma.sync, against bank conflicts."""
+"""Number of bytes between the tokens of a stage for mma.sync, to avoid bank conflicts."""
 
 
 class Arguments(
@@ -52,14 +52,15 @@ class Arguments(
         b: (E, H / 2, 2 · I) uint8 FP4 codes, the transposed view of a contiguous weight. In each expert, the columns of
             the gate precede the columns of up.
         b_scale: block scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
-        routing: (M, E) float32 with any strides; pairs with a factor of zero are not computed.
-        alpha: (E,) float32 factors, or (E, 2) for gate and up; or None.
-        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``; or None.
-        global_scale: (1,) or (E,) float32 encode scale of the result; or None.
+        routing: (M, E) float32 with any strides. Pairs with a factor of zero are not computed.
+        alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
+        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
+        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
         swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
             no limit.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
-        scale: block scales of ``y``, written for routed tokens; padding is zeroed. None for 16 bits.
+        scale: block scales of ``y``, or None for 16 bits. They are written for routed tokens, and their padding is
+            zeroed.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs per token block.
     """
@@ -69,17 +70,17 @@ class Arguments(
 class GatedEpilogue:
     """Epilogue of a work tile.
 
-    The epilogue computes ``g = gate · alpha + bias`` and ``u = up · alpha + bias``, and rounds after each operation to
-    fp32. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
+    The epilogue computes ``g = gate · alpha + bias`` and ``u = up · alpha + bias`` in fp32, and rounds after each
+    operation. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
 
     Attributes:
-        out: dtype of the result, or format of its codes.
+        out: dtype of the result, or FP4 format of its codes.
         out_layout: layout of the block scales, or None for 16 bits.
-        alpha: kind of the factors: one per expert, or two per expert (for gate and up); or None.
+        alpha: kind of the factors: one per expert, two per expert (for gate and up), or None.
         bias_dtype: dtype of the biases, or None without biases.
-        global_scale: kind of the encode scale of the result: one scale, or one scale per expert; or None.
-        swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``; False for
-            ``silu``.
+        global_scale: kind of the encode scale of the result: one for all experts, one per expert, or None.
+        swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``, False for
+            ``silu(gate) · up``.
     """
 
     out: torch.dtype | FP4Format
@@ -91,11 +92,11 @@ class GatedEpilogue:
 
     @property
     def block(self) -> int:
-        """Number of columns that a thread stores together."""
+        """Number of columns that a thread stores together: a block of FP4 codes, or 16 bytes of 16-bit values."""
         return self.out.block_size if isinstance(self.out, FP4Format) else 8
 
     def reason_unsupported(self) -> str | None:
-        """Reason that the epilogue is not supported, or None."""
+        """Return the reason that this epilogue is not supported, or None."""
         if isinstance(self.out, FP4Format) and self.out_layout is None:
             return f"a result in {self.out} needs a scale layout"
         if not isinstance(self.out, FP4Format) and self.out_layout is not None:
@@ -107,20 +108,20 @@ class GatedEpilogue:
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. I, M and the number of experts are not static.
+    """Static properties of a kernel. I, M and the number of experts are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.
         epilogue: epilogue of a work tile.
-        k: number of elements of k.
+        k: number of elements along K.
         tile_n: number of weight rows of an n tile.
         tile_m: number of tokens of an m tile.
-        split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are always added
-            up part by part, even if one CTA computes several parts.
-        token_block: tokens of a token block.
-        stages: number of stages of all pipelines.
-        pdl: True for programmatic dependent launches.
-        max_experts: number of experts for which the lists of m tiles have room.
+        split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
+            by part, even if one CTA computes several parts.
+        token_block: number of tokens of a token block.
+        stages: number of stages, over all pipelines.
+        pdl: True to launch with programmatic dependent launch.
+        max_experts: capacity of the lists of m tiles, in experts.
     """
 
     operands: FP4Operands
@@ -136,19 +137,18 @@ class Config:
 
     @property
     def out_columns(self) -> int:
-        """Columns of the result of an n tile."""
+        """Number of columns of the result that an n tile computes."""
         return self.tile_n // 2
 
     @property
     def n_warps(self) -> int:
-        """Number of warps among which the rows of an n tile are divided. Each warp computes 8 rows of gate and 8 rows
-        of up."""
+        """Number of warps that divide the rows of an n tile. Each computes 8 rows of gate and 8 rows of up."""
         return self.tile_n // 16
 
     @property
     def pipelines(self) -> int:
-        """Number of warps that divide the k of the same rows. Each of these warps has its own pipeline and producer
-        warp."""
+        """Number of pipelines: number of warps that divide the k of the same rows. Each of these warps multiplies from
+        its own pipeline, which has its own producer warp."""
         return CONSUMER_WARPS // self.n_warps
 
     @property
@@ -178,13 +178,13 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the routing themselves. No lists are then written, and the CTAs start to read
-        weights while the activations are rearranged."""
+        """True if CTAs of the GEMM scan the routing themselves. No lists are then written, and the CTAs start to copy
+        weights while the first kernel still rearranges the activations."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: of consumer warps, and of other warps."""
+        """Numbers of registers per thread, for (consumer warps, other warps)."""
         return (104, 56) if self.producer_warps == 4 else (96, 48)
 
     @property
@@ -194,23 +194,25 @@ class Config:
 
     @property
     def lists(self) -> TokenListLayout:
-        """Layout of the lists of tokens, if needed."""
+        """Layout of the lists of tokens, which are written unless ``scans``."""
         return TokenListLayout(self.token_block, self.tile_m, 0, self.arranged.token_bytes)
 
     @property
     def token_pitch(self) -> int:
-        """Bytes from a token of a stage to the next."""
+        """Distance in bytes between neighbouring tokens of a stage."""
         return self.arranged.token_bytes + (TOKEN_GAP_BYTES if self.by_warp else 0)
 
     @property
     def lag(self) -> int:
-        """For wgmma, number of k tiles whose copies a producer warp starts before it waits for the activations of an
-        earlier k tile. If no stage is empty, the producer waits for the activations of all started k tiles."""
+        """Number of k tiles that a producer warp's activation copies (``cp.async``, for wgmma) stay ahead of its waits.
+
+        If no stage is empty, the producer waits for the activations of all started k tiles.
+        """
         return max(1, self.stages // self.pipelines - 2)
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the rows of gate, or of the rows of up. A stage holds two of these k tiles."""
+        """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds one of each."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
 
     @property
@@ -225,43 +227,44 @@ class Config:
 
     @property
     def smem_acc_bytes(self) -> int:
-        """Bytes of the accumulators that a warp leaves in shared memory for the next warp of its chain."""
+        """Bytes of shared memory for the accumulators that a warp passes to the next warp of its chain."""
         return self.acc_bytes if self.pipelines > 1 else 0
 
     @property
     def value_pitch(self) -> int:
-        """Elements between the results of consecutive tokens: the elements of a token, plus four to avoid bank
-        conflicts."""
+        """Distance between the results of consecutive tokens, in elements: the columns of a token, plus four to avoid
+        bank conflicts."""
         return self.out_columns + 4
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of the results of a work tile."""
+        """Bytes of shared memory for the results of a work tile."""
         return self.tile_m * self.value_pitch * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA of the GEMM."""
+        """Bytes of shared memory that a CTA of the GEMM takes."""
         lists_bytes = m_tile_list_bytes(self.max_experts)
         return self.stages * self.stage_bytes + self.smem_acc_bytes + self.value_bytes + lists_bytes + BARRIER_BYTES
 
     @property
     def partial_sum_bytes(self) -> int:
-        """Bytes that a CTA leaves for another CTA: partial sums of a work tile, and one flag per warp along N."""
+        """Bytes that a CTA writes to the workspace for another CTA: partial sums of a work tile, and one flag per warp
+        along N."""
         return self.acc_bytes + 4 * self.n_warps if self.split_k > 1 else 0
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
-        """Return the bytes of workspace.
+        """Return the size of the workspace in bytes.
 
-        The workspace holds the rearranged activations; one list of tokens per token block and expert, if needed; and
-        partial sums per token block and CTA. Each of these parts is contiguous over all token blocks.
+        The workspace holds the rearranged activations; one list of tokens per token block and expert, unless ``scans``;
+        and partial sums per token block and CTA. Each of these three is contiguous over all token blocks.
         """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes
         return arranged + -(-m // self.token_block) * (lists + num_ctas * self.partial_sum_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Reason that the kernel cannot run on ``arch``, or None."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         if not self.by_warp and self.tile_n < WGMMA_M:
             return (
                 f"tile_n is {self.tile_n}; with tile_m {self.tile_m}, which needs wgmma, it must be {WGMMA_M} or more"
@@ -287,8 +290,8 @@ def plan(
     pdl: bool,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, at most six per
-    pipeline. Return None if two stages per pipeline do not fit."""
+    """Return the configuration with the most stages, at most six per pipeline, that fit into the shared memory of
+    ``arch``. Return None if two stages per pipeline do not fit."""
     pipelines = CONSUMER_WARPS * 16 // tile_n
     sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
     return first_fit((Config(operands, epilogue, *sizes, stages, pdl, max_experts) for stages in every), arch)

@@ -1,8 +1,8 @@
-"""Epilogue of a work tile. The last of the warps that divide the work tile's k runs the epilogue.
+"""Epilogue of a work tile, which the last warp of each chain runs. The warps of a chain divide the work tile's k.
 
-For each eight tokens, a lane holds the accumulators of gate and up of one column and two tokens. The results are
-written to shared memory as float32 (tokens, columns). Then each thread stores one block: codes and scale, or 16 bytes
-of 16-bit values.
+A lane holds, for each eight tokens, the accumulators of gate and up of one column and two tokens. The threads write the
+results to shared memory as float32 (tokens, columns). Then each thread stores one block: codes and their scale, or 16
+bytes of 16-bit values.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ WARP = 32
 
 
 class Outputs(NamedTuple):
-    """Tensors of ``Arguments`` that the epilogue reads and writes; ``gate`` holds the parameters of the general
+    """Tensors of ``Arguments`` that the epilogue reads and writes. ``gate`` holds the three parameters of the general
     gate, or None."""
 
     alpha: cute.Tensor | None
@@ -34,7 +34,8 @@ class Outputs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms that are loaded before the accumulators of a work tile are complete.
+    """Terms of the epilogue. A thread loads them before the accumulators of a work tile are complete, to hide the
+    latency.
 
     Attributes:
         alpha: factors of gate and up, or None.
@@ -48,14 +49,14 @@ class Terms(NamedTuple):
 
 
 class GatedEpilogueOps:
-    """Device code of the epilogue."""
+    """Device code of the epilogue that a ``GatedEpilogue`` describes."""
 
     def __init__(self, config: Config):
         self.config, self.epilogue = config, config.epilogue
         self.is_fp4 = isinstance(self.epilogue.out, FP4Format)
 
     def arguments(self, m: Dim, experts: Dim, n: Dim) -> dict[str, Any]:
-        """Return the arguments that the epilogue reads or writes. The bias is (experts, ``n``)."""
+        """Return descriptions of the arguments that the epilogue reads or writes. The bias is (experts, ``n``)."""
         f = self.epilogue
         factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
         scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
@@ -80,9 +81,9 @@ class GatedEpilogueOps:
         }
 
     def terms(self, expert, first_column, work, consumer) -> Terms:
-        """Load the terms of a lane's column of an n tile, in the warps that run the epilogue.
+        """Load alpha, bias and global scale for this lane's column of an n tile, in the warps that run the epilogue.
 
-        ``first_column`` is the first column of the n tile in the expert.
+        ``first_column`` is the n tile's first column among the expert's columns.
         """
         f, outputs, is_last = self.epilogue, work.outputs, consumer.is_last
         column = first_column + consumer.column
@@ -100,7 +101,7 @@ class GatedEpilogueOps:
         return Terms(alpha, bias, scale)
 
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
-        """Return a result from accumulators of gate and up."""
+        """Compute one element of the result from its accumulators of gate and up."""
         operands = self.config.operands
         scale = acc_scale(operands.fmt, operands.decodes_both)
         values = []
@@ -119,13 +120,13 @@ class GatedEpilogueOps:
 
         Args:
             acc: accumulators of a lane, four per eight tokens: two of gate, two of up.
-            token_id: row of the token whose index in the m tile equals the lane's index; negative if the token does not
-                exist.
-            terms: terms from ``terms``.
-            first_column: first column of the n tile in the result, over all experts.
-            consumer: thread of the epilogue; all ``Config.epilogue_threads`` threads call the method.
-            values: shared memory of ``Config.value_bytes``.
-            outputs: tensors.
+            token_id: row of the token whose index in the m tile is this thread's lane, or a negative number if the
+                token does not exist.
+            terms: result of the method ``terms``.
+            first_column: first column of the n tile in the result, counted over all experts.
+            consumer: thread of the epilogue. All ``Config.epilogue_threads`` threads call this method.
+            values: ``Config.value_bytes`` bytes of shared memory.
+            outputs: tensors that the epilogue reads and writes.
         """
         c = self.config
         lane, tid = consumer.lane, consumer.n_warp * WARP + consumer.lane
@@ -135,7 +136,7 @@ class GatedEpilogueOps:
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
-        # A thread stores at most one block.
+        # There are at least as many threads as blocks, so a thread stores at most one block.
         blocks = c.out_columns // self.epilogue.block
         index, block = tid // blocks, tid % blocks
         token = cute.arch.shuffle_sync(token_id, index % WARP)
@@ -150,7 +151,7 @@ class GatedEpilogueOps:
                 self._store_codes(numbers, token, at, terms.global_scale, outputs)
             else:
                 self._store(pack(numbers, DSL_DTYPES[self.epilogue.out]), token, at, outputs.y)
-        # Synchronise, because the next work tile's results overwrite the results of this work tile.
+        # Synchronise before the next work tile's results overwrite ``values``.
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
 
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
@@ -158,7 +159,7 @@ class GatedEpilogueOps:
         return cute.make_tensor(at, cute.make_layout(count))
 
     def _store(self, words: list, token, column, y) -> None:
-        """Store words of 16-bit values, or of codes; ``column`` is the first column, in elements of ``y``."""
+        """Store words of 16-bit values or of codes in ``y``, from element ``column`` of the token's row on."""
         size = 4 * len(words) // (y.element_type.width // 8)
         to = y.iterator + cute.assume(Int64(token) * y.shape[1] + column, divby=size)
         store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))
@@ -175,10 +176,12 @@ class GatedEpilogueOps:
 
     @cute.jit
     def clear_padding(self, outputs, m, thread, threads):
-        """Zero the padding of the scales, with ``threads`` threads; ``thread`` is the index of this thread."""
+        """Zero the padding of the scales, with ``threads`` threads. ``thread`` is the index of this thread among
+        them."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
-        # Walk over the words of the last tiles in memory order, and clear the words of rows that do not exist.
+        # Clear the scales of missing rows. Go through the words of the last row of tiles in memory order, so that
+        # stores coalesce.
         rows = layout.tile_rows
         existing = m % rows
         words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)
@@ -188,7 +191,8 @@ class GatedEpilogueOps:
             if row >= existing:
                 at = self._scale_at(m - existing + row, i // rows * 4, outputs, divby=4)
                 store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
-        # An expert's number of columns is a multiple of two blocks.
+        # An expert's number of columns is a multiple of two blocks, so at most two blocks of a row's last tile are
+        # padding.
         if blocks % 4 != 0:
             for row in range(thread, m, threads):
                 for i in range_constexpr(2):
@@ -199,7 +203,7 @@ class GatedEpilogueOps:
         return outputs.y.shape[1] * 2 // self.epilogue.block
 
     def _scale_at(self, row, block, outputs, divby: int = 1) -> cute.Pointer:
-        """Return the address of a block's scale, as a byte."""
+        """Return the address of the scale of a block in row ``row``, as a pointer to bytes."""
         layout = self.epilogue.out_layout
         place = layout.row_offset(Uint64(row), self._blocks(outputs)) + Uint64(layout.block_offset(Uint32(block)))
         return cute.recast_ptr(outputs.scale.iterator, dtype=Uint8) + cute.assume(place, divby=divby)

@@ -1,4 +1,5 @@
-"""Device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM over experts with a gate. The package's docstring describes the roles and the data
+path."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,19 +36,19 @@ WARP = 32
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        m, n: rows of the activations, and rows of the weight.
+        m, n: number of rows of the activations, and number of rows of the weight.
         cta, num_ctas: index of the CTA among the CTAs of its token block, and number of these CTAs.
-        siblings: number of neighbouring CTAs whose n tiles share scale tiles.
+        siblings: number of neighbouring CTAs that compute n tiles with common scale tiles at the same time.
         block_index: index of the token block.
-        experts, width: number of experts, and number of columns of an expert in the result.
+        experts, width: number of experts, and number of an expert's columns in the result.
         routing: (M, E) float32, nonzero for routed pairs.
-        lists: lists of routed tokens, from the first kernel.
+        lists: lists of routed tokens, which the first kernel wrote.
         outputs: tensors of the epilogue.
         n_tiles: number of n tiles of an expert.
-        partial_sums: partial sums of CTAs, and flags; None without ``split_k``.
+        partial_sums: (partial sums of CTAs, flags), or None if ``split_k`` is 1.
         begin, end: range of parts of k that the CTA and its siblings compute, counted over all work tiles.
     """
 
@@ -70,16 +71,16 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory.
+    """Shared memory of a CTA.
 
     Attributes:
-        codes, scales: codes and scales of the weight in the stages; gate and up alternate.
+        codes, scales: codes and scales of the weight in the stages. Gate and up alternate.
         activations: activations in the stages.
         acc: accumulators of a work tile.
         values: results of a work tile.
         m_tiles: lists of m tiles.
-        pipeline: pipeline of all stages.
-        turns: mbarriers, one per consumer warp, which complete when the warp may add its accumulators.
+        pipeline: barriers of all stages.
+        turns: mbarriers, one per consumer warp. A warp's mbarrier completes when the warp may add its accumulators.
     """
 
     codes: cute.Pointer
@@ -93,7 +94,8 @@ class Smem:
 
 
 class WorkTile(NamedTuple):
-    """Unit of scheduling: an m tile, an n tile, and the CTA's parts of k, from ``k_begin`` up to ``k_end``."""
+    """Unit of scheduling: an m tile, an n tile, and the parts of k from ``k_begin`` to before ``k_end``, which this CTA
+    computes."""
 
     m_tile: Int32
     n_tile: Int32
@@ -102,12 +104,12 @@ class WorkTile(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """Thread of a consumer warp.
+    """A thread of a consumer warp.
 
     Attributes:
-        lane: index in the warp.
-        leads: 1 if the lane arrives at barriers for its warp, otherwise 0.
-        pipeline, n_warp: pipeline of the warp, and index among the warps that share the rows of an n tile.
+        lane: index of the thread in its warp.
+        leads: 1 if this lane arrives at barriers for its warp, otherwise 0.
+        pipeline, n_warp: pipeline of the warp, and index among the warps that divide the rows of an n tile.
         column: column of the lane in the n tile.
         is_last: True if the warp is the last of its chain and therefore runs the epilogue.
     """
@@ -121,7 +123,7 @@ class Consumer(NamedTuple):
 
 
 class FP4GatedExpertsKernel:
-    """The kernels of one ``Config``."""
+    """Kernels that list tokens and multiply, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -176,7 +178,7 @@ class FP4GatedExpertsKernel:
         num_blocks = cute.ceil_div(a.shape[0], c.token_block)
         experts = routing.shape[1]
         m = a.shape[0]
-        # The layout of the workspace matches ``Config.workspace_bytes``.
+        # ``Config.workspace_bytes`` computes the size of this layout.
         row_bytes = c.k_tiles * self.lister.token_bytes
         arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
         after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
@@ -216,7 +218,7 @@ class FP4GatedExpertsKernel:
         )
 
     def _weight_maps(self, b, b_scale) -> tuple:
-        """Return the tensor maps of the weight. The rows of all experts are contiguous."""
+        """Return TMA descriptors of the weight and its scales, which treat the rows of all experts as one matrix."""
         experts, half, rows = b.shape
         b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
         if self.config.operands.layout.is_linear:
@@ -229,14 +231,14 @@ class FP4GatedExpertsKernel:
 
     @cute.kernel
     def list_kernel(self, a, a_scale, routing, lists, partial_sums):
-        """List the tokens of a token block that are routed to an expert, rearrange the activations, and clear the
-        flags."""
+        """List the tokens of a token block that are routed to one expert, rearrange activations, and clear the flags of
+        the partial sums."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, block_index, list_cta = cute.arch.block_idx()
         experts, num_blocks, list_ctas = cute.arch.grid_dim()
         m = a.shape[0]
-        # The next kernel may start to read weights and the routing.
+        # Let the next kernel start early: until its own wait it reads only weights and the routing.
         pdl_start(c.pdl)
         thread = ((list_cta * num_blocks + block_index) * experts + expert) * c.lists.threads + tid
         threads = experts * num_blocks * list_ctas * c.lists.threads
@@ -252,11 +254,11 @@ class FP4GatedExpertsKernel:
             self.activations.store_row(words, piece, self._row_at(lists.activations, token, k_tile))
         if const_expr(not c.scans):
             first_token = block_index * c.token_block
-            # Several CTAs of an expert store the same list.
+            # If an expert has several CTAs, they all write the same list. This is harmless.
             self.lister.list_tokens(routing, lists, block_index, expert, experts, m, lambda token: first_token + token)
 
     def _row_at(self, arranged, token, k_tile) -> cute.Pointer:
-        """Return the address of a k tile of a token in the workspace."""
+        """Return the workspace address of a token's rearranged activations in one k tile."""
         at = Int64(token) * self.config.k_tiles + k_tile
         return arranged.iterator + cute.assume(at * self.lister.token_bytes, divby=self.lister.token_bytes)
 
@@ -291,15 +293,16 @@ class FP4GatedExpertsKernel:
         )
         smem = self._allocate()
         if tid == 0:
-            # A stage is full after three arrivals: for the gate's weight, for up's weight, and for the activations.
+            # A stage is full after three arrivals: one for the weight of gate, one for the weight of up, and one for
+            # the activations.
             smem.pipeline.init(full=3, empty=c.n_warps)
             for i in range_constexpr(CONSUMER_WARPS):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
                 if const_expr(c.pipelines > 1 and i % c.pipelines == 0):
-                    # The first warp of a chain does not wait for its first turn.
+                    # The first warp of a chain must not wait for its first turn.
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
-        # Clear the activations: an m tile with few tokens overwrites only some rows of them.
+        # Zero the activations: an m tile with few tokens fills only some rows of a stage, but the MMAs read all rows.
         clear(smem.activations, c.stages * self.mma.activation_bytes, tid, c.threads)
         self.m_tiles.list_in_cta(
             routing,
@@ -314,8 +317,8 @@ class FP4GatedExpertsKernel:
             smem.m_tiles,
             waits=c.pdl and not c.scans,
         )
-        # If CTAs share a work tile, the CTA with the lower index computes the earlier parts of k, before its other
-        # work. Therefore a CTA waits only for CTAs with lower indices.
+        # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes them
+        # before its other work. Therefore a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -329,8 +332,8 @@ class FP4GatedExpertsKernel:
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-                # Clear padding while the first k tiles are in flight. This is safe, because the kernels before this
-                # op's first kernel have ended.
+                # Clear the padding while the first k tiles are in flight, without a wait. This is safe: only this
+                # kernel accesses the padding, and all kernels before this op's first kernel have ended.
                 _, num_blocks, _ = cute.arch.grid_dim()
                 threads, grid_cta = Int32(CONSUMER_WARPS * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
@@ -356,15 +359,15 @@ class FP4GatedExpertsKernel:
             turns=barriers + 2 * c.stages,
         )
 
-    # Pipeline p takes k tiles p, p + pipelines, ... of every work tile.
+    # Pipeline p multiplies k tiles p, p + pipelines, ... of every work tile.
 
     def _work_tiles(self, work) -> tuple:
-        """Return the range of indices of the CTA's work tiles, for ``_work_tile``."""
+        """Return the first and the end index of the CTA's work tiles, for ``_work_tile``."""
         split_k = self.config.split_k
         return work.begin // split_k, ptx.select(work.begin < work.end, (work.end + split_k - 1) // split_k, Int32(0))
 
     def _work_tile(self, index, work) -> WorkTile:
-        """Return a work tile by its index among the work tiles of the CTA and its siblings."""
+        """Return the work tile with index ``index`` among the work tiles of the CTA and its siblings."""
         split_k = self.config.split_k
         groups = work.n_tiles // work.siblings
         m_tile, n_tile = index // groups, index % groups * work.siblings + work.cta % work.siblings
@@ -375,17 +378,18 @@ class FP4GatedExpertsKernel:
         return WorkTile(m_tile, n_tile, first, last)
 
     def _k_tiles(self, first, last, pipeline) -> tuple:
-        """Return a pipeline's first k tile of the parts of k from ``first`` up to ``last``, and the end of the
-        range."""
+        """Return the first k tile that a pipeline multiplies in the parts of k from ``first`` to before ``last``, and
+        the end of these parts in k tiles."""
         c = self.config
         begin, end = (k_split * c.k_tiles // c.split_k for k_split in (first, last))
         return begin + (pipeline + c.k_tiles * c.pipelines - begin) % c.pipelines, end
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
-        """Run a producer warp: fill the stages of a pipeline.
+        """Run a producer warp, which fills the stages of one pipeline.
 
-        If the CTA scans the routing itself, the first k tiles of the weight are copied before the first kernel ends.
+        If the CTA scans the routing itself, this warp copies the first k tiles of the weight before the first kernel
+        ends.
         """
         c = self.config
         depth = c.stages // c.pipelines
@@ -405,7 +409,7 @@ class FP4GatedExpertsKernel:
                 ahead += 1
             cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
-        # Producers start with parity 1, so that unused stages count as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         issued, signalled, index = Int32(0), Int32(0), Int32(0)
         first_tile, end_tile = self._work_tiles(work)
@@ -418,8 +422,8 @@ class FP4GatedExpertsKernel:
             token = self._token_from_word(token_word, work, position, lane)
             own = None
             if const_expr(not c.by_warp):
-                # Four lanes share a token, so eight tokens are copied at a time. Clamp the index to a token that
-                # exists.
+                # Four lanes copy one token, so a warp copies eight tokens at a time. Replace the index of a missing
+                # token by an existing one.
                 own = [
                     cute.arch.shuffle_sync(token, cutlass.min(i * ATOM_M + lane // QUAD, tokens - 1))
                     for i in range(c.tile_m // ATOM_M)
@@ -429,8 +433,8 @@ class FP4GatedExpertsKernel:
                 if issued >= loaded:
                     empty = smem.pipeline.empty + (first + stage)
                     if const_expr(not c.by_warp):
-                        # If no stage is empty, use the time: wait for the copies that have been started, and signal
-                        # that they have arrived.
+                        # If no stage is empty, use the time: wait for all copies that have started, and signal their
+                        # arrival.
                         if (issued > signalled) & ~ptx.has_passed(empty, parity):
                             self._signal_activations(first, issued - signalled, 0, stage, lane, smem)
                             signalled = issued
@@ -468,21 +472,23 @@ class FP4GatedExpertsKernel:
     def _signal_activations(self, first, started, keep: cutlass.Constexpr[int], stage, lane, smem):
         """Wait for the activations of ``started`` k tiles, except the last ``keep``, and arrive at their full barriers.
 
-        ``stage`` is the stage after the stage of the last k tile. The pipeline's stages begin at ``first``.
+        The pipeline's stages begin at stage ``first``. ``stage`` is the index, in the pipeline, of the stage after the
+        last started k tile.
         """
         c = self.config
         depth = c.stages // c.pipelines
         cute.arch.cp_async_wait_group(keep)
-        # Each lane has waited for its own copies; wgmma reads the copies of all lanes.
+        # Each lane has waited only for its own copies. Fence and synchronise the warp, because wgmma reads the copies
+        # of all lanes.
         fence_async()
         cute.arch.sync_warp()
         for i in range(started - keep, unroll=1):
             smem.pipeline.arrive_full(first + (stage + depth - started + i) % depth, Uint32(lane == 0))
 
     def _load_token_word(self, work, expert, position, lane, exists) -> Uint32:
-        """Load the word that identifies the row of an m tile's ``lane``-th token, for ``_token_from_word``.
+        """Load the word from which ``_token_from_word`` computes the row of an m tile's ``lane``-th token.
 
-        The m tile begins at ``position`` of the expert's tokens.
+        ``position`` is the index of the m tile's first token among the expert's tokens.
         """
         if self.config.scans:
             row = work.block_index * self.config.token_block + lane
@@ -494,12 +500,14 @@ class FP4GatedExpertsKernel:
         return ptx.load_if(words, exists, 1)[0]
 
     def _token_from_word(self, token_word, work, position, lane) -> Int32:
-        """Compute the row of an m tile's ``lane``-th token from the words that the warp's lanes loaded. The row is
-        undefined if the token does not exist."""
+        """Return the row of an m tile's ``lane``-th token, computed from the words that the lanes of the warp loaded.
+
+        The row is undefined if the token does not exist.
+        """
         if not self.config.scans:
             return Int32(token_word)
-        # Bit i is set if the token block's i-th token is routed to the expert. Find the set bit that has ``remaining``
-        # set bits below it.
+        # Bit i is set if token i of the token block is routed to the expert. Find the set bit with ``remaining`` set
+        # bits below it.
         routed = Uint32(cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(token_word))))
         remaining, token = position + lane, Int32(0)
         for step in (16, 8, 4, 2, 1):
@@ -510,7 +518,7 @@ class FP4GatedExpertsKernel:
         return work.block_index * self.config.token_block + token
 
     def _load_weight(self, index, work_tile, k_tile, stage, weight, work, smem) -> None:
-        """Start the copies of a k tile of the weight."""
+        """Start the copies of the weight's codes and scales for one k tile, of gate and of up."""
         c = self.config
         expert = smem.m_tiles.experts[index]
         blocks = Int32(c.k // c.operands.fmt.block_size)
@@ -520,8 +528,8 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _consume(self, warp, tid, work, smem):
-        """Run a consumer warp: compute 8 rows of gate and 8 rows of up of every work tile, over the k tiles of a
-        pipeline."""
+        """Run a consumer warp, which computes 8 rows of gate and 8 rows of up of every work tile, over its pipeline's k
+        tiles."""
         c = self.config
         if const_expr(c.pdl and c.scans):
             cute.arch.griddepcontrol_wait()
@@ -568,8 +576,8 @@ class FP4GatedExpertsKernel:
                     warpgroup.wait_group(0)
                     smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
-                    # Wait for the previous warp of the chain: it computes the previous k tiles, the previous part of k,
-                    # or the previous work tile.
+                    # Wait for the previous warp of the chain: it adds the previous k tiles, the previous part of k, or
+                    # the previous work tile.
                     ptx.wait(turn_chain + pipeline, turn)
                     turn ^= 1
                 self._reduce(acc, previous_acc, k_split, work_tile, consumer, work, smem)
@@ -586,13 +594,13 @@ class FP4GatedExpertsKernel:
     def _multiply_k_tile(
         self, start, k_tile, stage, previous_stage, adds, expert, first_column, acc, consumer, work, smem
     ) -> None:
-        """Add a k tile to the accumulator, or overwrite the accumulator if not ``adds``, and release
-        ``previous_stage``."""
+        """Multiply a k tile and release ``previous_stage``. The products are added to ``acc`` if ``adds``, else they
+        overwrite it."""
         c = self.config
         is_linear, column = c.operands.layout.is_linear, consumer.column
         rows = []
         for half in range(2):
-            # A scale tile spans the rows of several n tiles.
+            # A scale tile spans the rows of several n tiles, so this n tile may begin inside it.
             inside = ((expert * 2 + half) * work.width + first_column) % SCALE_TILE_ROWS
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 
@@ -604,7 +612,7 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _reduce(self, acc, previous_acc, k_split, work_tile, consumer, work, smem):
-        """Add the accumulators of earlier pipelines and of earlier parts of k, and leave the sum for the next warp or
+        """Add the accumulators of earlier pipelines and of earlier parts of k, and pass the sum to the next warp or
         CTA.
 
         If no warp or CTA follows, the sum stays in registers. With one pipeline, ``previous_acc`` holds the sum over
@@ -639,26 +647,27 @@ class FP4GatedExpertsKernel:
                     ptx.store_release(flag, Uint32(1))
 
     def _partial_sums_of(self, cta, consumer, work) -> tuple[cute.Pointer, cute.Pointer]:
-        """Return the address of a CTA's partial sums, and the flag for the consumer's rows."""
+        """Return the address of a CTA's partial sums in the workspace, and the address of the flag for the consumer's
+        rows."""
         sums, flags = work.partial_sums
         index = work.block_index * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=16)
         return at, flags.iterator + (index * self.config.n_warps + consumer.n_warp)
 
     def _acc_words(self, acc_at, group: int, consumer) -> cute.Tensor:
-        """Return a lane's accumulators of eight tokens in a buffer of accumulators."""
+        """Return the four words of a buffer of accumulators that belong to this lane in a group of eight tokens."""
         at = ((consumer.n_warp * (self.config.tile_m // 8) + group) * WARP + consumer.lane) * 16
         words = cute.recast_ptr(acc_at + cute.assume(at, divby=16), dtype=Uint32)
         return cute.make_tensor(words, cute.make_layout(4))
 
     def _add_acc(self, acc, acc_at, consumer) -> None:
-        """Add a lane's accumulators in the buffer at ``acc_at`` to ``acc``."""
+        """Add this lane's accumulators from the buffer at ``acc_at`` to ``acc``."""
         for group in range(self.config.tile_m // 8):
             for i, word in enumerate(load_words(self._acc_words(acc_at, group, consumer))):
                 acc[4 * group + i] = ptx.add_rn(ptx.float_of(word), acc[4 * group + i])
 
     def _store_acc(self, acc, acc_at, consumer) -> None:
-        """Store a lane's accumulators to the buffer at ``acc_at``."""
+        """Store this lane's accumulators in the buffer at ``acc_at``."""
         for group in range(self.config.tile_m // 8):
             words = [ptx.bits_of(acc[4 * group + i]) for i in range(4)]
             store_words(words, self._acc_words(acc_at, group, consumer))

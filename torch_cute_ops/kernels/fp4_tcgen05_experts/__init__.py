@@ -1,28 +1,28 @@
 """Second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
-``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. The activations are
-on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor per expert.
-``tile_n`` rows of the weight are on the N side. With few tokens, the rows without a token are filled with zeros, which
-costs no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
+``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, with two FP4 operands. The activations
+are on the M side of the MMAs: a lane of tensor memory is a token, so that each epilogue thread needs one factor per
+expert. ``tile_n`` rows of the weight are on the N side. If there are few tokens, rows without a token are filled with
+zeros, which costs no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
 
 A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
 experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in order, with
-all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result
-of a work tile does not depend on the CTA that computes it.
+all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result of a
+work tile does not depend on the CTA that computes it.
 
 Roles:
 
-1. The producer warp fills stages: codes of both operands by tensor maps, and scale tiles by bulk copies. The last k
-    tile of an expert is cut off at the end of the expert's k.
-2. Linear scales are rearranged into 128x4 tiles by four scale-loader warps. Each warp handles every fourth k tile.
+1. The producer warp fills stages. It copies codes of both operands by TMA, and scale tiles by bulk copies. The last k
+   tile of an expert ends at the end of the expert's k.
+2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
-   ``fp4_tcgen05``. Each expert starts one of two accumulators from zero. The expert's last commit signals that the
-   accumulator is complete.
+   ``fp4_tcgen05``. For each expert, it starts one of two accumulators from zero. The expert's last commit signals that
+   the accumulator is complete.
 4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's
-   bias, multiplies by the token's factor, and adds the products to sums in registers, all in fp32. A factor of zero
-   adds nothing, whatever the accumulator holds. A warp without a routed token does not load the accumulator. Each warp
-   loads the bias in advance and shares it among its lanes through shared memory. At the end of a work tile, the warps
-   store the sums as the result, or, with several classes, as partial sums in the workspace.
+   bias, multiplies by the token's factor, and adds the products to sums in registers, all in fp32. If the factor is
+   zero, nothing is added, even if the accumulator holds NaN. A warp without a routed token does not load the
+   accumulator. Each warp loads the bias in advance and shares it among its lanes through shared memory. At the end of a
+   work tile, the warps store the sums as the result, or, with several classes, as partial sums in the workspace.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -30,9 +30,9 @@ Roles:
 | scales_empty | scales in tensor memory | MMA thread | MMA thread | - | 1 | 2 |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-With several classes of experts, a second kernel adds up the partial sums, in the order of the classes. If ``routed``, a
-first kernel writes one bit per m tile and expert, set if some token of the m tile is routed to the expert. All roles
-skip experts whose bit is zero, so the weights of these experts are not read.
+With several classes of experts, another kernel runs last and adds up the partial sums, in the order of the classes. If
+``routed``, another kernel runs first. It writes one bit per m tile and expert, which is set if some token of the m tile
+is routed to the expert. All roles skip experts whose bit is zero, so the weights of these experts are not read.
 
 A token's result depends only on the tactic and on the token's rows of ``a`` and ``alpha``, not on the number of SMs.
 
@@ -40,8 +40,8 @@ A scale tile holds four blocks. If an expert's width is an odd multiple of 64 an
 second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the
 second half of the first scale tile.
 
-Bytes moved: the weight once per m tile (from L2 for tiles that run together); a token's activations once per
-n tile, from L2; ``alpha`` once per n tile, and once more if routed; with several classes, four bytes written and
+Bytes moved: the weight once per m tile (from L2 for m tiles that run at the same time); a token's activations once per
+n tile, from L2; ``alpha`` once per n tile, and once more if ``routed``; with several classes, four bytes written and
 read per class and element of the result.
 """
 

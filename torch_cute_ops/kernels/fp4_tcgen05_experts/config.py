@@ -19,53 +19,53 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime.arch import Arch
 
 TILES_N: Final = (32, 64, 128)
-"""Supported ``tile_n``: rows of the weight of a tile."""
+"""Supported ``tile_n``, the number of weight rows of a tile."""
 CLASSES: Final = (1, 2, 3, 5, 8)
 """Supported numbers of classes of experts. An expert's class is its index modulo the number of classes."""
 ACCUMULATORS: Final = 2
-"""Number of accumulators in tensor memory: one is added to the sums while the MMAs compute the other."""
+"""Number of accumulators in tensor memory. The epilogue reads one while the MMAs compute the other."""
 COLUMNS_PER_LOAD: Final = 32
-"""Columns of tensor memory that a thread loads at once."""
+"""Number of columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}
-"""Largest ``tile_n`` with linear scales, keyed by whether a bias is added. With the scale-loader warps in the CTA,
-the sums of wider tiles spill."""
+"""Largest ``tile_n`` with linear scales, keyed by whether a bias is added. In wider tiles, the epilogue's sums would
+spill, because the CTA then also contains scale-loader warps."""
 STORE_COLUMNS: Final = 8
-"""Columns of the result that a thread stores at once."""
+"""Number of columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32
-"""Number of experts of a class whose bits share a word."""
+"""Number of experts whose bits share a word. All belong to the same class."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
-    ``Config.expert_k`` elements of k each, in blocks of B. K is the number of elements of all experts. N is a multiple
-    of 8, and with linear scales K is a multiple of 4 B.
+    ``Config.expert_k`` elements of k each, in blocks of B. K is the number of elements of a row, for all experts. N is
+    a multiple of 8, and with linear scales K is a multiple of 4 B.
 
     Attributes:
-        a: (M, K/2) uint8 codes.
-        a_scale: (M, K/B), or tiles (``ScaleLayout.shape``).
-        b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
-        b_scale: scales of the weight's rows, like ``a_scale``.
-        alpha: (M, E) float32, any strides; an expert with factor zero adds nothing.
-        bias: (E, N), added to an expert's accumulator before it is multiplied by the factor; or None.
+        a: (M, K/2) uint8 FP4 codes.
+        a_scale: block scales of ``a``: (M, K/B) if linear, the shape ``ScaleLayout.shape`` if tiled.
+        b: (K/2, N) uint8 FP4 codes, the transposed view of a row-major (N, K/2) weight.
+        b_scale: block scales of the weight's rows, in the same layout as ``a_scale``.
+        alpha: (M, E) float32 factors, any strides. An expert whose factor is zero adds nothing to a token.
+        bias: (E, N), or None. It is added to an expert's accumulator before the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
-        workspace: ``Config.workspace_bytes`` uint8, written; or None for a size of 0.
-        num_ctas: int32, number of CTAs that share all work tiles: the number of SMs.
+        workspace: ``Config.workspace_bytes`` uint8, written, or None for a size of 0.
+        num_ctas: int32, number of persistent CTAs: the number of SMs.
     """
 
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of a kernel. M, N and the number of experts are not static.
+    """Static properties of a kernel. M, N and the number of experts are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
         out_dtype: dtype of the result.
-        expert_k: elements of k of an expert.
-        tile_n: rows of the weight of a tile.
-        classes: number of classes of experts by which work is divided.
-        routed: True if experts without a token of the m tile are skipped.
+        expert_k: number of elements along K of an expert.
+        tile_n: number of weight rows of a tile.
+        classes: number of classes of experts among which work is divided.
+        routed: True if experts to which no token of the m tile is routed are skipped.
         stages: number of stages.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
         bias_dtype: dtype of the experts' biases, or None without biases.
     """
 
@@ -93,7 +93,7 @@ class Config(BlockScaledConfig):
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of shared memory for an expert's bias, float32, of all epilogue warps."""
+        """Bytes of shared memory in which the epilogue warps store an expert's bias in float32, one copy per warp."""
         return 0 if self.bias_dtype is None else 4 * self.tile_n * EPILOGUE_WARPS
 
     @property
@@ -102,17 +102,17 @@ class Config(BlockScaledConfig):
 
     @property
     def has_partial_sums(self) -> bool:
-        """True if a result is the sum of several work tiles, which another kernel adds up."""
+        """True if a result is the sum over several classes, whose partial sums another kernel adds up."""
         return self.classes > 1
 
     @property
     def has_workspace(self) -> bool:
-        """True if a workspace is needed, for partial sums or for the bits of experts."""
+        """True if a call needs a workspace: for partial sums, or for the bits of experts."""
         return self.has_partial_sums or self.routed
 
     def workspace_bytes(self, m: int, n: int, experts: int) -> int:
-        """Return the bytes of workspace: partial sums of all work tiles and, if routed, the bits of experts of each
-        m tile."""
+        """Return the size of the workspace in bytes: partial sums of all work tiles and, if ``routed``, one bit per m
+        tile and expert."""
         m_tiles = -(-m // MMA_M)
         partial_sums = 4 * m_tiles * min(m, MMA_M) * -(-n // self.tile_n) * self.tile_n * self.classes
         words = -(-experts // (self.classes * EXPERTS_PER_WORD))
@@ -158,7 +158,8 @@ def plan(
     pdl: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
     return with_most_stages(
         lambda stages: Config(fmt, layout, out_dtype, expert_k, tile_n, classes, routed, stages, pdl, bias_dtype),
         arch,

@@ -1,4 +1,5 @@
-"""Device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM over experts by tcgen05. The package's docstring describes the roles and the data
+path."""
 
 from typing import NamedTuple
 
@@ -31,16 +32,16 @@ from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
 )
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-REDUCE_THREADS = 256  # threads of a CTA that adds up partial sums
+REDUCE_THREADS = 256  # number of threads of a CTA that adds up partial sums
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        m, n: rows and columns of the result.
-        num_mmas: number of MMAs of an expert. It is a run-time value because ptxas crashed on a constant.
-        experts, words: number of experts, and number of words with the bits of a class.
+        m, n: numbers of rows and columns of the result.
+        num_mmas: number of MMAs of an expert. It is a run-time value, because ptxas crashed if it was a constant.
+        experts, words: number of experts, and number of words that hold the bits of one class's experts.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
         first, pitch: index of the CTA's first work tile, and distance to its next work tile.
@@ -48,9 +49,9 @@ class Work(NamedTuple):
         alpha: factors (M, E).
         bias: biases (E, N), or None.
         out: result.
-        touched: words of bits, one bit per expert, set if a token of the m tile is routed to the expert; or None if all
-            experts are computed.
-        partial_sums: partial sums of all work tiles, or None if the sums of a work tile are the result.
+        touched: words of bits, one bit per m tile and expert, set if a token of the m tile is routed to the expert.
+            None if all experts are computed.
+        partial_sums: partial sums of all work tiles, or None if a work tile's sums are the result.
     """
 
     m: Int32
@@ -81,7 +82,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
-    """The kernels of one ``Config``."""
+    """Kernels of one ``Config``: find the experts to compute, multiply, and add up partial sums."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -107,7 +108,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         m_tiles, n_tiles = cute.ceil_div(m, MMA_M), cute.ceil_div(n, c.tile_n)
         num_work_tiles = m_tiles * n_tiles * c.classes
         words = cute.ceil_div(experts, c.classes * EXPERTS_PER_WORD)
-        # The layout of the workspace matches ``Config.workspace_bytes``.
+        # ``Config.workspace_bytes`` computes the size of this layout.
         partial_sums = touched = None
         if const_expr(c.has_partial_sums):
             size = Int64(num_work_tiles) * cutlass.min(m, MMA_M) * c.tile_n
@@ -124,7 +125,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         num_ctas = cutlass.min(num_work_tiles, cutlass.max(num_ctas, Int32(1)))
         if const_expr(c.routed):
-            # If the number of CTAs is 0, this launch fails and ends the call.
+            # If tensors overlap, the number of CTAs is 0. This launch then fails, and so the call raises before it
+            # launches the GEMM.
             words_of_tile = ctas_unless_overlapping(words * c.classes, written, read)
             self.touch_kernel(alpha, touched, m).launch(
                 grid=[words_of_tile, m_tiles, 1], block=[MMA_M, 1, 1], stream=stream, use_pdl=c.pdl
@@ -148,7 +150,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             )
 
     def _by_expert(self, codes: cute.Tensor, experts) -> cute.Tensor:
-        """Return codes of rows as (rows, bytes of an expert, experts)."""
+        """Return FP4 codes (rows, bytes) as (rows, bytes of an expert, experts)."""
         line = cute.assume(codes.shape[1] // experts, divby=MMA_K // 2)
         layout = cute.make_layout((codes.shape[0], line, experts), stride=(codes.stride[0], 1, line))
         return cute.make_tensor(codes.iterator, layout)
@@ -157,8 +159,9 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.kernel
     def touch_kernel(self, alpha, touched, m):
-        """Set the bits of the experts to which a token of an m tile is routed. A CTA writes one word of an m tile. A
-        lane handles one expert, and a warp handles 32 tokens.
+        """Set the bit of each expert to which a token of an m tile is routed.
+
+        A CTA writes one word of an m tile. A lane handles one expert, and a warp handles 32 tokens.
         """
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -167,7 +170,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
-        # In memory, the words of a class are contiguous.
+        # In memory, all words of a class are contiguous. Word w, bit b of a class is its expert number 32 w + b.
         words = words_of_tile // c.classes
         expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
         first = m_tile * MMA_M + tid // WARP * WARP
@@ -186,7 +189,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             touched[m_tile * words_of_tile + word] = every
 
     def _factor_bits(self, token, expert, exists, alpha) -> Uint32:
-        """Return a token's factor for an expert, as bits; zero unless it ``exists``."""
+        """Return the bits of a token's factor for an expert, or zero if not ``exists``."""
         offset = Int64(token) * alpha.stride[0] + Int64(expert) * alpha.stride[1]
         return ptx.load_if(alpha.iterator + offset, exists, 1)[0]
 
@@ -222,12 +225,13 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             partial_sums=partial_sums,
         )
         _, tmem = self._run_roles(tid, (a_map, b_map), work)
-        # All loads of tensor memory have ended.
+        # Wait until all loads from tensor memory have ended.
         self._sync()
         self._free_tmem(tid, tmem)
 
     def _work_tile(self, number, work) -> WorkTile:
-        """Return a work tile. M tiles run together and share the weight in L2.
+        """Return the work tile with index ``number``. The m tiles of an n tile run at the same time and share the
+        weight in L2.
 
         The class is the slowest index, so that a CTA computes work tiles of several classes. This balances the work,
         because the number of routed tokens differs between classes.
@@ -236,7 +240,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         return WorkTile(tile % work.m_tiles, tile // work.m_tiles, number // work.tiles)
 
     def _bits(self, work_tile: WorkTile, word, work) -> Uint32:
-        """Return a word of bits, lowest expert first; a bit is set if the expert is computed."""
+        """Return a word of bits, the lowest expert in the lowest bit. A bit is set if the expert must be computed."""
         if self.config.routed:
             return work.touched[(work_tile.m_tile * self.config.classes + work_tile.class_) * work.words + word]
         count = (
@@ -245,23 +249,23 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         return ptx.select(count >= EXPERTS_PER_WORD, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(count)) - 1)
 
     def _expert(self, bits, word, work_tile: WorkTile) -> Int32:
-        """Return the first expert of ``bits``."""
+        """Return the index of the expert that belongs to the lowest set bit of ``bits``."""
         return (
             word * EXPERTS_PER_WORD + Int32(cute.arch.popc(~bits & (bits - 1)))
         ) * self.config.classes + work_tile.class_
 
     def _first_scale_tile(self, expert, k_tile):
-        """Return the scale tile in which a k tile begins."""
+        """Return the index along K of the scale tile in which a k tile begins."""
         return (expert * self.config.expert_k + k_tile * K_TILE) // self.stage.scale_tile_k
 
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp: fill the stages."""
+        """Run the producer warp, which fills the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
-        # Producers start with parity 1, so that unused stages count as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         number = work.first
         while number < work.num_work_tiles:
@@ -286,7 +290,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, work_tile, expert, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales, if they are tiled."""
+        """Start the copies of a stage's scales if they are tiled, and make the stage's barrier expect the stage's
+        bytes."""
         c, stage = self.config, self.stage
         first = self._first_scale_tile(expert, k_tile)
         end = expert * c.expert_k + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.expert_k))
@@ -297,7 +302,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _load_linear_scales(self, thread, work, smem):
-        """Write linear scales to every fourth stage, as a scale-loader warp."""
+        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         blocks = work.experts * (c.expert_k // c.fmt.block_size)
@@ -338,8 +343,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 while bits != 0:
                     phase = None
                     if const_expr(self.stage.spread):
-                        # If expert_k is an odd multiple of half a scale tile, odd experts begin with a tile's second
-                        # half.
+                        # ``expert_k`` is an odd multiple of half a scale tile, so odd experts begin with the second
+                        # half of a scale tile.
                         phase = self._expert(bits, word, work_tile) % 2
                     smem.acc_pipeline.wait_empty(accumulator, empty_parity)
                     acc = tmem + Uint32(accumulator * c.tile_n)
@@ -355,7 +360,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: for each work tile, add up the products of all experts, and store the sums."""
+        """Run an epilogue warp: for each work tile, add up the products of all its experts, and store the sums."""
         c = self.config
         acc = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         accumulator, parity = Int32(0), Int32(0)
@@ -397,7 +402,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             number += work.pitch
 
     def _load_bias(self, expert, work_tile, tid, work) -> list:
-        """Load the bias of every 32nd column of a work tile, while the accumulator is computed."""
+        """Load an expert's bias for every 32nd column of a work tile, while the MMAs compute the accumulator."""
         column = work_tile.n_tile * self.config.tile_n + tid % WARP
         return [
             load_terms(work.bias, expert, column, i, 1, column + i < work.n)[0]
@@ -405,7 +410,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         ]
 
     def _broadcast_bias(self, biases: list, tid, smem) -> None:
-        """Make the bias of all columns available to all lanes of the warp. All lanes must have read the previous
+        """Store an expert's bias in shared memory for all lanes of the warp. All lanes must have read the previous
         expert's bias."""
         for i, bias in enumerate(biases):
             at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
@@ -413,19 +418,19 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         cute.arch.sync_warp()
 
     def _add_bias(self, sums: list, column: int, tid, smem) -> list:
-        """Return four columns of an accumulator plus the bias."""
+        """Return four neighbouring elements of ``sums`` plus the bias of their columns."""
         words = load_words(cute.make_tensor(self._bias_at(column, tid, smem, 16), cute.make_layout(4)))
         return [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(sums, words, strict=True)]
 
     def _bias_at(self, column, tid, smem, align: int) -> cute.Pointer:
-        """Return the address of the warp's bias of a column in shared memory."""
+        """Return the address of a column's bias in this warp's shared memory."""
         after = (tid // WARP * self.config.tile_n + column) * 4
         start = smem.stages + (self.config.smem_bytes - self.config.bias_bytes)
         return cute.recast_ptr(start + cute.assume(after, divby=align), dtype=Uint32)
 
     @cute.jit
     def _store_result(self, acc, number, work_tile, tid, work):
-        """Store a token's sums of a work tile: as the result, or as partial sums for ``reduce_kernel``."""
+        """Store a token's sums of a work tile: as the result, or as partial sums that ``reduce_kernel`` adds up."""
         c = self.config
         token, row = work_tile.m_tile * MMA_M + tid, work_tile.n_tile * c.tile_n
         for column_group in range_constexpr(c.tile_n // STORE_COLUMNS):
@@ -441,7 +446,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 ptx.store_if(at + i * len(values) // len(words), words[i : i + 4], exists)
 
     def _partial_sum_at(self, partial_sums, number, row, column_group, m) -> cute.Pointer:
-        """Return the address of a work tile's partial sums of ``STORE_COLUMNS`` columns of a token.
+        """Return the address of ``STORE_COLUMNS`` neighbouring partial sums of a token in a work tile.
 
         Adjacent tokens are adjacent in memory, so that the stores of a warp coalesce.
         """
@@ -451,8 +456,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.kernel
     def reduce_kernel(self, out, partial_sums):
-        """Add up the partial sums of all classes, in order, and store the result. A thread adds ``STORE_COLUMNS``
-        columns."""
+        """Add up the partial sums of all classes, in the order of the classes, and store the result. A thread adds up
+        ``STORE_COLUMNS`` columns."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
