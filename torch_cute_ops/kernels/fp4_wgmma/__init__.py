@@ -11,13 +11,13 @@ Roles
 A CTA consists of a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by
 ``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k, which is a cache line of 128 bytes
 of codes per row. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
-``mma.sync``, each warp multiplies 16 rows of ``b`` by itself. If the schedulers of an SM would then run unequal numbers
-of warps, the last group of 16 rows is given to four warps on different schedulers, or each of the last two groups to
-two warps. These warps take turns at the k tiles.
+``mma.sync``, each warp multiplies 16 rows of ``b`` independently. The number of warps may then not be a multiple of the
+SM's four schedulers. In this case, the last group of 16 rows is given to four warps on different schedulers, or each of
+the last two groups to two warps. These warps take turns at the k tiles, so that all schedulers do the same work.
 
 If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode FP4 activations, and write
 them rearranged into the stages. The GEMM then takes one launch and no workspace. For up to 8 tokens, three decoder
-warps take turns at the k tiles; for 16 tokens, three pairs of warps take turns; for 32 tokens, four warps divide each k
+warps take turns at the k tiles. For 16 tokens, three pairs of warps take turns. For 32 tokens, four warps divide each k
 tile. With 16-bit activations of up to eight tokens, all consumers together rearrange the first k tiles. 16-bit
 activations may be gated at the same time: the warps read gate and up, and round ``silu(gate) · up``.
 
@@ -34,39 +34,41 @@ Data path
 1. The producer fills both pipelines. The codes of a k tile are one TMA box with the 128-byte swizzle. A stage of
    activations is a k tile, or one or two of its four slices. After ``activation_tiles``, the producer starts to copy
    the weight while that kernel still runs (programmatic dependent launch). This is safe because ``activation_tiles``
-   waited for all kernels before it, so the weight is complete. Without that kernel, the producer waits for the previous
-   kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to one k
-   tile if the speed is limited by decoding. After its last copy, the producer may prefetch a matrix into L2, such as
-   the weight of the next GEMM.
+   waited for all kernels before it, so the weight is complete. Without ``activation_tiles``, the producer waits for the
+   previous kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to
+   one k tile if the speed is limited by decoding. After its last copy, the producer may prefetch a matrix into L2, such
+   as the weight of the next GEMM.
 2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
-   once: 64 elements per row, with the scales. A lane decodes eight codes of both rows (two k16 steps), starts the MMAs
-   of these codes, meanwhile decodes the next eight codes, and then waits for the MMAs. A warp releases a stage of
-   activations when the MMAs that read it are complete. It releases a stage of codes when all loads of the warp from the
-   stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA is a scale block, and
-   scales multiply block sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple of 64, FP8 MMAs of a
-   warpgroup compute the tile (``mma.CodeMma``).
-3. k is split in one of two ways. With stream-K, ``num_ctas`` persistent CTAs share an m tile. The iterations of an m
-   tile are the k tiles of all n tiles. Each CTA takes an equal, contiguous range of iterations. If a range ends inside
-   an n tile, the CTA writes its partial sums to memory, and the CTA with the n tile's last k tile adds them up in the
-   order of k. A CTA first computes the partial sums that another CTA needs, so waits are rare and short. A CTA waits
-   only for CTAs with lower indices, which started earlier. Every CTA must have at least one iteration, because another
-   CTA waits for its partial sums. With a cluster of ``split_k`` CTAs, each CTA takes an equal range of the k tiles of
-   one n tile. The CTAs reduce partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other
-   CTAs send their partial sums (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers
-   of the cluster. A row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or
-   ``split_k``), not on M or on other rows.
-4. With experts over k, in equal ranges, a thread holds two sets of accumulators. At the end of an expert's range, or of
-   the work tile, the accumulators are multiplied in fp32 by the tokens' factors for the expert. The products are added
-   to the total in the order of the experts. The factors are copied with the last activations of a k tile. Factors of
-   zero add nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for sparse routings.
+   once: 64 elements per row, with the scales. A lane decodes eight codes of both rows (for two MMAs with K = 16) and
+   starts the MMAs of these codes. While they run, it decodes the next eight codes, and then waits for the MMAs. A warp
+   releases a stage of activations when the MMAs that read it are complete. It releases a stage of codes when all loads
+   of the warp from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA
+   is a scale block, and scales multiply block sums instead of codes. If the row is in FP4 and ``tile_n`` is a multiple
+   of 64, FP8 MMAs of a warpgroup compute the tile (``mma.CodeMma``).
+3. k is split in one of two ways, by stream-K or by clusters. With stream-K, ``num_ctas`` persistent CTAs share an m
+   tile. An *iteration* is one k tile of one n tile. Each CTA computes an equal, contiguous range of the m tile's
+   iterations. If a range ends inside an n tile, the CTA writes its partial sums to memory, and the CTA with the n
+   tile's last k tile adds them up in the order of k. A CTA first computes the partial sums that another CTA needs, so
+   waits are rare and short. A CTA waits only for CTAs with lower indices, which started earlier. Every CTA must have at
+   least one iteration, because another CTA may wait for its partial sums.
+   With a cluster of ``split_k`` CTAs, each CTA computes an equal range of the k tiles of one n tile. The CTAs reduce
+   partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
+   (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
+   result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
+   rows.
+4. With experts over k, all experts own equally many elements of k, and a thread holds two sets of accumulators. At the
+   end of an expert's range of k, or of the work tile, the accumulators are multiplied in fp32 by the tokens' factors
+   for the expert. The products are added to the total in the order of the experts. The factors are copied with the last
+   activations of a k tile. Factors of zero add nothing. All pairs of a token and an expert are multiplied. (If few
+   pairs are routed, ``kernels.fp4_experts`` computes only these.)
 5. The epilogue is applied to the accumulators, which are then transposed in registers, so that a store writes 16
    contiguous bytes.
 
 Modules: ``kernel`` launches and assigns the roles; ``load`` defines the CTA's work and fills the pipelines; ``mma``
 contains the consumers and their MMAs; ``epilogue`` turns accumulators into results.
 
-Bytes moved: ``b`` and its scales once per m tile (m tiles that run together read it from L2); ``a`` once per n tile,
-from L2; 8 bytes per partial sum in memory.
+Bytes moved: ``b`` and its scales once per m tile (from L2 for m tiles that run at the same time); ``a`` once per n
+tile, from L2; 8 bytes per partial sum in memory.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by wgmma: no device code."""
+"""Configuration of the FP4 GEMM by wgmma. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -28,61 +28,64 @@ from torch_cute_ops.kernels.common.fp4.layouts import (
 from torch_cute_ops.runtime.arch import Arch
 
 K_SLICES: Final = 4
-"""Slices of a k tile: 64 elements of k, 128 bytes of activations per token."""
+"""Number of slices of a k tile. A slice is 64 elements along K: 128 bytes of activations per token."""
 TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Largest number of consumer warpgroups, keyed by ``tile_m``. Registers for accumulators limit it."""
+"""Largest number of consumer warpgroups, keyed by ``tile_m``. More would need too many registers for accumulators."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""Possible values of ``tile_n``, keyed by ``tile_m``, if several exist: multiples of a warp's 16 columns for mma.sync,
-and of a warpgroup's 64 columns for wgmma."""
+"""Supported ``tile_n``, keyed by ``tile_m``, if there are several: multiples of a warp's 16 columns for mma.sync, and
+of a warpgroup's 64 columns for wgmma."""
 WARP_N: Final = 16
-"""Columns of the result that a warp computes: M of an ``mma.sync``, or a warp's part of a wgmma."""
+"""Number of columns of the result that a warp computes, with mma.sync or as its part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
-"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time; its warps take
+"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time. Its warps take
 turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the consumers
 multiply it."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
-"""Registers per thread of (consumers, other warps), keyed by the numbers of warpgroups of (consumers, other warps), if
-the CTAs rearrange the activations."""
+"""Registers per thread, for (consumers, other warps), if the CTAs rearrange the activations. The keys are the numbers
+of warpgroups of (consumers, other warps)."""
 BARRIER_BYTES: Final = 512
-"""Shared memory reserved for mbarriers."""
+"""Bytes of shared memory that are reserved for mbarriers."""
 K_TILE_BLOCKS: Final = K_TILE // 16
-"""NVFP4 blocks of a k tile."""
+"""Number of NVFP4 blocks of a row in a k tile."""
 ROW_BYTES: Final = K_TILE * 2
 """Bytes of a k tile of one row of activations in float16."""
 ROW_STAGE_BYTES: Final = 640
-"""Bytes of a stage of one row: a k tile and a float32 factor per block, rounded up to a multiple of 128."""
+"""Bytes of a stage of activations if a tile has one row: a k tile and a float32 factor per block, rounded up to a
+multiple of 128."""
 CODE_ATOMS: Final = 3
-"""Swizzle atoms of a stage of one row of codes: one operand for each half of the k tile, and the factors."""
+"""Number of swizzle atoms of a stage if a tile has one row of FP4 codes: one operand for each half of the k tile, and
+one atom for the factors."""
 ZEROS_AT: Final = -192
-"""Offset in bytes of 128 zeros from the stages of one row: half a line from them, to avoid bank conflicts."""
+"""Offset in bytes of 128 zeros, relative to the stages of activations of a one-row tile. The distance is not a multiple
+of 128, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""Bytes before the stages of one row, which contain the zeros."""
+"""Bytes before the stages of activations of a one-row tile, which contain the 128 zeros."""
 MAX_REARRANGED_M: Final = 32
-"""Largest ``tile_m`` that a CTA rearranges itself."""
+"""Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
 """Largest ``tile_m`` with which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
 model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
 MAX_QUANTISED_M: Final = 8
-"""Largest ``tile_m`` whose activations the CTAs quantise. Up to this size, the lanes that share a block are equally far
-apart in the consumers, which rearrange the first k tiles, and in the decoders."""
+"""Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this
+size, these lanes are equally far apart in decoders and in consumers (which rearrange the first k tiles)."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
 """Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
 activations. On an H200, copying one k tile ahead makes a decoder layer of an 8B model in W4A4 3.6, 1.3, 4.4 and 4 µs
 faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1 row, it would be 1.5 µs slower.
-With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would be 3 µs slower, because memory is the
-limit."""
+With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would be 3 µs slower, because memory
+bandwidth is the limit."""
 MAX_CLUSTER_M: Final = 128
-"""Largest ``tile_m`` of clusters: the accumulators, which they reduce, still fit in the shared memory of the codes."""
+"""Largest ``tile_m`` of clusters. Up to this size, the partial sums fit in the shared memory of the weight's codes."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
-"""CTAs of a cluster."""
+"""Supported ``split_k``, the number of CTAs of a cluster."""
 EXPERT_TILES_M: Final = (16, 32, 64, 128)
-"""Possible values of ``tile_m`` over experts. A thread then holds two sets of accumulators."""
+"""Supported ``tile_m`` with experts over k, where a thread holds two sets of accumulators."""
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the possible values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. For clusters,
-    also smaller values, with which more SMs get work."""
+    """Return the supported values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. For clusters,
+    smaller values exist too. They give more SMs work."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -92,23 +95,25 @@ def mma_n(tile_m: int) -> int:
 
 
 def rearranges(tile_m: int, split_k: int) -> bool:
-    """Return True if the CTAs of a cluster rearrange the activations themselves."""
+    """Return True if the CTAs rearrange the activations themselves, False if another kernel does."""
     return split_k > 0 and tile_m <= MAX_REARRANGED_M
 
 
 def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
-    """Return True if FP8 wgmma multiplies the codes of a tile without decoding them: for one row of FP4 activations, if
-    ``tile_n`` is a multiple of a warpgroup's 64 columns."""
+    """Return True if FP8 wgmma multiplies FP4 codes without decoding them.
+
+    This is possible for one row of FP4 activations, if ``tile_n`` is a multiple of a warpgroup's 64 columns.
+    """
     return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 
 
 def sends(tile_m: int, split_k: int) -> bool:
-    """Return True if the CTAs of a cluster send their partial sums to each other, False if each reads the partial sums
-    of the others.
+    """Return True if the CTAs of a cluster send their partial sums to each other, False if they read each other's
+    partial sums.
 
-    Received partial sums need shared memory. With few tokens there is enough, although the pipeline may get one stage
-    less. On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster with
-    32 rows.
+    Received partial sums need shared memory. With few tokens there is enough, although the pipeline may then have one
+    stage less. On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster
+    with 32 rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
 
@@ -117,7 +122,7 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
     """Return the number of slices of a k tile that a stage of activations holds."""
     if tile_m <= 32:
         return K_SLICES
-    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, there are registers
+    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, the registers suffice
     # for only one slice.
     return 2 if tile_m == 64 and expert_k is None else 1
 
@@ -125,10 +130,10 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
 class Arguments(
     namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace prefetch num_ctas has_partial_sums")
 ):
-    """The run-time arguments, in order.
+    """Run-time arguments, in order.
 
     M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
-    elements of k (a multiple of 32). With E experts over k, K / E elements of k belong to each expert.
+    elements of a row (a multiple of 32). With E experts over k, each expert owns K / E of these elements.
 
     Attributes:
         a, a_scale, b, b_scale: operands and scales, as ``FP4Operands`` describes them.
@@ -136,8 +141,8 @@ class Arguments(
             factors with any strides.
         bias: (N,) in ``Config.epilogue``'s bias dtype, or None.
         out: (M, N) in ``Config.epilogue``'s dtype, written.
-        workspace: ``Config.workspace_bytes`` uint8 per m tile, written; None if the CTAs rearrange the activations.
-        prefetch: (rows, bytes) uint8, contiguous matrix to prefetch into L2 if ``Config.prefetches``; else None.
+        workspace: ``Config.workspace_bytes`` uint8 per m tile, written, or None if the CTAs rearrange the activations.
+        prefetch: (rows, bytes) uint8, contiguous, to prefetch into L2 if ``Config.prefetches``, else None.
         num_ctas: int32, number of persistent CTAs that share an m tile's iterations; unused with clusters.
         has_partial_sums: 1 if these CTAs pass partial sums through the workspace, else 0.
     """
@@ -145,23 +150,24 @@ class Arguments(
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of a kernel. M, N, K and the number of CTAs are not static.
+    """Static parameters of a kernel. M, N, K and the number of CTAs are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.
         epilogue: operations on the finished accumulators. With experts, only the epilogue's dtype is used, and
-            ``Arguments.alpha`` is always given.
-        expert_k: elements of k of an expert, with one factor per token; None without experts.
-        tile_m: rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
-        tile_n: rows of the weight of a tile.
-        split_k: number of CTAs of a cluster, which divide the k of a tile; 0 if persistent CTAs share all tiles.
+            ``Arguments.alpha`` is never None.
+        expert_k: number of elements along K that an expert owns, or None without experts. Each expert has one factor
+            per token.
+        tile_m: number of rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
+        tile_n: number of weight rows of a tile.
+        split_k: number of CTAs of a cluster, which divide the k of a tile, or 0 if persistent CTAs share all tiles.
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
-        pdl: True for programmatic dependent launches.
-        static_weight: True if the weight was complete before the previous launch. It is set only if it affects the
+        pdl: True to launch with programmatic dependent launch.
+        static_weight: True if the weight was complete before the previous launch. It is True only if it affects the
             kernel: with ``pdl``, if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. It is set only if the CTAs
-            rearrange the activations, and the tokens are few.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. This requires that the CTAs
+            rearrange the activations, and few tokens.
     """
 
     operands: FP4Operands
@@ -183,13 +189,13 @@ class Config:
 
     @cached_property
     def split_n_warps(self) -> int:
-        """Number of warps at the end of N whose k tiles are divided among warps of several schedulers, so that all
+        """Number of warps at the end of N whose k tiles are divided among warps on several schedulers, so that all
         schedulers do the same work."""
         return self.n_warps % SCHEDULERS
 
     @cached_property
     def warp_split_k(self) -> int:
-        """Number of warps that take turns at the k tiles of the same 16 columns, at the end of N."""
+        """Number of warps that share the same 16 columns at the end of N, and take turns at the k tiles."""
         return SCHEDULERS // self.split_n_warps if self.split_n_warps else 1
 
     @cached_property
@@ -209,7 +215,7 @@ class Config:
 
     @cached_property
     def other_groups(self) -> int:
-        """Number of warpgroups for the producer warp and the decoders."""
+        """Number of warpgroups that consist of the producer warp and the decoder warps."""
         return -(-(1 + self.decoder_groups * self.a_full_arrivals) // 4)
 
     @cached_property
@@ -219,7 +225,7 @@ class Config:
 
     @cached_property
     def a_full_arrivals(self) -> int:
-        """Number of warps that fill a stage of activations: the warps of a decoder group, or the producer."""
+        """Number of warps that fill a stage of activations: all warps of a decoder group, or the producer warp."""
         return DECODERS[self.tile_m][1] if self.rearranges else 1
 
     @cached_property
@@ -229,7 +235,7 @@ class Config:
 
     @cached_property
     def by_codes(self) -> bool:
-        """Return True if one row of FP4 activations is multiplied without decoding its codes."""
+        """Return True if the tile has one row of FP4 activations, whose codes are multiplied without decoding."""
         return by_codes(self.operands, self.tile_m, self.tile_n)
 
     @cached_property
@@ -239,36 +245,37 @@ class Config:
 
     @cached_property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of (consumers, other warps). The total does not exceed the registers at launch."""
+        """Registers per thread, for (consumers, other warps). In total, they do not exceed the registers that the CTA
+        got at launch."""
         if self.rearranges:
             return REGISTERS[self.consumer_groups, self.other_groups]
         return {2: (232, 40) if self.expert_k is not None else (240, 24), 4: (112, 32)}[self.consumer_groups]
 
     @cached_property
     def max_k_groups(self) -> int:
-        """Largest number of k groups of activations that a decoder's lane loads before it stores; registers limit
-        it."""
+        """Largest number of k groups of activations that a decoder's lane loads before it stores them. Registers limit
+        this number."""
         return 4 // self.other_groups // (1 + self.operands.prologue_gate)
 
     @cached_property
     def reduces(self) -> bool:
-        """Return True if accumulators are reduced through shared memory: with clusters, if warps divide k, or for tiles
+        """Return True if partial sums are reduced through shared memory: with clusters, if warps divide k, or for tiles
         of one row."""
         return self.split_k > 1 or self.warp_split_k > 1 or self.tile_m == 1
 
     @cached_property
     def partial_sums(self) -> PartialSums:
-        """Layout of a CTA's partial sums, which overwrite the codes in shared memory."""
+        """Layout of a CTA's partial sums in shared memory, where they overwrite the weight's codes."""
         return PartialSums(self.tile_m, self.tile_n, self.split_n_warps * WARP_N, self.warp_split_k)
 
     @cached_property
     def acc_size(self) -> int:
-        """Number of accumulators of a thread."""
+        """Number of accumulators per thread."""
         return mma_n(self.tile_m) // 2
 
     @cached_property
     def m_atoms(self) -> int:
-        """Number of groups of eight tokens of a tile."""
+        """Number of groups of eight tokens of a tile, rounded up."""
         return mma_n(self.tile_m) // ATOM_M
 
     @cached_property
@@ -278,8 +285,8 @@ class Config:
 
     @cached_property
     def ahead(self) -> int | None:
-        """With ``pdl``, number of the weight's k tiles that are copied before the previous kernel ends, or None if the
-        producer does not wait for that kernel at all.
+        """Number of the weight's k tiles that are copied before the previous kernel ends, or None if the producer need
+        not wait for that kernel. It is used with ``pdl``.
 
         If the speed is limited by memory bandwidth, the whole pipeline is filled. If it is limited by decoding, only
         one k tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and
@@ -295,22 +302,22 @@ class Config:
     def first_k_tiles(self) -> int:
         """Number of k tiles of activations that all consumers rearrange together before they multiply.
 
-        For 16-bit activations, this is one k tile per group of decoders, which makes a layer of an 8B model 1 µs faster
-        on an H200. For FP4 activations it is 0, because they gain nothing.
+        For 16-bit activations, this is one k tile per decoder group, which makes a layer of an 8B model 1 µs faster on
+        an H200. For FP4 activations it is 0, because the speed does not improve.
         """
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
 
     @cached_property
     def sends(self) -> bool:
-        """Return True if the CTAs of a cluster send their partial sums."""
+        """Return True if the CTAs of a cluster send their partial sums to each other, instead of reading them."""
         return sends(self.tile_m, self.split_k)
 
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
         """Return the bytes of workspace per m tile.
 
-        The workspace holds the rearranged activations; over experts, the factors; and the partial sums and flags of
-        ``num_ctas`` CTAs if ``has_partial_sums``. Each of these parts is contiguous over all m tiles.
+        The workspace holds the rearranged activations; with experts over k, the factors; and, if ``has_partial_sums``,
+        the partial sums and flags of ``num_ctas`` CTAs. Each of these is contiguous over all m tiles.
         """
         activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4
@@ -319,7 +326,7 @@ class Config:
 
     @cached_property
     def weight_tile(self) -> WeightTile:
-        """K tile of the weight, one per stage."""
+        """Layout of a k tile of the weight. A stage holds one such k tile."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.tile_n)
 
     @cached_property
@@ -329,45 +336,45 @@ class Config:
 
     @cached_property
     def a_stage_bytes(self) -> int:
-        """Bytes of a stage of activations."""
+        """Bytes of a stage of activations, without factors."""
         if self.by_codes:
             return CODE_ATOMS * ATOM_BYTES
         return ROW_STAGE_BYTES if self.tile_m == 1 else self.slices_per_stage * self.tile_m * ATOM_ROW_BYTES
 
     @cached_property
     def zeros_bytes(self) -> int:
-        """Number of zero bytes before the stages of activations. ``mma.sync`` with one row reads these zeros."""
+        """Number of zero bytes before the stages of activations. In tiles of one row, mma.sync reads these zeros."""
         return ZEROS_BYTES if self.tile_m == 1 and not self.by_codes else 0
 
     @cached_property
     def cleared_bytes(self) -> int:
-        """Bytes of shared memory that a CTA clears when it starts.
+        """Bytes of shared memory that a CTA sets to zero when it starts.
 
-        If codes are multiplied, all stages of activations are cleared, because later only codes and factors are written
-        to them. Otherwise only the zeros before the stages are written.
+        If codes are multiplied (``by_codes``), these are all stages of activations, because later copies write only
+        codes and factors. Otherwise these are the zeros before the stages.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
     @cached_property
     def a_bytes(self) -> int:
-        """Bytes of the stages of activations and of the zeros before them, rounded up to the alignment of the scale
-        tiles that follow."""
+        """Bytes of the stages of activations and of the zeros before them. They are rounded up to the alignment of the
+        scale tiles, which follow."""
         size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
     @cached_property
     def factor_bytes(self) -> int:
-        """Bytes of an expert's factors, in each stage of activations."""
+        """Bytes of an expert's factors in each stage of activations, or 0 without experts."""
         return 0 if self.expert_k is None else self.tile_m * 4
 
     @cached_property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory that a CTA takes."""
         stages = self.stages * self.weight_tile.size_bytes + self.a_bytes + self.a_stages * self.factor_bytes
         return stages + (self.partial_sums.received_bytes(self.split_k) if self.sends else 0) + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Return the reason that this kernel cannot run on ``arch``, or None if it can."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         every_n = tiles_n(self.tile_m)
         if self.tile_n not in every_n or (not self.split_k and self.tile_n != every_n[0]):
             return f"with tile_m {self.tile_m}, tile_n is one of {every_n}, the first without clusters"
@@ -400,14 +407,14 @@ def plan(
     static_weight: bool = False,
     prefetches: bool = False,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None.
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
 
-    ``tile_n`` is the largest possible if it is None. Other arguments are attributes of ``Config``.
+    If ``tile_n`` is None, the largest supported value is used. The other arguments are attributes of ``Config``.
     """
     tile_n = tile_n or tiles_n(tile_m)[0]
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
-    # One activation stage per weight stage; fewer in wide tiles.
+    # Use one stage of activations per stage of the weight. In wide tiles, shared memory suffices for fewer.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

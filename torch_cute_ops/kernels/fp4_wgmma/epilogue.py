@@ -1,5 +1,4 @@
-"""Code that turns accumulators into results: factors of experts, partial sums of CTAs, reduction in a cluster,
-stores."""
+"""End of a work tile: multiply by experts' factors, add up partial sums of several CTAs, and store results."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
@@ -21,22 +20,21 @@ from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp4_wgmma.load import existing_sizes
 
-COLLECTED_ATOMS = 8  # groups of eight tokens whose partial sums are added at once
+COLLECTED_ATOMS = 8  # number of groups of eight tokens whose partial sums are added at once
 
 
 class WorkTileEpilogue:
-    """Epilogue of a work tile. ``acc_scale`` is the factor by which accumulators are multiplied to get the true
-    sums."""
+    """Device code for the end of a work tile. ``acc_scale`` is the factor that converts accumulators to true sums."""
 
     def __init__(self, config: Config, epilogue: EpilogueOps, acc_scale: float):
         self.config, self.epilogue, self.acc_scale = config, epilogue, acc_scale
 
     @cute.jit
     def finish(self, acc, n_tile, first, count, factor, tid, consumer, work, smem):
-        """Store a work tile's results, or write its partial sums for the CTA with the n tile's last k tile.
+        """Store a work tile's results, or write its partial sums for the CTA that computes the n tile's last k tile.
 
-        ``factor`` is the result of ``EpilogueOps.factor``. The work tile consists of ``count`` k tiles, from ``first``
-        on.
+        ``factor`` is the result of ``EpilogueOps.factor``. The work tile consists of the n tile's k tiles from
+        ``first`` to before ``first + count``.
         """
         c = self.config
         if const_expr(c.reduces):
@@ -51,10 +49,10 @@ class WorkTileEpilogue:
             self._write(acc, n_tile, factor, consumer, work)
 
     def add_expert(self, acc, total, stage, consumer, smem) -> None:
-        """Multiply an expert's accumulators by the expert's factors, and add the products to ``total``. A factor of
-        zero adds nothing.
+        """Multiply an expert's accumulators by the tokens' factors, and add the products to ``total``.
 
-        The factors are read from stage ``stage`` of the activations.
+        The factors are read from stage ``stage`` of the activations. A factor of zero adds nothing, even if the
+        accumulator is NaN.
         """
         c = self.config
         scale = Float32(self.acc_scale)
@@ -67,12 +65,12 @@ class WorkTileEpilogue:
                 for r in range(2):
                     at = 4 * j + 2 * r + e
                     total[at] = ptx.fma_if(counts, factor, ptx.mul_rn(acc[at], scale), total[at])
-        # All lanes read the factors before the first lane releases the stage.
+        # Fence and synchronise, so that all lanes have read the factors before the stage is released.
         fence_async()
         cute.arch.sync_warp()
 
     def _partial_sums_of(self, cta, consumer, work) -> cute.Tensor:
-        """Return the part of a CTA's partial sums in the workspace that belongs to this thread, (4, tile_m / 8)."""
+        """Return this thread's part of a CTA's partial sums in the workspace, as a (4, tile_m / 8) tensor."""
         c = self.config
         slot = (Int64(work.m_tile) * work.num_ctas + cta) * (c.tile_n * c.tile_m)
         start = slot + (consumer.group * WARPGROUP + consumer.thread) * 4
@@ -82,18 +80,19 @@ class WorkTileEpilogue:
         )
 
     def _flag(self, cta, consumer, work) -> cute.Pointer:
-        """Return the address of the flag of a CTA's warpgroup."""
+        """Return the address of the flag for this warpgroup's partial sums of a CTA."""
         c = self.config
         place = (work.m_tile * work.num_ctas + cta) * c.consumer_groups + consumer.group
         return work.workspace.flags.iterator + place
 
     def _sync_warpgroup(self, consumer) -> None:
-        """Synchronise the warpgroup."""
+        """Synchronise the threads of the consumer warpgroup."""
         cute.arch.barrier(barrier_id=1 + consumer.group, number_of_threads=WARPGROUP)
 
     @cute.jit
     def _leave(self, acc, consumer, work):
-        """Write this CTA's partial sums to the workspace, for the CTA with the n tile's last k tile."""
+        """Write this CTA's partial sums to the workspace, for the CTA that computes the n tile's last k tile, and set
+        the flag."""
         to = self._partial_sums_of(work.cta, consumer, work)
         for j in range_constexpr(self.config.tile_m // ATOM_M):
             store_words([ptx.bits_of(acc[4 * j + i]) for i in range(4)], to[None, j])
@@ -104,10 +103,12 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _collect(self, acc, n_tile, consumer, work):
-        """Add other CTAs' partial sums of this n tile, in the order of k. This CTA's partial sums are the last."""
+        """Add other CTAs' partial sums of this n tile to ``acc``, in the order of k. This CTA's own partial sums come
+        last."""
         c = self.config
         count = c.tile_m // ATOM_M
-        # Find the CTA that computes the n tile's first k tile. The start of each CTA's range was rounded down.
+        # ``first`` is the CTA that computes the n tile's first k tile. Invert the division that gave each CTA its
+        # range.
         start = Int64(n_tile) * work.k_tiles
         first = Int32(((start + 1) * work.num_ctas - 1) // work.iterations)
         for cta in range(first, work.cta):
@@ -115,7 +116,7 @@ class WorkTileEpilogue:
             ready = ptx.load_acquire(flag)
             while ready == Uint32(0):
                 ready = ptx.load_acquire(flag)
-        # Process a few atoms at a time, because there are not enough registers for a second copy of all accumulators.
+        # Add a few groups of tokens at a time: a second copy of all accumulators would not fit into registers.
         step = min(count, COLLECTED_ATOMS)
         for j in range_constexpr(0, count, step):
             total = cute.make_rmem_tensor((4 * step,), Float32)
@@ -130,14 +131,14 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _reduce(self, acc, n_tile, factor, tid, consumer, work, smem):
-        """Reduce the partial sums of the cluster's CTAs and of warps that divide k, apply the epilogue, and store the
+        """Add up the partial sums of the cluster's CTAs, and of warps that divide k, apply the epilogue, and store the
         results."""
         c = self.config
         threads, finishers = c.consumer_warps * 32, c.n_warps * 32
         columns = thread_columns(c.partial_sums, finishers, tid, n_tile * c.tile_n)
         terms = self.epilogue.terms(work.alpha, work.bias, *columns, work.n)
         finish = self.epilogue.finisher(factor, terms, self.acc_scale)
-        # Synchronise, because all warps must have read the codes before partial sums overwrite them.
+        # The partial sums overwrite the weight's codes. Wait until all warps have read the codes.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         column = consumer.column
         if const_expr(c.warp_split_k > 1):
@@ -148,7 +149,7 @@ class WorkTileEpilogue:
         tile = c.partial_sums, c.split_k, finishers
         if const_expr(c.sends):
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-            # After this barrier, the mbarriers of the other CTAs are initialised.
+            # After this barrier, the mbarriers of the other CTAs are initialised, so partial sums may be sent.
             cute.arch.cluster_wait()
             m, n = existing_sizes(c, work)
             own = reduced_rows(c.partial_sums, c.split_k, rank, m)
@@ -161,11 +162,11 @@ class WorkTileEpilogue:
             if tid < finishers:
                 reduce_partial_sums(*tile, finish, work.out, smem.codes, rank, tid, *at)
             if const_expr(c.split_k > 1):
-                # No CTA may end while another CTA still reads its partial sums.
+                # Wait, because other CTAs may still read this CTA's partial sums.
                 self._sync_cluster(threads)
 
     def _sync_cluster(self, threads: int) -> None:
-        """Synchronise the consumers of all CTAs that share a tile."""
+        """Synchronise the consumer threads of all CTAs of the cluster."""
         if self.config.split_k > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -174,8 +175,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Apply the epilogue to the accumulators and store the results. With experts, the accumulators are already
-        scaled."""
+        """Apply the epilogue to the accumulators and store the results. With experts, the accumulators are already true
+        sums."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]
@@ -185,7 +186,8 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # A word holds two rows of one column. Seven other lanes hold the neighbouring columns of these rows.
+                # A word holds two rows of one column. Seven other lanes hold the neighbouring columns of these two
+                # rows.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

@@ -32,11 +32,11 @@ from torch_cute_ops.kernels.fp4_wgmma.mma import CodeMma, Consumers, RowMma, War
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 REGISTERS: Final = 2**16
-"""Registers of an SM."""
+"""Number of registers of an SM."""
 
 
 class FP4WgmmaKernel:
-    """Kernel of one ``Config``."""
+    """Kernel that multiplies as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -117,7 +117,7 @@ class FP4WgmmaKernel:
         )
 
     def _workspace(self, workspace, m_tiles, k_tiles, num_ctas, has_partial_sums) -> tuple:
-        """Return the fields of ``Workspace``."""
+        """Divide the workspace: return the fields of ``Workspace``."""
         c = self.config
         slots = m_tiles * num_ctas * has_partial_sums
         activation_bytes = Int64(m_tiles) * (c.tile_m * self.weight.row_bytes * K_SLICES) * k_tiles
@@ -156,7 +156,8 @@ class FP4WgmmaKernel:
         if const_expr(c.cleared_bytes > 0):
             clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
-            # The CTAs of the cluster arrive here, and wait for each other before they send partial sums.
+            # Tell the other CTAs of the cluster that this CTA's mbarriers are initialised. Before they send partial
+            # sums, they wait for this.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.consumer_groups:
@@ -172,27 +173,29 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
                 if const_expr(c.static_weight):
-                    # The previous kernel and all kernels before it are complete, so the next kernel may start.
+                    # A CTA with a static weight has now waited for the previous kernel. So all earlier kernels are
+                    # complete, and the next kernel may start.
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.first_k_tiles > 0):
                 self.loads.rearrange_first(tid, work, smem)
             self.consumers.consume(self.epilogue.factor(alpha), tid, work, smem)
 
     def _work(self, cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas) -> Work:
-        """Return the work of a CTA."""
+        """Return the work of a CTA: its m tile, its range of iterations, and the tensors of the call."""
         c = self.config
         n, half, _ = weight[1].shape
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # In the raster, persistent CTAs, or clusters, are numbered as n tiles would be.
+        # ``raster_tile`` expects the number of n tiles. Pass the number of persistent CTAs (or clusters) per m tile
+        # instead.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles
         if c.split_k == 0:
             begin, end = Int32(index * iterations // num_ctas), Int32((index + 1) * iterations // num_ctas)
         else:
-            # A cluster computes an n tile; its CTAs take equal ranges of the k tiles.
+            # A cluster computes one n tile. Its CTAs compute equal ranges of the n tile's k tiles.
             rank, start = cta % c.split_k, index * k_tiles
             index = index * c.split_k + rank
             begin, end = start + rank * k_tiles // c.split_k, start + (rank + 1) * k_tiles // c.split_k

@@ -1,7 +1,7 @@
 """Work of a CTA, its shared memory, and the loads that fill its pipelines.
 
 The producer warp copies the weight. If another kernel rearranges the activations, the producer warp also copies the
-activations. Otherwise the decoder warps rearrange the activations, and the consumers may rearrange the first k tiles.
+activations. Otherwise, decoder warps rearrange the activations, and the consumers may rearrange the first k tiles.
 """
 
 import math
@@ -22,25 +22,25 @@ from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import K_SLICES, K_TILE_BLOCKS, ROW_BYTES, Config
 
 HALVES: Final = 2
-"""Halves of a k tile of one row of codes. Each half is an operand of MMAs."""
+"""Number of halves of a k tile of one row of codes. Each half is a separate operand of MMAs."""
 STEPS: Final = 4
-"""Words of a lane's codes in half a k tile. Each word serves an MMA of 32 elements of k."""
+"""Number of a lane's words of codes in half a k tile. Each word is used by one MMA of 32 elements of k."""
 FACTORS_AT: Final = HALVES * ATOM_BYTES
-"""Offset of the blocks' factors in a stage of one row of codes."""
+"""Offset in bytes of the blocks' factors in a stage of one row of codes."""
 LARGEST_EXPONENT: Final = 15
-"""Exponent that the largest element of a bfloat16 block gets: float16's largest exponent."""
+"""Exponent to which the largest element of a bfloat16 block is scaled: float16's largest exponent."""
 CODE_EXPONENT: Final = 14
-"""``float16_pairs`` decodes to e2m1 · 2^-14."""
+"""Negated exponent of decoded codes: ``float16_pairs`` decodes to e2m1 · 2^-14."""
 
 
 class Workspace(NamedTuple):
-    """Parts of the workspace, with sizes as in ``Config.workspace_bytes``.
+    """Tensors in the workspace. ``Config.workspace_bytes`` computes their sizes.
 
     Attributes:
         activations: rearranged activations.
-        factors: (tile_m, experts, m tiles) float32; None without experts.
-        partial_sums: float32, partial sums of CTAs.
-        flags: int32, one per CTA and warpgroup, nonzero if the warpgroup's partial sums are complete.
+        factors: (tile_m, experts, m tiles) float32, or None without experts.
+        partial_sums: float32, partial sums of all CTAs.
+        flags: int32, one per CTA and warpgroup. A flag is nonzero if the warpgroup's partial sums are complete.
     """
 
     activations: cute.Tensor
@@ -50,14 +50,14 @@ class Workspace(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
-    An *iteration* multiplies one k tile. Iteration ``i`` of an m tile is k tile ``i % k_tiles`` of n tile
-    ``i // k_tiles``.
+    An *iteration* multiplies one k tile. Iteration ``i`` of an m tile multiplies k tile ``i % k_tiles`` of n tile ``i
+    // k_tiles``.
 
     Attributes:
-        n, m: columns and rows of the result.
-        k_tiles, blocks: number of k tiles and number of scale blocks of a row of the weight.
+        n, m: numbers of columns and rows of the result.
+        k_tiles, blocks: number of k tiles, and number of scale blocks of a row of the weight.
         m_tile, m_tiles: index of the CTA's m tile, and number of m tiles.
         cta, num_ctas: index of the CTA among the CTAs of its m tile, and number of these CTAs.
         begin, end: range of the CTA's iterations.
@@ -94,10 +94,10 @@ class Smem:
     """Shared memory of a CTA.
 
     Attributes:
-        codes, scales: stages of the weight. At the end, partial sums overwrite the codes.
-        activations, factors: stages of the activations.
-        received: partial sums that other CTAs of the cluster have sent.
-        weight_pipeline, a_pipeline: pipelines of the weight and of the activations.
+        codes, scales: stages of the weight. After the last k tile, partial sums overwrite the codes.
+        activations, factors: stages of the activations, and of the experts' factors.
+        received: partial sums from the other CTAs of the cluster.
+        weight_pipeline, a_pipeline: barriers of the weight's stages, and of the activations' stages.
         received_full: mbarrier that counts the bytes of received partial sums.
     """
 
@@ -112,14 +112,14 @@ class Smem:
 
 
 def work_tile_before(iteration, work: Work) -> tuple:
-    """Return the CTA's work tile that ends before ``iteration``: n tile, first k tile, and number of k tiles."""
+    """Return the work tile that ends just before ``iteration``: its n tile, first k tile, and number of k tiles."""
     n_tile = (iteration - 1) // work.k_tiles
     first = cutlass.max(work.begin, n_tile * work.k_tiles)
     return n_tile, first - n_tile * work.k_tiles, iteration - first
 
 
 def existing_sizes(config: Config, work: Work) -> tuple[Int32, Int32]:
-    """Return the numbers of existing rows and columns of a cluster's tile of the result."""
+    """Return the numbers of rows and columns of a cluster's tile that exist in the result."""
     first_column = work.begin // work.k_tiles * config.tile_n
     rows = cutlass.min(work.m - work.m_tile * config.tile_m, Int32(config.tile_m))
     return rows, cutlass.min(work.n - first_column, Int32(config.tile_n))
@@ -132,12 +132,12 @@ def activations_at(config: Config, stage, smem: Smem) -> cute.Pointer:
 
 
 class Loads:
-    """Loads that fill the pipelines of one ``Config``."""
+    """Device code that fills the pipelines, as one ``Config`` describes."""
 
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations
-        # `each` is the number of k groups that a lane handles per group of eight tokens, `together` the number that it
-        # handles in a step, and `steps` the number of steps per k tile.
+        # `each`: number of k groups that a lane handles per group of eight tokens. `together`: number of k groups that
+        # it handles in a step. `steps`: number of steps per k tile.
         self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
         k_groups = self.each * config.m_atoms // config.a_full_arrivals
         self.together = min(config.max_k_groups, k_groups)
@@ -150,7 +150,7 @@ class Loads:
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
         previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because
         ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static and
-        this warp reads only the weight, it needs no wait (``kernels.common.core.launch``).
+        this warp reads only the weight, no wait is needed (``kernels.common.core.launch``).
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -165,7 +165,7 @@ class Loads:
                         loaded += 1
                     iteration -= count
             cute.arch.griddepcontrol_wait()
-        # With parity 1, a wait for an unused stage returns at once.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         a_stage, a_parity = Int32(0), Int32(1)
         iteration = work.end
@@ -189,7 +189,7 @@ class Loads:
 
     @cute.jit
     def rearrange_first(self, tid, work, smem):
-        """Rearrange the activations of the first k tiles, with all consumers, while the weight is being copied."""
+        """Let all consumers rearrange the activations of the first k tiles, while the weight is being copied."""
         c = self.config
         k_tiles = cutlass.min(work.end - work.begin, Int32(c.first_k_tiles))
         k_groups, threads = self.activations.k_groups, c.consumer_warps * 32
@@ -201,16 +201,17 @@ class Loads:
             words = self.activations.read(work.a, work.a_scale, token, start, left, k_group)
             self.activations.store(words, c.m_atoms, k_group, row, activations_at(c, k_tile, smem))
         if const_expr(not c.by_warp):
-            # wgmma reads shared memory through the async proxy.
+            # Fence the stores, because wgmma reads shared memory through the async proxy.
             fence_async()
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         ptx.arrive_if(smem.a_pipeline.full + cutlass.min(tid, k_tiles - 1), Uint32(tid < k_tiles))
 
     @cute.jit
     def rearrange(self, decoder, lane, work, smem):
-        """Rearrange activations from memory to their stages, as decoder warp number ``decoder``.
+        """Run decoder warp number ``decoder``: read activations from global memory, and write them rearranged to the
+        stages.
 
-        Groups of decoders take turns at the k tiles that the consumers do not rearrange. The warps of a group take
+        The decoder groups take turns at the k tiles that the consumers do not rearrange. The warps of a group take
         turns at groups of eight tokens.
         """
         c = self.config
@@ -222,7 +223,7 @@ class Loads:
             start = (work.begin % work.k_tiles + use) * K_TILE
             stage = use % c.a_stages
             base = activations_at(c, stage, smem)
-            # This loop is not unrolled, for lack of registers.
+            # Do not unroll this loop, because there are not enough registers.
             for step in cutlass.range(self.steps, unroll=1):
                 items = [
                     ((atom * c.a_full_arrivals + warp) * ATOM_M + lane % rows, lane // rows + first, after)
@@ -230,7 +231,7 @@ class Loads:
                 ]
                 read = []
                 for row, k_group, after in items:
-                    # For tokens that do not exist, read the last token; the results are not stored.
+                    # A token that does not exist reads the last existing token. Its results are not stored.
                     token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
                     left = work.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))
@@ -239,19 +240,19 @@ class Loads:
                 for (row, k_group, after), words in zip(items, read, strict=True):
                     self.activations.store(words, c.m_atoms, k_group + after, row, base)
             if const_expr(not c.by_warp):
-                # wgmma reads shared memory through the async proxy.
+                # Fence the stores, because wgmma reads shared memory through the async proxy.
                 fence_async()
             cute.arch.sync_warp()
             ptx.arrive_if(smem.a_pipeline.full + stage, Uint32(lane == 0))
 
     def _k_groups_of(self, step) -> list[tuple]:
-        """Return the k groups that a lane loads in a step.
+        """Return the k groups that a lane loads in a step, as a list of tuples.
 
-        Each tuple contains the index of the token group among the warp's token groups, and two terms whose sum is the
-        index of the first lane's k group. The second term is constant.
+        The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the other two
+        entries is the index of the first lane's k group. The last entry is a constant.
         """
         width = self.activations.k_groups // self.each
-        if self.together < self.each:  # with gated activations and several warps per decoder group
+        if self.together < self.each:  # only with gated activations and several warps per decoder group
             at = [step * self.together + i for i in range(self.together)]
             return [(i // self.each, i % self.each * width, 0) for i in at]
         groups = self.together // self.each
@@ -259,9 +260,9 @@ class Loads:
 
     @cute.jit
     def _load_activations(self, k_tile, k_slice: int, stage, work, smem):
-        """Start the copies of a stage of activations, from ``k_slice`` of a k tile on.
+        """Start the copies that fill a stage of activations, starting with slice ``k_slice`` of a k tile.
 
-        The stage of a k tile's last slice also receives the expert's factors.
+        With experts, the stage of a k tile's last slice also receives the expert's factors.
         """
         c = self.config
         barrier = smem.a_pipeline.full + stage
@@ -269,7 +270,7 @@ class Loads:
         with cute.arch.elect_one():
             size = c.a_stage_bytes + (c.factor_bytes if has_factors else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-            # In the layout for mma.sync, a k tile is contiguous in memory; in the layout for wgmma, a slice is.
+            # In the layout for mma.sync, a k tile is contiguous in global memory. In the layout for wgmma, a slice is.
             copies = 1 if c.by_warp else c.slices_per_stage
             size = c.a_stage_bytes // copies
             for i in range_constexpr(copies):
@@ -289,11 +290,11 @@ class Loads:
 
 
 class RowActivations(Activations):
-    """Rearrangement of one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
+    """Device code that rearranges one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
 
-    A lane rearranges half a block, and the neighbouring lane the other half. In a stage, the halves are contiguous, as
-    float16 in the order in which the weight's codes are paired. The factors of the blocks, if any (``has_factors``),
-    are stored after the k tile.
+    A lane rearranges half a block, and the neighbouring lane rearranges the other half. In a stage, the halves are
+    contiguous, as float16, in the order in which the weight's codes are paired. If ``has_factors``, the float32 factors
+    of the blocks are stored after the k tile.
     """
 
     def __init__(self, config: ActivationLayout):
@@ -302,7 +303,7 @@ class RowActivations(Activations):
         self.has_factors = self.a_dtype is not Float16 or config.prologue_quant is not None
 
     def read(self, a, scale, token, start, left, k_group, after: int = 0) -> list:
-        """Load a k group for ``store``; arguments as in ``Activations.read``."""
+        """Load a k group for ``store``. ``Activations.read`` describes the arguments."""
         c, k = self.config, self.width(a)
         size = c.fmt.block_size
         exists = k_group * 8 < left
@@ -316,7 +317,7 @@ class RowActivations(Activations):
         return [*codes, byte]
 
     def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:
-        """Convert a k group that ``read`` loaded, and store it in the stage that begins at ``base``.
+        """Convert a k group that ``read`` loaded, and store it in the stage at ``base``.
 
         All lanes of a warp call this method, with consecutive k groups.
         """
@@ -339,23 +340,26 @@ class RowActivations(Activations):
         ptx.store_shared_if(at, ptx.bits_of(factor), k_group % 2 == 0)
 
     def _codes(self, words: list) -> tuple:
-        """Return a word of codes, which are loaded or the result of a quantisation, and the factor of the block."""
+        """Return the lane's eight codes in a word, and the factor of their block. If needed, quantise the elements
+        first."""
         codes, byte = words if self.config.prologue_quant is None else self.quantised(words)
         return codes, ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
 
     def _in_range(self, words: list) -> tuple[list, Float32]:
-        """Scale half a block of bfloat16 into float16's range, and convert it.
+        """Scale half a block of bfloat16 by a power of two so that it fits into float16's range, and convert it to
+        float16.
 
-        Return the words and the block's factor, a power of two. The factor also includes the power of two that decoded
-        codes are multiplied by. The conversion is exact except for elements below 2^-32 times the block's largest
-        element: they become multiples of 2^-40 times the largest element.
+        Return the converted words and the block's factor, a power of two that undoes the scaling. The factor also
+        compensates the power of two in decoded codes (``CODE_EXPONENT``). The conversion is exact for elements of at
+        least 2^-32 times the block's largest element. Smaller elements become multiples of 2^-40 times the largest
+        element.
         """
         largest = Uint32(0)
         for word in words:
             for half in (word & Uint32(0x7FFF0000), (word << 16) & Uint32(0x7FFF0000)):
                 largest = ptx.select(half > largest, half, largest)
         other = cute.arch.shuffle_sync_bfly(largest, 1)
-        # Take the exponent field of fp32, clamped so that both powers of two can be represented.
+        # Take the exponent field of fp32, and clamp it so that the multiplier and the factor are normal numbers.
         field = ptx.select(other > largest, other, largest) >> 23
         least, most = Uint32(1 + LARGEST_EXPONENT), Uint32(254)
         field = ptx.select(field < least, least, field)
@@ -367,10 +371,11 @@ class RowActivations(Activations):
 
 
 class CodeActivations(RowActivations):
-    """Rearrangement of one row of FP4 activations for ``mma.CodeMma``. K groups are as in ``RowActivations``.
+    """Device code that rearranges one row of FP4 activations for ``mma.CodeMma``. K groups are as in
+    ``RowActivations``.
 
-    The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. All other
-    elements of a stage stay zero.
+    The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. The
+    elements of a stage that are not written stay zero.
     """
 
     def store(self, words: list, groups, k_group, token, base: cute.Pointer) -> None:

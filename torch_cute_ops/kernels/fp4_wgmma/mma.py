@@ -1,18 +1,18 @@
 """Consumer warps: their loop over work tiles, and the MMAs of a k tile.
 
-``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations; ``RowMma`` and ``CodeMma`` multiply one row.
+``WarpMma`` and ``WarpgroupMma`` multiply several rows of activations. ``RowMma`` and ``CodeMma`` multiply one row.
 
 **One row.** With one row of activations, seven of the eight columns of an ``mma.sync`` would be idle. Therefore the
 columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of the four lanes holds four blocks of a k
 tile. Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks.
 The third and fourth blocks are multiplied in the same way, into separate accumulators. An accumulator is thus the sum
-of products of one block's codes, without scales. The lane that holds it has also loaded the block's scale, and adds the
-scaled sum to its total. This takes one fma per 16 products, whereas decoding would take one multiplication per two
-codes.
+of products of one block's codes, without scales. The lane that holds this accumulator has also loaded the block's
+scale, and adds the scaled sum to its total. This takes one fma per 16 products, whereas decoding would take one
+multiplication per two codes.
 
-``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two to fit into float16's
-range; an FP4 block keeps its scale. The inverse of this power, or the FP4 block's scale, is a float32 factor that
-multiplies the scales of the weight.
+``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two so that it fits into
+float16's range. An FP4 block needs no conversion of range. The inverse of the power of two, or the FP4 block's scale,
+is a float32 factor, by which the scales of the weight are multiplied.
 
 **One row of codes.** Every e2m1 number is an e4m3 number, so ``CodeMma`` multiplies the codes of both operands by FP8
 MMAs without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q``
@@ -61,21 +61,21 @@ from torch_cute_ops.kernels.fp4_wgmma.load import (
 )
 
 SLICE_WORDS: Final = K_TILE // K_SLICES // 16 // WORD_STEPS
-"""Words of a lane's codes that are multiplied with a slice of a k tile of activations."""
+"""Number of a lane's words of codes that are multiplied by one slice of activations."""
 CODE_MMA_K: Final = 32
-"""Elements of k of an FP8 MMA."""
+"""K of an FP8 MMA, in elements."""
 
 
 class Consumer(NamedTuple):
     """A thread of a consumer warpgroup.
 
     Attributes:
-        group, thread: index of the warpgroup, and of the thread in it.
-        lane, quad: index of the thread in the warp, and index among the four lanes that share a column of the result.
-        column: first of the thread's two columns of the tile; the second is ``column + 8``.
-        scale_row: row of the first column's scales, from the stage's first scale tile on.
-        warp_k: index of the warp among the warps that divide the k tiles of the same columns.
-        existing: mask of the thread's scales in the last k tile of a row of the weight.
+        group, thread: index of the warpgroup, and index of the thread in its warpgroup.
+        lane, quad: index of the thread in its warp, and index among the four lanes that share a column of the result.
+        column: first of the thread's two columns of the tile. The second is ``column + 8``.
+        scale_row: row of the first column's scales, counted from the first row of the stage's first scale tile.
+        warp_k: index of the warp among the warps that take turns at the k tiles of the same columns.
+        existing: byte mask of the thread's scales that exist in the last k tile of a weight row.
         leads: 1 in the lane that arrives at barriers for its warp, else 0.
     """
 
@@ -96,7 +96,7 @@ class Stages(NamedTuple):
     Attributes:
         stage, parity: next stage of the weight, and its parity.
         a_stage, a_parity: next stage of the activations, and its parity.
-        last: stage of activations that was multiplied last.
+        last: stage of activations that the warp multiplied last.
     """
 
     stage: Int32
@@ -107,14 +107,14 @@ class Stages(NamedTuple):
 
 
 class Consumers:
-    """Consumer warps of one ``Config``."""
+    """Device code of the consumer warps, as one ``Config`` describes."""
 
     def __init__(self, config: Config, mma: "Mma", epilogue: WorkTileEpilogue):
         self.config, self.mma, self.weight, self.epilogue = config, mma, mma.weight, epilogue
 
     @cute.jit
     def consume(self, factor, tid, work, smem):
-        """Run a consumer warp: multiply its columns in all work tiles of the CTA.
+        """Run a consumer warp, which multiplies its columns in all work tiles of the CTA.
 
         ``factor`` is the result of ``EpilogueOps.factor``.
         """
@@ -136,14 +136,14 @@ class Consumers:
         )
         start = self.mma.start_of(smem)
         acc = cute.make_rmem_tensor((c.acc_size,), Float32)
-        # With experts, ``total`` is the sum of all experts' accumulators, each multiplied by its factor.
+        # With experts, ``total`` sums up all experts' accumulators, each multiplied by the expert's factors.
         total = cute.make_rmem_tensor((c.acc_size,), Float32) if c.expert_k is not None else acc
         stages = Stages(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         iteration = work.end
         while iteration > work.begin:
             n_tile, first, count = work_tile_before(iteration, work)
-            # With experts, the first MMAs overwrite the accumulators anyway, but without this initialisation ptxas
-            # spills.
+            # With experts, the first MMAs overwrite the accumulators. Set them to zero nevertheless, because otherwise
+            # ptxas spills.
             acc.fill(0.0)
             own = consumer._replace(scale_row=consumer.column + self.weight.first_scale_row(n_tile))
             if const_expr(c.expert_k is None):
@@ -174,8 +174,11 @@ class Consumers:
             self.epilogue.finish(total, n_tile, first, count, factor, tid, consumer, work, smem)
 
     def _columns_of(self, warp) -> tuple:
-        """Return a consumer warp's place along N, the first k tile of a work tile that the warp multiplies, and the
-        step to its next k tile, a power of two."""
+        """Return (index of a warp along N, index of the first k tile that it multiplies in a work tile, step to its
+        next k tile).
+
+        The step is a power of two.
+        """
         c = self.config
         if c.warp_split_k == 1:
             return warp, 0, 1
@@ -187,41 +190,41 @@ class Consumers:
 
 
 class Mma:
-    """Interface of all kinds of MMAs. Methods that do nothing here are overridden by some kinds.
+    """Base class of all kinds of MMAs. A subclass overrides the empty methods that it needs.
 
     Attributes:
-        acc_scale: factor by which accumulators are multiplied to get the true sums, a power of two.
+        acc_scale: factor that converts accumulators to true sums, a power of two.
     """
 
     def __init__(self, config: Config, weight: WeightStages, acc_scale: float):
         self.config, self.weight, self.acc_scale = config, weight, acc_scale
 
     def start_of(self, smem) -> Callable | None:
-        """Return the function with which ``multiply`` starts MMAs of the warpgroup, or None for MMAs of the warp."""
+        """Return the function by which ``multiply`` starts wgmmas, or None if a subclass uses mma.sync."""
         return None
 
     def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
-        """Multiply a k tile and return the next stages.
+        """Multiply a k tile. Return the stages of the next k tile.
 
-        Release the k tile's stages, or let the next call or ``end`` release the stages.
+        The k tile's own stages are released in this call, in the next call, or by ``end``.
 
         Args:
             start: result of ``start_of``.
-            adds: True to add to the accumulators, False to overwrite them; mma.sync ignores it and adds.
+            adds: True to add to the accumulators, False to overwrite them. mma.sync ignores it and always adds.
             first: index of the work tile's first k tile.
-            i: distance of the k tile from ``first``.
+            i: index of the k tile, counted from ``first``.
             stages: stages of the k tile.
             acc: accumulators of the thread.
-            consumer, work, smem: thread, and work and shared memory of its CTA. ``consumer.scale_row`` is for the
-                current n tile.
+            consumer, work, smem: thread, and work and shared memory of its CTA. ``consumer.scale_row`` must belong to
+                the current n tile.
         """
         raise NotImplementedError
 
     def skip(self, stages: Stages, consumer: Consumer, smem) -> Stages:
-        """Skip a k tile that another warp multiplies for the same columns.
+        """Skip a k tile of this warp's columns that another warp multiplies.
 
-        The warp still waits for the stages and releases them: a wait by parity is correct only if the warp has seen
-        every phase of the barrier.
+        The warp nevertheless waits for the stages and releases them: a wait by parity is correct only if the warp has
+        seen every phase of the barrier.
         """
         stage, parity, a_stage, a_parity, _ = stages
         smem.weight_pipeline.wait_full(stage, parity)
@@ -231,7 +234,7 @@ class Mma:
         return self._after(stages, smem)
 
     def _after(self, stages: Stages, smem) -> Stages:
-        """Return the next k tile's stages, if a stage of activations holds a whole k tile."""
+        """Return the stages of the next k tile. Each stage of activations must hold a whole k tile."""
         return Stages(
             *smem.weight_pipeline.next(stages.stage, stages.parity),
             *smem.a_pipeline.next(stages.a_stage, stages.a_parity),
@@ -239,28 +242,29 @@ class Mma:
         )
 
     def wait(self) -> None:
-        """Wait for the MMAs, so that the accumulators are complete."""
+        """Wait until all MMAs of this warpgroup have ended. The accumulators are then complete."""
 
     def end(self, stages: Stages, consumer: Consumer, smem) -> None:
-        """Wait for the MMAs of a work tile, and release the stages that they read."""
+        """Wait until all MMAs of a work tile have ended, and release the stages that they read."""
 
     def reduce(self, acc) -> None:
-        """Reduce a work tile's accumulators, if several accumulators hold parts of one sum."""
+        """Add up accumulators that are parts of the same sum, at the end of a work tile."""
 
     def _existing(self, k_tile, consumer: Consumer, work) -> Uint32:
-        """Return the mask of a lane's scales of a k tile, for ``WeightStages.factors``."""
+        """Return the byte mask of the lane's scales that exist in a k tile, for ``WeightStages.factors``."""
         return ptx.select(k_tile == work.k_tiles - 1, consumer.existing, Uint32(0xFFFFFFFF))
 
 
 class TileMma(Mma):
-    """Base of MMAs with several rows of activations, which decode codes and multiply them by their scales first."""
+    """Base class of MMAs for several rows of activations. They decode codes, and multiply them by their scales
+    first."""
 
     def __init__(self, config: Config, weight: WeightStages):
         super().__init__(config, weight, acc_scale(config.operands.fmt, config.operands.decodes_both))
         self.dtype = DSL_DTYPES[config.operands.dtype]
 
     def _load(self, stage, existing, consumer: Consumer, smem) -> tuple[list, list]:
-        """Load a lane's codes of its two rows of the weight from a stage, and their factors."""
+        """Load the codes of a lane's two weight rows from a stage, and the factors of their blocks."""
         rows, scale_rows = ((row, row + 8) for row in (consumer.column, consumer.scale_row))
         codes = [self.weight.codes(smem.codes, stage, row, consumer.quad) for row in rows]
         factors = [
@@ -270,7 +274,7 @@ class TileMma(Mma):
 
 
 class WarpMma(TileMma):
-    """MMAs of a warp (mma.sync). A stage of activations is a whole k tile."""
+    """MMAs of a warp (mma.sync). A stage of activations holds a whole k tile."""
 
     def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
         c = self.config
@@ -284,8 +288,9 @@ class WarpMma(TileMma):
             at = activations_at(c, a_stage, smem)
             warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
             if word == self.weight.words // 2:
-                # All lanes must finish their loads of codes. This MMA uses a word of the last load, but does not order
-                # the loads: ptxas may move the MMA past the arrival, and with it the first use of a load.
+                # Fence before the stage is released, so that all lanes' loads of codes are complete. The MMA above uses
+                # a word of the last load, but does not order it: ptxas may move the MMA, and with it the first use of
+                # the load, past the arrival.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
@@ -298,7 +303,7 @@ class WarpMma(TileMma):
 
 
 class WarpgroupMma(TileMma):
-    """MMAs of a warpgroup (wgmma). A word's MMAs run while the next word is decoded."""
+    """MMAs of a warpgroup (wgmma). The MMAs of one word of codes run while the next word is decoded."""
 
     def start_of(self, smem) -> Callable:
         c = self.config
@@ -317,12 +322,12 @@ class WarpgroupMma(TileMma):
                 smem.a_pipeline.wait_full(a_stage, a_parity)
             start(pairs, word % words, a_stage, adds if word == 0 else True, acc)
             if word == self.weight.words // 2:
-                # All lanes have read their codes, because this wgmma uses a word of the last load. (An arrival does not
-                # wait for loads whose results have not been used: on an H200, copies overtook these loads.)
+                # All lanes have now read their codes, because the wgmma above uses a word of the last load. (An arrival
+                # alone does not wait for loads whose results are unused: on an H200, bulk copies overtook such loads.)
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
-            # The previous word's MMAs are complete, and its registers are free.
+            # After this wait, the previous word's MMAs have ended, and its registers may be overwritten.
             warpgroup.wait_group(1)
             if word % words == 0:
                 leads = consumer.leads if word else ptx.select(i > 0, consumer.leads, Uint32(0))
@@ -341,21 +346,21 @@ class WarpgroupMma(TileMma):
 
 
 class RowMma(Mma):
-    """MMAs of a warp's columns with one row of activations.
+    """MMAs (mma.sync) of a warp's columns with one row of activations.
 
-    A lane holds four accumulators: two blocks of column ``column`` of the result, and two blocks of column
+    A lane holds four accumulators: of two blocks for column ``column`` of the result, and of two blocks for column
     ``column + 8``.
 
     Attributes:
-        exponent: exponent of the factor of accumulators: they contain the true sums times 2^-``exponent``.
+        exponent: the accumulators contain the true sums times 2^-``exponent``.
     """
 
     exponent = 2 * CODE_EXPONENT
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # For bfloat16 activations, the factors include the power of two that decoded codes are multiplied by. For FP4,
-        # both operands are decoded codes.
+        # For bfloat16 activations, the factors already compensate the power of two in decoded codes. For FP4
+        # activations, decoding puts this power into both operands.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent
@@ -373,7 +378,7 @@ class RowMma(Mma):
         if self.has_factors:
             factors = self._factors(smem.activations + cute.assume(at + ROW_BYTES + quad * 16, divby=16))
             scales = [[ptx.mul_rn(s, f) for s, f in zip(row, factors, strict=True)] for row in scales]
-        # The lane's elements of the activations are the elements of the column's block, or zero.
+        # In its own column, a lane loads the elements of the column's block. In all other columns it loads zeros.
         column, quarter = consumer.lane // QUAD, at + quad * (ROW_BYTES // QUAD)
         places = [ptx.select(column == 2 * quad + h, quarter, Int32(ZEROS_AT)) for h in range(2)]
         for half in range(2):
@@ -394,7 +399,7 @@ class RowMma(Mma):
         return self._after(stages, smem)
 
     def _scales(self, scales_at: cute.Pointer, stage, row, quad, existing) -> list:
-        """Return the scales of a lane's four blocks of a row, in fp32."""
+        """Return the scales of the lane's four blocks of a weight row, in fp32."""
         bytes_ = self.weight.scales(scales_at, stage, row, quad, existing)
         pairs = [ptx.f16x2_of_e4m3x2(half) for half in (bytes_ & Uint32(0xFFFF), bytes_ >> 16)]
         return [ptx.unpack_f16(pair, half) for pair in pairs for half in range(2)]
@@ -404,7 +409,8 @@ class RowMma(Mma):
         return [ptx.float_of(word) for word in words]
 
     def reduce(self, acc) -> None:
-        """Add up the blocks. Every lane of a quad then holds the sums of both columns in ``acc[0]`` and ``acc[2]``."""
+        """Add up the sums of all blocks. Then, every lane of a quad holds the sums of both columns in ``acc[0]`` and
+        ``acc[2]``."""
         for i in (0, 2):
             total = ptx.add_rn(acc[i], acc[i + 1])
             for step in (1, 2):
@@ -413,15 +419,15 @@ class RowMma(Mma):
 
 
 class CodeMma(RowMma):
-    """MMAs (wgmma, FP8) of a warpgroup's columns with one row of codes. Accumulators are as in ``RowMma``."""
+    """FP8 MMAs (wgmma) of a warpgroup's columns with one row of FP4 codes. Accumulators are as in ``RowMma``."""
 
     exponent = 2 * E4M3_EXPONENT
 
     def start_of(self, smem) -> Callable:
         """Return a function that starts the MMAs of half a k tile.
 
-        The arguments of the function are the lane's words of e4m3, the index of the half, the stage of activations, and
-        the accumulators to overwrite.
+        The function's arguments are the lane's words of e4m3, the index of the half, the stage of activations, and the
+        accumulators, which it overwrites.
         """
 
         def tiled() -> cute.TiledMma:

@@ -1,6 +1,7 @@
-"""GEMMs of FP8 activations with block scales and an FP4 weight, plain or grouped by expert, by wgmma, for Hopper. A
-first kernel recodes the weight to FP8 in memory. With many rows, this takes less time than decoding the weight once per
-row tile, as ``fp8_fp4_wgmma_ss`` does.
+"""Kernels for FP8 activations with block scales and an FP4 weight that is recoded to FP8 first, by wgmma, for Hopper.
+
+The GEMM is plain or grouped by expert. A first kernel recodes the weight to FP8 in memory. With many rows of
+activations, this takes less time than ``fp8_fp4_wgmma_ss``, which decodes the weight once per row tile.
 
 The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 
@@ -10,31 +11,31 @@ The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 
 A tile uses one of two main loops, depending on its weight rows. If all k tiles of all rows use the rows' units (see
 below), the tile uses the main loop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If some k
-tile of a row uses its own exponent, the tile uses another loop: scale loaders load the exponents, and consumers bring
-the results of each k tile to the units (``common.fp8.units``). If the weight is recoded while the GEMM runs, the warps
-that copy the weight and read its notes (``Notes``) first wait until the tile's weight rows are recoded. Consumers
-release dependents only after the end of the recoding kernel. More row tiles run at the same time than in other kernels,
-so that the GEMM needs the next weight rows later.
+tile of a row uses its own exponent, the tile uses another loop: scale loaders load the exponents, and consumers
+multiply the results of each k tile by powers of two that convert them to the rows' units (``common.fp8.units``). If the
+weight is recoded while the GEMM runs, the warps that copy the weight and read its notes (``Notes``) first wait until
+the tile's weight rows are recoded. Consumers release dependents only after the end of the recoding kernel. More row
+tiles run at the same time than in other kernels, so that the GEMM needs the next weight rows later.
 
-The kernel that recodes the weight (``weight_kernel.py``) writes it in e4m3, divided by powers of two, as
-``reference.mm_fp8_fp4`` is defined. Each row has a *unit*, a power of two that is computed from the scales of the row's
-first k tile. The numbers of the row are divided by the unit. If the numbers of a k tile do not fit the unit, they are
-divided by the k tile's own ``2^t`` instead. (``common.fp8.fp4_tables`` describes the condition, and why the product is
-the same.) The kernel also writes units and exponents (``Notes``).
+The kernel that recodes the weight (``weight_kernel.py``) writes e4m3 numbers divided by powers of two, as the
+definition in ``reference.mm_fp8_fp4`` requires. Each row has a *unit*, a power of two that is computed from the scales
+of the row's first k tile. The numbers of the row are divided by the unit. If the numbers of a k tile do not fit the
+unit, they are divided by the k tile's own ``2^t`` instead. (``common.fp8.fp4_tables`` describes when numbers fit, and
+why the product is the same.) The kernel also writes units and exponents (``Notes``).
 
-A thread recodes 16 elements of a k tile at a time: it loads 8 bytes of codes and a scale, makes a table of eight bytes,
-looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row. A *team* of 256 threads
-recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. Two schedules exist:
+A thread recodes 16 elements of a k tile at a time: it loads 8 bytes of codes and a scale, computes a table of eight
+bytes, looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row. A *team* of 256
+threads recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. The weight is recoded in one of two ways:
 
 - One launch, of CTAs with one team each, recodes the whole weight, and the GEMM waits for the end of that kernel.
-- Two launches: the first recodes only the rows that the GEMM's first tiles need; the second, which overlaps the GEMM,
-  recodes the other rows. The second launch consists of a few CTAs on separate SMs. The teams take work tiles in the
+- Two launches: the first recodes only the rows that the GEMM's first tiles need. The second overlaps the GEMM and
+  recodes the other rows. The second launch consists of a few CTAs on separate SMs. The teams process work tiles in the
   order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the counts of their
   rows (``Notes.done``), not for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel
   releases its dependents only when each of its CTAs has begun.
 
-Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes per weight row and row tile. Bytes moved by the recoding
-kernel per element: 1/2 + 1/block_size read, 1 + 1/64 written.
+Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes per weight row and row tile. The recoding kernel reads 1/2 +
+1/block_size bytes per element, and writes 1 + 1/64.
 """
 
 from typing import TYPE_CHECKING

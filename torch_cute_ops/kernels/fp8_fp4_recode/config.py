@@ -19,35 +19,37 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
 __all__ = ["Arguments", "Config", "plan"]
 
 RASTER: Final = 16
-"""Row tiles that run side by side: more than in other kernels, so that weight rows which are recoded while the GEMM
-runs are needed later. L2 then serves the same number of tiles with the same shared data."""
+"""Number of row tiles that run at the same time. It is larger than in other kernels, so that weight rows that are
+recoded while the GEMM runs are needed later. L2 then still serves the same number of tiles with the same shared
+data."""
 NOTE_ROWS: Final = 128
-"""Weight rows whose notes are contiguous: the rows of an output tile."""
+"""Number of weight rows whose notes are contiguous: the rows of an output tile."""
 WARP_ROWS: Final = 4
-"""Weight rows of a warp."""
+"""Number of weight rows that a warp recodes at a time."""
 RANGE: Final = 16
-"""K tiles of a range, which a team recodes as one work tile."""
+"""Number of k tiles of a range. A team recodes one range of ``TEAM_ROWS`` rows as one work tile."""
 TEAM: Final = 256
-"""Threads of a team. A work tile of a team is ``TEAM_ROWS`` rows of a range."""
+"""Number of threads of a team."""
 ROW_THREADS: Final = 8
-"""Threads that share a row."""
+"""Number of threads that share a weight row."""
 TEAM_ROWS: Final = TEAM // ROW_THREADS
 RANGE_WORK: Final = NOTE_ROWS // TEAM_ROWS
-"""Work tiles of a range of ``NOTE_ROWS`` rows."""
+"""Number of work tiles of one range of ``NOTE_ROWS`` rows."""
 LINE_WORDS: Final = 32
-"""Words of a cache line."""
+"""Number of words of a cache line."""
 OVERLAP_TEAMS: Final = 3
-"""Teams of a CTA that overlaps the GEMM. Three teams leave no registers for another CTA on the SM, and do not spill. On
-an H100, four teams, with spills, recode 1.13 times as fast as three, and the GEMM takes the same time."""
+"""Number of teams of a CTA that overlaps the GEMM. Three teams leave no registers for another CTA on the SM, and do not
+spill. On an H100, four teams recode 1.13 times as fast as three although they spill, but the GEMM takes the same
+time."""
 
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` is the weight's
-    notes.
+    """Static properties of the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` contains the
+    weight's notes.
 
     Attributes:
-        overlaps_recode: True if the kernel that recodes the weight runs while this kernel runs.
+        overlaps_recode: True if the weight is recoded by another kernel while this kernel runs.
     """
 
     tiles: ClassVar = ((MANY, WIDE, 1),)
@@ -67,13 +69,14 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of
+        """Index, in a slot of scales, of the first word for factors that change units. These words follow the scales of
         ``a``."""
         return self.tile_m
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if consumers need the index of a tile's expert, here to find the units of the tile's rows."""
+        """Return True if consumers need the index of a tile's expert. Here they need it to find the units of the tile's
+        rows."""
         return not self.rows.is_plain
 
     @property
@@ -85,13 +88,14 @@ plan = functools.partial(with_most_stages, Config, tile_m=MANY, tile_n=NOTE_ROWS
 
 
 class Notes:
-    """Layout of the notes of ``NOTE_ROWS`` weight rows. Offsets are in 4-byte words. The notes store, in order:
+    """Layout of the notes of ``NOTE_ROWS`` weight rows. The recoding kernel writes the notes, and the GEMM reads them.
+    Offsets are in 4-byte words. The notes store, in order:
 
     1. the rows' units as fp32;
-    2. a word per ``RANGE`` k tiles and ``WARP_ROWS`` rows: bit i is set if, in k tile i of the range, a row uses
-       the k tile's own exponent instead of the row's unit;
-    3. 16-bit exponents of the rows' units, followed, for each k tile whose bit is set, by the exponents that the rows
-       use in that k tile;
+    2. one word per ``RANGE`` k tiles and ``WARP_ROWS`` rows. Bit i is set if, in k tile i of the range, a row uses the
+       k tile's own exponent instead of the row's unit;
+    3. 16-bit exponents of the rows' units. The exponents of each k tile follow. They are written if the k tile's bit is
+       set;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
     Arguments and results are Python integers or device integers.
@@ -99,12 +103,12 @@ class Notes:
 
     @staticmethod
     def ranges(k_tiles: Any) -> Any:
-        """Return the number of ranges."""
+        """Return the number of ranges that ``k_tiles`` k tiles form."""
         return (k_tiles + (RANGE - 1)) // RANGE
 
     @staticmethod
     def owns(range_: Any) -> Any:
-        """Return the offset of the words with the bits of a range of k tiles."""
+        """Return the offset of the words that contain the bits of a range of k tiles."""
         return NOTE_ROWS + range_ * (NOTE_ROWS // WARP_ROWS)
 
     @classmethod
@@ -114,17 +118,17 @@ class Notes:
 
     @classmethod
     def done(cls, k_tiles: Any) -> Any:
-        """Return the offset of the number of recoded work tiles."""
+        """Return the offset of the number of work tiles that have been recoded."""
         return cls.exponents(k_tiles, k_tiles + 1)
 
     @classmethod
     def work_tiles(cls, k_tiles: Any) -> Any:
-        """Return the number of work tiles of the rows."""
+        """Return the number of work tiles of ``NOTE_ROWS`` rows."""
         return cls.ranges(k_tiles) * RANGE_WORK
 
     @classmethod
     def words(cls, k_tiles: Any) -> Any:
-        """Return the size of the notes in words."""
+        """Return the size in words of the notes of ``NOTE_ROWS`` rows."""
         return cls.done(k_tiles) + LINE_WORDS
 
 
@@ -137,15 +141,15 @@ class WeightArguments(namedtuple("WeightArguments", "b b_scale weight notes firs
     """Run-time arguments of the kernel that recodes the weight, in order.
 
     Sizes: E experts; N rows of an expert's weight, a multiple of 8; K elements of a row, a multiple of 64; B elements
-    of a block. A weight tile is ``NOTE_ROWS`` rows of an expert; the last weight tile of an expert may have fewer rows.
+    of a block. A weight tile is ``NOTE_ROWS`` rows of an expert. The last weight tile of an expert may have fewer rows.
 
     Attributes:
-        b: (K / 2, N) uint8 FP4 codes, the transposed view of a row-major (N, K / 2) weight; (E, K / 2, N) with experts.
+        b: (K / 2, N) uint8 FP4 codes, the transposed view of a row-major (N, K / 2) weight; with experts (E, K / 2, N).
         b_scale: block scales: linear (N, K / B) or (E, N, K / B), or tiled scales of all rows together.
-        weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
-        notes: (``note_words``,) int32, ``Notes`` of all weight tiles, written for rows that exist.
+        weight: (E, N, K) e4m3, contiguous, written. E is 1 without experts.
+        notes: (``note_words``,) int32, ``Notes`` of all weight tiles. Notes of existing rows are written.
         first: number of weight tiles that the first launch recodes, before the GEMM starts. The first launch also
-            initialises the numbers of recoded work tiles of all weight tiles.
+            initialises the counts of recoded work tiles of all weight tiles.
         max_ctas: number of CTAs of the second launch, which overlaps the GEMM and recodes all other weight tiles, in
             order.
     """
@@ -157,8 +161,8 @@ class WeightConfig:
 
     Attributes:
         fmt, layout: format and scale layout of the weight.
-        is_plain: True for one weight matrix, False for one matrix per expert.
-        pdl: True for programmatic dependent launches.
+        is_plain: True for a single weight matrix, False for one matrix per expert.
+        pdl: True to launch with programmatic dependent launch.
         overlaps_gemm: True if this kernel runs while the GEMM runs.
     """
 
@@ -180,7 +184,8 @@ class WeightConfig:
 
     @property
     def at_once(self) -> int:
-        """Number of k tiles that a thread recodes at once, without a branch in between. Registers limit this number."""
+        """Number of k tiles that a thread recodes at once, without a branch between them. Registers limit this
+        number."""
         return 2 if self.overlaps_gemm else 4
 
     @property

@@ -1,4 +1,4 @@
-"""Device code of the GEMM with a recoded weight; the package's docstring describes roles, data path and pipelines."""
+"""Device code of the GEMM with a recoded weight. The package's docstring describes roles, data path and pipelines."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class FP8FP4RecodeKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for a recoded weight, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -61,7 +61,7 @@ class FP8FP4RecodeKernel:
 
 
 def notes_of(expert, column, work: Work) -> Int64:
-    """Return the offset of the notes of an output tile's weight rows."""
+    """Return the offset, in all notes, of the notes of an output tile's weight rows."""
     tile = expert * cute.ceil_div(work.n, NOTE_ROWS) + column // NOTE_ROWS
     return Int64(tile) * Notes.words(work.k_stages)
 
@@ -87,7 +87,8 @@ class RecodedWeight:
 
     @cute.jit
     def await_rows(self, expert, column, work):
-        """Wait until the tile's weight rows have been recoded, if they are recoded while this kernel runs."""
+        """Wait until an output tile's weight rows have been recoded, if another kernel recodes them while this kernel
+        runs."""
         if const_expr(self.config.overlaps_recode):
             at = work.b_scale.iterator + (notes_of(expert, column, work) + Notes.done(work.k_stages))
             done = ptx.load_acquire(at)
@@ -105,8 +106,8 @@ class NoteScales:
 
     @cute.jit
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the offset of the tile's notes, True if the lane's ``WARP_ROWS`` weight rows exist, and True if a row
-        of the tile uses a k tile's own exponent instead of its unit."""
+        """Return the offset of an output tile's notes, True if this lane's ``WARP_ROWS`` weight rows exist, and True if
+        some row of the tile uses a k tile's own exponent instead of its unit."""
         exists = tile.column + WARP_ROWS * lane < work.n
         notes = notes_of(tile.expert, tile.column, work)
         found = Uint32(0)
@@ -115,7 +116,8 @@ class NoteScales:
         return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
-        """Load the scales of ``a``, 32 rows at a time. Return the scales and the index of the k tile."""
+        """Load a k tile's scales of ``a``, one row per lane and 32 rows at a time. Return the scales and the index of
+        the k tile."""
         return token_scales(self.config.tile_m, k_tile, tile, lane, work), k_tile
 
     @cute.jit
@@ -131,8 +133,8 @@ class NoteScales:
 
     @cute.jit
     def _store_own_units(self, notes, exists, k_tile, slot, lane, work, smem) -> Uint32:
-        """Store the powers of two by which a k tile's results are multiplied to be in the rows' units. Return the
-        flags."""
+        """Store powers of two for the weight rows that use the k tile's own exponent. They convert the k tile's results
+        to the rows' units. Return the flags."""
         at, k_stages = work.b_scale.iterator + notes, work.k_stages
         (owns,) = ptx.load_if(at + (Notes.owns(k_tile // RANGE) + lane), exists, 1)
         has_own = (owns >> Uint32(k_tile % RANGE) & Uint32(1)) != Uint32(0)
@@ -142,7 +144,7 @@ class NoteScales:
         votes = Uint32(cute.arch.vote_ballot_sync(has_own))
         flags = Uint32(HAS_OWN)
         for group in range_constexpr(NOTE_ROWS // 32):
-            # Eight lanes handle a group of 32 rows.
+            # A lane handles ``WARP_ROWS`` rows, so eight lanes handle a group of 32 rows.
             changed = (votes & Uint32(0xFF << 8 * group)) != Uint32(0)
             flags |= ptx.select(changed, Uint32(1 << group), Uint32(0))
         for i in range_constexpr(WARP_ROWS):
@@ -155,8 +157,11 @@ class NoteScales:
 
 
 class RecodedLoop:
-    """Main loop. If all weight rows of the tile use their units in all k tiles, this is the main loop of ``fp8_wgmma``.
-    Otherwise the loop multiplies the results of each k tile by powers of two, so that they are in the rows' units."""
+    """Main loop for a recoded weight.
+
+    If all weight rows of the tile use their units in all k tiles, it is the main loop of ``fp8_wgmma``. Otherwise it
+    multiplies the results of each k tile by powers of two that convert them to the rows' units.
+    """
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):
         self.config, self.stages, self.units, self.results = config, stages, units, results
@@ -165,7 +170,8 @@ class RecodedLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile. The first stage is full. Return the next stage, and its parity."""
+        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage. Return the next stage
+        and its parity."""
         (flags,) = load_words(self.units.flag_word(stage, smem))
         if flags != Uint32(0):
             self.results.store_pending(acc, pending, consumer, work)
@@ -177,20 +183,20 @@ class RecodedLoop:
 
 
 class UnitEpilogue:
-    """Epilogue of accumulators that are divided by the units of their weight rows."""
+    """Epilogue that first multiplies accumulators by the units of their weight rows."""
 
     def __init__(self, config: Config):
         self.plain: Any = GemmEpilogue(config)
 
     def of_tile(self, expert, work) -> TileEpilogue:
-        """Return the epilogue of a tile."""
+        """Return a function that loads units, alpha and bias for columns of a tile, and applies the epilogue."""
         of_tile = self.plain.of_tile(expert, work)
 
         def of_columns(column, count: int, after: int = 0) -> Finish:
             finish = of_tile(column, count, after)
             at = notes_of(expert, column, work) + column % NOTE_ROWS
             at = work.b_scale.iterator + cute.assume(at, divby=count)
-            # Two loads for four columns, as in ``load_terms``
+            # Load two words at a time: ``load_terms`` explains why.
             starts = range(0, count, 2)
             words = [word for i in starts for word in ptx.load_if(at, column < work.n - after, 2, 4 * (after + i))]
             units = [ptx.float_of(word) for word in words]

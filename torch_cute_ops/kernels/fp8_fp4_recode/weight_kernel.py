@@ -1,4 +1,4 @@
-"""Device code of the kernel that recodes an FP4 weight; the package's docstring describes its data path."""
+"""Device code of the kernel that recodes an FP4 weight to FP8. The package's docstring describes its data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -32,14 +32,14 @@ from torch_cute_ops.kernels.fp8_fp4_recode.config import (
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 PART = K_TILE // ROW_THREADS
-"""Elements of a k tile that a thread recodes."""
+"""Number of elements of a k tile that a thread recodes."""
 ALL_LANES = 0xFFFFFFFF
 ROW_LANES = (1 << ROW_THREADS) - 1
-"""Lanes of a warp's first row."""
+"""Bit mask of the lanes of a warp that share its first row."""
 
 
 class RecodeWeightKernel:
-    """The kernel of one ``WeightConfig``."""
+    """Kernel that recodes the weight, as one ``WeightConfig`` describes."""
 
     def __init__(self, config: WeightConfig):
         self.config = config
@@ -69,7 +69,8 @@ class RecodeWeightKernel:
         ranges = Notes.ranges(cute.ceil_div(2 * half, K_TILE))
         if const_expr(c.overlaps_gemm):
             left = experts * cute.ceil_div(n, NOTE_ROWS) - first
-            # Launch at least one CTA, because the GEMM's launch depends on this launch.
+            # Launch at least one CTA even if nothing is left to recode, because the GEMM's launch depends on this
+            # launch.
             ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * RANGE_WORK, c.teams)), Int32(1))
             along_k = 1
         else:
@@ -102,15 +103,16 @@ class RecodeWeightKernel:
                 self._recode(codes, scale, weight, notes, tile, *of_range, tid % TEAM)
                 self._tell_done(notes, tile, k_tiles, team, tid % TEAM)
         else:
-            # Weight tiles from ``first`` on are recoded by the kernel that overlaps the GEMM.
+            # The other launch, which overlaps the GEMM, recodes the weight tiles from ``first`` on. Set their counts to
+            # zero, and the counts of earlier weight tiles to complete.
             for tile in cutlass.range((range_ * ctas + cta) * TEAM + tid, tiles, ctas * ranges * TEAM, unroll=1):
                 done = ptx.select(tile < first, Int32(Notes.work_tiles(k_tiles)), Int32(0))
                 notes[Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles)] = done
             self._recode(codes, scale, weight, notes, cta // RANGE_WORK, cta % RANGE_WORK, range_, tid)
 
     def _tell_done(self, notes, tile, k_tiles, team, tid) -> None:
-        """Count a work tile that the team has recoded. A fence precedes the count, because the GEMM copies the work
-        tile through the async proxy."""
+        """Count a work tile that the team has recoded. First execute a fence, because the GEMM copies the work tile
+        through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
         at = notes.iterator + (Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles))
@@ -118,7 +120,7 @@ class RecodeWeightKernel:
 
     @cute.jit
     def _recode(self, codes, scale, weight, notes, tile, index, range_, tid):
-        """Recode work tile ``index`` of a range of a weight tile; ``tid`` is the thread in its team."""
+        """Recode work tile ``index`` of a range of a weight tile. ``tid`` is the index of the thread in its team."""
         c = self.config
         n, half, _ = codes.shape
         part = tid % ROW_THREADS
@@ -126,7 +128,7 @@ class RecodeWeightKernel:
         expert, row = tile // of_expert, tile % of_expert * NOTE_ROWS + index * TEAM_ROWS + tid // ROW_THREADS
         exists = row < n
         begin = range_ * RANGE
-        # From one k tile to the next, the addresses of a thread's codes, numbers and scales advance by constants.
+        # The addresses of a thread's codes, numbers and scales advance by a constant from one k tile to the next.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         codes_at = codes.iterator + (codes_at + begin * (K_TILE // 2) + part * (PART // 2))
         weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
@@ -134,7 +136,7 @@ class RecodeWeightKernel:
         place = Int64(begin * c.tile_scales + part * c.tile_scales // ROW_THREADS)
         scale_at = scale.iterator + self.weight.scale_offset(scale, n, expert, row, place)
         pitch = c.layout.block_offset(c.tile_scales)
-        count = half - begin * (K_TILE // 2) - part * (PART // 2)  # bytes of codes that remain
+        count = half - begin * (K_TILE // 2) - part * (PART // 2)  # bytes of codes up to the end of the row
         count = ptx.select(exists, count, Int32(0))
         loaded = self._load_some(codes_at, scale_at, pitch, count, 0)
         k_tiles = cute.ceil_div(2 * half, K_TILE)
@@ -153,7 +155,7 @@ class RecodeWeightKernel:
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
-                    # If the second of two k tiles exists, the first exists, too.
+                    # Of two k tiles, test only if the first exists: if the second exists, so does the first.
                     fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
                     of_row = scale, n, half, expert, row, notes_at
@@ -172,8 +174,11 @@ class RecodeWeightKernel:
     def _own_table(
         self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
     ) -> tuple:
-        """Return the two words of a thread's table for k tile ``i`` of a range, and the k tile's bit if some row of the
-        warp uses the k tile's own exponent. In that case, also store the exponent that the thread's row uses."""
+        """Return the decoding table of a thread's block in k tile ``i`` of a range, and the k tile's bit.
+
+        The table is two words. The bit is set if some row of the warp uses the k tile's own exponent. In this case,
+        also store the exponent that the thread's row uses.
+        """
         fmt, k_tile = self.config.fmt, begin + i
         there, _, byte = loaded
         low, high, owns = *table, Uint32(0)
@@ -192,9 +197,9 @@ class RecodeWeightKernel:
         return low, high, owns
 
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
-        """Load a thread's parts of ``at_once`` k tiles from ``first`` on.
+        """Load this thread's codes and scales of ``at_once`` k tiles, from k tile ``first`` on.
 
-        Return a tuple per k tile: True if the part exists, the codes of the part, and the byte of the scale.
+        Return a tuple per k tile: True if the codes exist, the codes, and the byte of the scale.
         """
         c, loaded = self.config, []
         for i in range(first, min(first + c.at_once, RANGE)):
@@ -204,12 +209,12 @@ class RecodeWeightKernel:
         return loaded
 
     def _note(self, notes_at: cute.Pointer, k_tiles, place, row, exponent) -> None:
-        """Store an exponent of a row in the notes."""
+        """Store the exponent that a row uses in the notes."""
         at = cute.recast_ptr(notes_at + Notes.exponents(k_tiles, place), dtype=Int16) + row % NOTE_ROWS
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 
     def _row_scales(self, scale, n, half, expert, row, exists, k_tile) -> list:
-        """Load a row's scales in a k tile, as words of four scales."""
+        """Load a row's scales in a k tile. Return words of four scales."""
         c = self.config
         left = half * 2 // c.fmt.block_size - k_tile * c.tile_scales
         words = self.weight.row_scales(scale, n, expert, row, exists, Int64(k_tile) * c.tile_scales, left)

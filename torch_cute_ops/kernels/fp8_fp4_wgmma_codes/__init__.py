@@ -1,7 +1,9 @@
-"""GEMMs of few rows of FP8 activations with block scales and codes of an MXFP4 weight by wgmma, plain or grouped by
-expert. For Hopper: ``out[m, n] = Σ_j a_scale[j, m] · (Σ_b 2^s[n, b] · (Σ_{k of b} a[m, k] · code[n, k]))`` through an
-epilogue, for the k tiles ``j`` and their scale blocks ``b`` of 32 elements. ``reference.mm_fp8_fp4`` defines the
-result; step 4 below describes the codes that it rounds.
+"""GEMMs of few rows of FP8 activations and an MXFP4 weight, whose codes are multiplied without scales, by wgmma, for
+Hopper.
+
+The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · (Σ_b 2^s[n,
+b] · (Σ_{k of b} a[m, k] · code[n, k]))`` is followed by an epilogue. ``j`` is a k tile, and ``b`` is one of its scale
+blocks of 32 elements. ``reference.mm_fp8_fp4`` defines the result. It rounds some codes, as step 4 below describes.
 
 Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two teams of two
 decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``.
@@ -12,20 +14,20 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
 | stages | rearranged ``a``, rounded codes | decoders | consumer warps | decoded_arrivals | consumer_warps | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row.
-   The scale loaders load the block scales and store them as fp32 factors.
+1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row. The
+   scale loaders load the block scales and store them as fp32 factors.
 2. Two teams of decoders take turns at the stages. Each of a team's two warps rearranges a k tile of ``a``: in each 32
    elements, the even elements move before the odd elements, because consumers extract the codes of a word in that
    order.
-3. Consumers turn codes into e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,
+3. Consumers convert codes to e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,
    moved to the right place in an e4m3 number, represent the value times 2^-6. The e4m3 numbers are the A operand, in
    registers. The K of an MMA is a scale block. Each block uses separate accumulators, which are multiplied by the
-   block's factors and added to the sums.
+   block's factors and added to the tile's accumulators.
 4. By definition, the numbers of a k tile are rounded to e4m3 after division by the k tile's unit ``2^t``. The rounding
-    changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders
-    replace the codes of these blocks by rounded codes with a larger scale.
+   changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders replace
+   the codes of these blocks by rounded codes with a larger scale.
 
-With few rows of ``a``, a block has few accumulators, and scaling them takes less time than making look-up tables of
+With few rows of ``a``, a block has few accumulators, and scaling them takes less time than computing look-up tables of
 scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6
 would be rounded.
 

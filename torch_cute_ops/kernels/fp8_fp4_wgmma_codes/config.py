@@ -1,4 +1,4 @@
-"""Configuration of the GEMM of FP8 activations and codes of an MXFP4 weight. No device code."""
+"""Configuration of the GEMM that multiplies FP8 activations by codes of an MXFP4 weight. No device code."""
 
 import functools
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 BLOCKS: Final = K_TILE // MXFP4.block_size
-"""Scale blocks of a k tile."""
+"""Number of scale blocks of a row in a k tile."""
 TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16, 24) for split_k in SPLITS), (32, WIDE, 1))
-"""Values of (tile_m, tile_n, split_k). The accumulators of each block leave registers for no more rows of ``a``."""
+"""Supported (tile_m, tile_n, split_k). Each block has its own accumulators, so registers suffice for no more rows of
+``a``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Multiples of the number of teams, so that a stage belongs to the same team in every round of the pipeline
+    # Each number is a multiple of the number of decoder teams, so that a stage belongs to the same team in every round.
     stage_counts: ClassVar = (8, 6, 4)
     in_flight: ClassVar = LINE_SPAN
     line: ClassVar = LINE_SPAN * K_TILE // 2
@@ -48,18 +49,20 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # Under split-K, decoders of 24 rows would spill 8 bytes with 40 registers.
+        # With 40 registers, decoders of 24 rows would spill 8 bytes under split-K.
         return (200, 56, 56) if self.tile_m == 24 else (208, 56, 40)
 
     @property
     def amounts_at(self) -> int:
-        """First word, in a stage's slot of scales, of the amounts by which codes are rounded. They follow the scales of
-        ``a`` and one factor per weight row and block."""
+        """Index, in a slot of scales, of the first word with amounts by which codes are rounded.
+
+        These words follow the scales of ``a`` and one factor per weight row and block.
+        """
         return self.tile_m + BLOCKS * self.tile_n
 
     @property
     def flags_at(self) -> int:
-        """Index of the word with the flags in a stage's slot of scales."""
+        """Index, in a slot of scales, of the word of flags."""
         return self.amounts_at + self.tile_n
 
     @property

@@ -1,4 +1,4 @@
-"""Device code of the GEMM with codes of an MXFP4 weight; the package's docstring describes roles, data path and
+"""Device code of the GEMM with codes of an MXFP4 weight. The package's docstring describes roles, data path and
 pipelines."""
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma_codes.config import BLOCKS, Config
 
 
 class FP8FP4WgmmaCodesKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for codes of an MXFP4 weight, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -66,14 +66,14 @@ class FP8FP4WgmmaCodesKernel:
 
 
 class CodeScales:
-    """Scale source: scales of ``a``, one factor per weight row and block, and the amounts by which codes are
-    rounded."""
+    """Scale source that stores the scales of ``a``, one factor per weight row and block, and the amounts by which codes
+    are rounded."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight):
         self.config, self.stages, self.weight = config, stages, weight
 
     def begin(self, tile: Tile, lane, work) -> Int32:
-        """Return the number of weight rows from the lane's first row on."""
+        """Return the number of weight rows from this lane's first row to the end of the weight."""
         return work.n - tile.column - lane
 
     def load(self, k_stage, tile: Tile, lane, work) -> list:
@@ -88,8 +88,8 @@ class CodeScales:
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, slot, lane, smem):
-        """Store the factors of a k tile. If scales are far apart, 0 or NaN, also store the amounts by which decoders
-        round codes (``codes.rounded``). ``count`` is the result of ``begin``."""
+        """Store the factors of a k tile. If some scales are 0, NaN, or far apart, also store the amounts by which
+        decoders round codes (``codes.rounded``). ``count`` is the result of ``begin``."""
         rows = [block_factors(word) for word in scales]
         is_hard = Boolean(False)
         for i in range_constexpr(len(rows)):
@@ -111,21 +111,23 @@ class CodeScales:
     # Views of the scales in a stage
 
     def row_factors(self, slot, row, smem) -> cute.Tensor:
-        """Return the factors of the blocks of a weight row."""
+        """Return the factors of a weight row's blocks, in a slot of scales."""
         return self.stages.words(slot, self.config.tile_m + row * BLOCKS, BLOCKS, smem)
 
     def amounts(self, slot, row, smem) -> cute.Tensor:
-        """Return the word with the amounts by which codes of a weight row are rounded: one byte per block."""
+        """Return the word with the amounts by which a weight row's codes are rounded: one byte per block."""
         return self.stages.words(slot, self.config.amounts_at + row, 1, smem)
 
     def flags(self, slot, smem) -> cute.Tensor:
-        """Return the word whose bit i is set if codes of weight rows 32 i to 32 i + 31 are to be rounded."""
+        """Return the word of flags. Bit i is set if some codes of weight rows 32 i to 32 i + 31 must be rounded."""
         return self.stages.words(slot, Int32(self.config.flags_at), 1, smem)
 
 
 class CodeDecoder:
-    """Decoder that rearranges the activations of a k tile in the order in which ``CodeMma`` extracts codes, and rounds
-    codes. Each warp of a team handles one k tile of a stage."""
+    """Decoder that rounds codes, and rearranges activations in the order in which ``CodeMma`` extracts codes.
+
+    Each warp of a team handles one k tile of a stage.
+    """
 
     def __init__(self, config: Config, weight: FP4Weight, scales: CodeScales):
         self.config, self.weight, self.scales = config, weight, scales
@@ -141,7 +143,7 @@ class CodeDecoder:
         base = smem.a + cute.assume(slot * (c.tile_m * K_TILE), divby=c.tile_m * K_TILE)
         for i in range_constexpr(c.tile_m * BLOCKS // 32):
             row, block = i * (32 // BLOCKS) + lane // BLOCKS, lane % BLOCKS
-            # The swizzle permutes the 16-byte pieces of a row by the index of the row.
+            # The swizzle permutes the 16-byte pieces of a row by the index of the row. Undo it.
             first = row * K_TILE + (2 * block ^ row % 8) * VECTOR_BYTES
             words = [word for piece in range(2) for word in load_words(piece_at(base, first ^ piece * VECTOR_BYTES))]
             for piece, selector in enumerate((0x6420, 0x7531)):
@@ -158,7 +160,7 @@ class CodeDecoder:
 
     @cute.jit
     def _round_row(self, slot, row, smem):
-        """Round the codes of a weight row in a k tile."""
+        """Round a weight row's codes in a k tile, in shared memory."""
         (amounts,) = load_words(self.scales.amounts(slot, row, smem))
         for block in range_constexpr(BLOCKS):
             piece = piece_at(smem.b, self.weight.line_offset(slot, row, block, LINE_SPAN))
@@ -167,7 +169,7 @@ class CodeDecoder:
 
 
 class CodeMma:
-    """MMAs of a k tile. The A operand is codes as e4m3 numbers in registers. Each scale block uses separate
+    """MMAs of a k tile. The A operand consists of codes as e4m3 numbers, in registers. Each scale block uses separate
     accumulators."""
 
     parts = BLOCKS
@@ -176,7 +178,7 @@ class CodeMma:
         self.config, self.weight = config, weight
 
     def begin(self, group, smem) -> Callable:
-        """Return the function that starts a consumer's MMAs of a k tile."""
+        """Return a function that starts this consumer warpgroup's MMAs of a k tile."""
         c = self.config
         size = c.mma_n // 2
         tid, _, _ = cute.arch.thread_idx()
@@ -206,9 +208,10 @@ class CodeMma:
 
 
 class CodeLoop:
-    """Main loop: while the codes of a k tile are decoded, the MMAs of the previous k tile run.
+    """Main loop in which the MMAs of a k tile run while the codes of the next k tile are decoded.
 
-    All MMAs of an iteration end before the next iteration: ptxas serialises MMAs that stay in flight across iterations.
+    All MMAs of an iteration end before the next iteration, because ptxas serialises MMAs that stay in flight across
+    iterations.
     """
 
     def __init__(self, config: Config, stages: Stages, scales: CodeScales):
@@ -216,7 +219,8 @@ class CodeLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of a tile. The first stage is full. Return the next stage, and its parity."""
+        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage. Return the next stage
+        and its parity."""
         acc.fill(0.0)
         for left in cutlass.range(work.end - work.begin - 1, -1, -1, unroll=1):
             first = stage * LINE_SPAN
@@ -235,14 +239,15 @@ class CodeLoop:
         return stage, parity
 
     def _factors(self, slot, consumer, smem) -> tuple:
-        """Load the factors of the blocks of a lane's two weight rows, and the scales of the lane's rows of ``a``."""
+        """Load the factors of the blocks of this lane's two weight rows, and the scales of this lane's rows of
+        ``a``."""
         rows = [load_words(self.scales.row_factors(slot, consumer.row + 8 * r, smem)) for r in range(2)]
         of_blocks = [[ptx.float_of(word) for word in words] for words in rows]
         return of_blocks, swapped_token_scales(self.config.mma_n, self.stages.scales(slot, smem), consumer)
 
     def _promote(self, acc, partial, factors: tuple) -> None:
-        """Multiply the blocks' results by the blocks' factors and add them up. Multiply the sum by the scales of ``a``,
-        and add it to the accumulators."""
+        """Multiply the results of each block by the block's factors and add them up. Multiply the sum by the scales of
+        ``a``, and add it to the accumulators."""
         of_blocks, of_tokens = factors
         size = self.config.mma_n // 2
         for i in range(size):

@@ -1,7 +1,8 @@
-"""GEMMs of few rows of FP8 activations with block scales and an NVFP4 weight, decoded to registers, by wgmma, plain or
-grouped by expert, for Hopper. ``reference.mm_fp8_fp4`` defines the result.
+"""GEMMs of few rows of FP8 activations and an NVFP4 weight that is decoded to registers, by wgmma, for Hopper.
 
-Roles. A CTA consists of two K groups of two consumer warpgroups, one producer warp, three scale-loader warps, and two
+The GEMM is plain or grouped by expert. The activations have block scales. ``reference.mm_fp8_fp4`` defines the result.
+
+Roles. A CTA consists of two *K groups* of two consumer warpgroups, one producer warp, three scale-loader warps, and two
 teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units of
 weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 
@@ -12,14 +13,14 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 | partial sums | ``received`` | consumers of all CTAs | first K group | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 | K groups | accumulators | second K group | first K group | 8 | 8 | 1 |
 
-1. A stage holds two k tiles, so that codes are copied in whole cache lines of 128 bytes. Each K group takes one k tile
-   of every stage. After the last stage, the accumulators of the second group are added to the accumulators of the first
-   group. Each scheduler thus runs four warps that multiply, so that one warp can decode while another waits.
-2. Consumers decode by look-up tables and keep the results in registers, as the A operand. Each of the four lanes that
-   share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. A lane therefore needs
-   the look-up tables of only two blocks.
-3. The K of an MMA then consists of eight elements of each lane's quarter. Two teams of decoders take turns at the
-    stages, and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps takes a k tile.
+1. A stage holds two k tiles, so that codes are copied in whole cache lines of 128 bytes. Each K group multiplies one k
+   tile of every stage. After the last stage, the accumulators of the second group are added to the accumulators of the
+   first group. Each scheduler thus runs four warps that multiply, so that one warp can decode while another waits.
+2. Consumers decode by look-up tables. The decoded weight stays in registers, as the A operand. Each of the four lanes
+   that share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. A lane therefore
+   needs the look-up tables of only two blocks.
+3. The K of an MMA consists of eight elements of each lane's quarter. Two teams of decoders take turns at the stages,
+   and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps rearranges one k tile.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

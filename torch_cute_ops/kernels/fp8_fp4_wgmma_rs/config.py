@@ -1,4 +1,4 @@
-"""Configuration of the GEMM of FP8 activations and an NVFP4 weight decoded to registers. No device code."""
+"""Configuration of the GEMM of FP8 activations and an NVFP4 weight that is decoded to registers. No device code."""
 
 import functools
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16) for split_k in SPLITS), (24, WIDE, 1))
-"""Values of (tile_m, tile_n, split_k). Under split-K, consumers of 24 rows would spill."""
+"""Supported (tile_m, tile_n, split_k). With 24 rows, ``split_k`` must be 1, because consumers would spill."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Multiples of the number of teams, so that a stage belongs to the same team in every round of the pipeline
+    # Each number is a multiple of the number of decoder teams, so that a stage belongs to the same team in every round.
     stage_counts: ClassVar = (8, 6, 4)
     line: ClassVar = LINE_SPAN * K_TILE // 2
     span: ClassVar = LINE_SPAN
@@ -46,19 +46,21 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # At launch, each of the 768 threads has 80 registers. Other warps release some of theirs for the consumers.
-        # Decoders of 24 rows would spill 8 bytes with 40 registers.
+        # At launch, each of the 768 threads has 80 registers. Producer, scale-loader and decoder warps release some for
+        # the consumers. With 40 registers, decoders of 24 rows would spill 8 bytes.
         return (88, 72, 56) if self.tile_m == 24 else (88, 80, 40)
 
     @property
     def workspace_bytes(self) -> int:
-        """Shared memory of the second K group's accumulators."""
+        """Bytes of shared memory for the second K group's accumulators."""
         return self.tile_n * self.tile_m * 4
 
     @property
     def units_at(self) -> int:
-        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of ``a``
-        and the records of the weight rows."""
+        """Index, in a slot of scales, of the first word for factors that change units.
+
+        These words follow the scales of ``a`` and the records of the weight rows.
+        """
         return self.tile_m + 4 * self.copied_n
 
     @property

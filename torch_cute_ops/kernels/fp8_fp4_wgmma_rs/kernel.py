@@ -1,4 +1,4 @@
-"""Device code of the GEMM with an NVFP4 weight decoded to registers; the package's docstring describes roles, data path
+"""Device code of the GEMM with an NVFP4 weight decoded to registers. The package's docstring describes roles, data path
 and pipelines."""
 
 from collections.abc import Callable
@@ -31,20 +31,20 @@ from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_wgmma_rs.config import Config
 
 LANES: Final = 4
-"""Lanes that share the rows of an MMA; each decodes a quarter of a k tile."""
+"""Number of lanes that share the rows of an MMA. Each decodes a quarter of a row's k tile."""
 STEPS: Final = K_TILE // K_STEP
 BLOCKS: Final = 2
-"""Scale blocks of a quarter."""
+"""Number of scale blocks of a quarter."""
 PASS: Final = 16
-"""Rows of ``a`` that a decoder rearranges at once."""
+"""Number of rows of ``a`` that a decoder warp rearranges at once."""
 GROUP_THREADS: Final = GROUPS * WARPGROUP
-"""Threads of a K group."""
+"""Number of threads of a K group."""
 ROWS: Final = 2
-"""Weight rows of a lane."""
+"""Number of weight rows of a lane."""
 
 
 class FP8FP4WgmmaRSKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for a weight that is decoded to registers, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -67,8 +67,11 @@ class FP8FP4WgmmaRSKernel:
 
 
 class QuarterDecoder:
-    """Decoder that rearranges the activations of a k tile: first the first word (four elements) of each quarter, then
-    the second word of each quarter, and so on. Each warp of a team handles one k tile of a stage."""
+    """Decoder that rearranges the activations of a k tile: the first word (four elements) of each quarter, then the
+    second word of each quarter, and so on.
+
+    Each warp of a team handles one k tile of a stage.
+    """
 
     def __init__(self, config: Config):
         self.config = config
@@ -89,9 +92,10 @@ class QuarterDecoder:
 
     @cute.jit
     def _rearrange(self, base, first: int, rows: int, lane):
-        """Rearrange ``rows`` rows. A lane handles half of a row: every second 16-byte piece."""
+        """Rearrange ``rows`` rows of ``a``, starting at row ``first``. A lane handles every second 16-byte piece of a
+        row."""
         row, odd = first + lane % rows, lane // rows % 2
-        # The swizzle permutes the 16-byte pieces of a row by the index of the row.
+        # The swizzle permutes the 16-byte pieces of a row by the index of the row. Undo it.
         of_row, swizzle = row * K_TILE, row % 8
         quarters = []
         for quarter in range_constexpr(LANES):
@@ -105,13 +109,13 @@ class QuarterDecoder:
 
 
 class RegisterMma:
-    """MMAs of a k tile. The A operand is the decoded weight in registers."""
+    """MMAs of a k tile. The A operand is the decoded weight, in registers."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def begin(self, smem) -> Callable:
-        """Return the function that starts a consumer's MMAs of a k tile."""
+        """Return a function that starts a consumer's MMAs of a k tile."""
         c = self.config
         operand = token_operand(c, smem)
 
@@ -129,12 +133,12 @@ class RegisterMma:
 
 
 class Loaded(NamedTuple):
-    """Loaded data from which a lane decodes its quarter of a k tile, for both of its weight rows.
+    """Codes and scales from which a lane decodes its quarter of a k tile, for both of its weight rows.
 
     Attributes:
-        codes: four words of codes.
+        codes: four words of codes per row.
         ones, one_and_halves: e4m3 bytes of the scale, and of 1.5 times the scale, divided by the row's unit, for both
-            blocks of a quarter. If the row uses the k tile's own exponent, ``ones`` contains the scales themselves.
+            blocks of the quarter. If the row uses the k tile's own exponent, ``ones`` contains the scales themselves.
     """
 
     codes: cute.Tensor
@@ -143,15 +147,16 @@ class Loaded(NamedTuple):
 
 
 class DecodingLoop:
-    """Main loop of a K group. Of each stage, it decodes one k tile to registers, multiplies the k tile, and promotes
-    the result."""
+    """Main loop of a K group. It decodes one k tile of each stage to registers, multiplies it, and promotes the
+    result."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
 
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
-        """Multiply a K group's k tiles of a tile. The first stage is full. Return the next stage, and its parity.
+        """Multiply a K group's k tiles of an output tile. The caller has waited for the first stage. Return the next
+        stage and its parity.
 
         The codes of a k tile are loaded while the MMAs of the previous k tile run.
         """
@@ -178,7 +183,7 @@ class DecodingLoop:
         return stage, parity
 
     def _load(self, loaded: Loaded, slot, consumer, smem) -> Uint32:
-        """Load the codes and scales of a k tile. Return the flags of the k tile."""
+        """Load the codes and scales of a k tile into ``loaded``. Return the k tile's flags."""
         for r in range(ROWS):
             row = consumer.row + 8 * r
             codes = load_words(piece_at(smem.b, self.weight.line_offset(slot, row, consumer.quad, LINE_SPAN)))
@@ -189,8 +194,11 @@ class DecodingLoop:
         return self.units.flags(slot, consumer, smem)
 
     def _bytes(self, slot, row, which: int, consumer, smem) -> Uint32:
-        """Load the bytes of a lane's two blocks. A row's record has two words per half of a k tile; ``which`` selects
-        the first or second of the words for the half in which the lane's quarter lies."""
+        """Load the scale bytes of a lane's two blocks from a row's record.
+
+        A record has two words per half of a k tile. ``which`` selects the first or the second word of the half that
+        contains the lane's quarter.
+        """
         record = cute.recast_ptr(record_words(self.config, self.stages, slot, row, smem).iterator, dtype=Uint8)
         at = consumer.quad // 2 * 8 + which * 4 + consumer.quad % 2 * BLOCKS
         pointer = cute.recast_ptr(record + cute.assume(at, divby=BLOCKS), dtype=Uint16)
@@ -198,7 +206,7 @@ class DecodingLoop:
 
     @cute.jit
     def _decode(self, words, loaded: Loaded, flags, slot, consumer, smem):
-        """Decode a lane's part of the A operands of a k tile."""
+        """Decode this lane's quarter of a k tile, for both weight rows, into ``words``: the A operands of the MMAs."""
         fmt = self.config.fmt
         tables = cute.make_rmem_tensor((ROWS * BLOCKS * 2,), Uint32)
         for r in range_constexpr(ROWS):
@@ -206,7 +214,8 @@ class DecodingLoop:
                 table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
                 self._set_table(tables, r, block, table)
         if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
-            # The row's record holds the scales themselves, and the exponent of the k tile's own unit.
+            # Rows with a flag use the k tile's own exponent. Their records hold the scales themselves, and this
+            # exponent.
             for r in range_constexpr(ROWS):
                 exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
                 for block in range_constexpr(BLOCKS):
@@ -225,8 +234,10 @@ class DecodingLoop:
 
 
 class KGroupConsumers:
-    """Two K groups of two consumer warpgroups: each group multiplies 128 weight rows over one k tile of each stage.
-    After the last stage, the first group adds the second group's accumulators to its own accumulators."""
+    """Two K groups of two consumer warpgroups. Each group multiplies 128 weight rows over one k tile of each stage.
+
+    After the last stage, the first group adds the second group's accumulators to its own accumulators.
+    """
 
     def __init__(self, config: Config, stages: Stages, mma: RegisterMma, loop: DecodingLoop, results: Results):
         self.config, self.stages, self.mma, self.loop, self.results = config, stages, mma, loop, results
@@ -244,7 +255,7 @@ class KGroupConsumers:
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
-            # Load alpha and bias before the MMAs, which hide the latency.
+            # Load alpha and bias before the MMAs, so that the MMAs hide the latency of the loads.
             finish = self.results.finish(column, expert, consumer, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
             if k_group > 0:
@@ -262,8 +273,8 @@ class KGroupConsumers:
 
     @cute.jit
     def _leave(self, acc, turn, consumer, smem):
-        """Store the second group's accumulators for the first group, after the first group has read the previous tile's
-        accumulators."""
+        """Store the second group's accumulators for the first group. Before that, wait until the first group has read
+        the previous tile's accumulators."""
         ptx.wait(smem.k_groups.empty, turn ^ 1)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             store_words([ptx.bits_of(acc[i + j]) for j in range(4)], self._left(i, consumer, smem))
@@ -271,7 +282,7 @@ class KGroupConsumers:
 
     @cute.jit
     def _join(self, acc, turn, consumer, smem):
-        """Add the second group's accumulators to the accumulators of the first group."""
+        """Wait for the second group's accumulators, and add them to the first group's accumulators."""
         ptx.wait(smem.k_groups.full, turn)
         for i in range_constexpr(0, self.config.mma_n // 2, 4):
             words = load_words(self._left(i, consumer, smem))
@@ -280,5 +291,5 @@ class KGroupConsumers:
         arrive(smem.k_groups.empty, consumer.lane)
 
     def _left(self, i: int, consumer, smem) -> cute.Tensor:
-        """Return the address in shared memory of four of a thread's accumulators, from the ``i``-th on."""
+        """Return a view of four of a thread's accumulators in the workspace, from the ``i``-th accumulator on."""
         return piece_at(smem.workspace, (i // 4 * GROUP_THREADS + consumer.tid) * VECTOR_BYTES)

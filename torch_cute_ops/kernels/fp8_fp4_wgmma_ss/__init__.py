@@ -1,6 +1,8 @@
-"""GEMMs of FP8 activations with block scales and an FP4 weight, decoded to shared memory, by wgmma, plain or grouped by
-expert. For Hopper: ``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k])`` through an
-epilogue, where ``w8`` is the weight in e4m3 (``reference.mm_fp8_fp4``).
+"""GEMMs of FP8 activations and an FP4 weight that is decoded to shared memory, by wgmma, for Hopper.
+
+The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] ·
+(Σ_{k of block j} a[m, k] · w8[n, k])`` is followed by an epilogue. ``w8`` is the weight in e4m3
+(``reference.mm_fp8_fp4``).
 
 Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two to four teams of
 decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
@@ -11,23 +13,23 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 | stages | decoded weight | decoders | consumer warps | decoded_arrivals | consumer_warps * cluster_m | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer copies ``a`` and the weight's codes: 64 bytes per weight row of a k tile. The scale loaders load
-   the block scales, and store the bytes from which the decoders make their tables (``common.fp8.units``).
-2. The accumulators of a weight row are divided by its unit, a power of two that is computed from the scales of the
+1. The producer copies ``a`` and the weight's codes: 64 bytes per weight row of a k tile. The scale loaders load the
+   block scales, and store the bytes from which the decoders compute their tables (``common.fp8.units``).
+2. The accumulators of a weight row are divided by its *unit*, a power of two that is computed from the scales of the
    row's first k tile. A row's k tile is decoded with the row's unit if the numbers then have the same values as with
-   the k tile's own unit ``2^t``. If the values differ for any row of a group of 32 rows, this group is decoded with
-   ``2^t``, and consumers multiply the results of that k tile by powers of two that the scale loaders leave in the
-   stage. After the last k tile, consumers multiply all accumulators by the units of their rows.
-3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row: for each block scale it makes a
-   table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. A
-   thread's instructions depend on each other; several teams hide that latency.
+   the k tile's own unit ``2^t``. If the values differ for any row of a group of 32 rows, the whole group is decoded
+   with ``2^t``. Consumers then multiply the results of that k tile by powers of two, which the scale loaders have
+   stored in the stage. After the last k tile, consumers multiply all accumulators by the units of their rows.
+3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row. For each block scale, it
+   computes a table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read
+   them. A thread's instructions depend on each other; several teams hide their latency.
 4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies
    half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
    weight rows, and sends the decoded rows to the other CTA's shared memory by bulk copies.
-6. If tiles of 128 rows are few, two CTAs share a tile, each with half of K. Each CTA stores the rows of one consumer
-    warpgroup: a thread of this warpgroup adds the accumulators that the thread with the same index in the other CTA
-    sends, and applies the epilogue.
+6. If there are few tiles of 128 rows, two CTAs share a tile, each with half of K. Each CTA stores the rows of one
+   consumer warpgroup. A thread of this warpgroup receives the accumulators of the thread with the same index in the
+   other CTA, adds them, and applies the epilogue.
 
 Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

@@ -1,4 +1,4 @@
-"""Configuration of the GEMM of FP8 activations and an FP4 weight decoded to shared memory. No device code."""
+"""Configuration of the GEMM of FP8 activations and an FP4 weight that is decoded to shared memory. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -22,18 +22,19 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 PAIR: Final = 256
-"""Rows of ``a`` in a tile of two CTAs. Each CTA decodes half of the weight tile for both CTAs."""
+"""Number of rows of ``a`` in a tile of two CTAs. Each CTA decodes half of the weight tile for both CTAs."""
 LEAST: Final = 32
-"""Rows of ``a`` in the smallest tile. For fewer rows ``wgmma_codes`` and ``wgmma_rs`` are faster."""
+"""Number of rows of ``a`` in the smallest tile. With fewer rows, the backends ``wgmma_codes`` and ``wgmma_rs`` are
+faster."""
 TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (LEAST, WGMMA_M) for split_k in SPLITS),
-    # Under random routing with a mean of 32 or 64 rows per expert, most experts have at most this many rows.
+    # With random routing and a mean of 32 or 64 rows per expert, the rows of most experts fit into one of these tiles.
     *((tile_m, WIDE, 1) for tile_m in (48, 80, 96, MANY, PAIR)),
-    # Two CTAs divide K; each CTA adds up and stores the rows of one consumer warpgroup.
+    # Split-K: two CTAs divide K. Each adds up and stores the rows of one consumer warpgroup.
     *((MANY, tile_n, 2) for tile_n in (WGMMA_M, WIDE)),
     *((tile_m, WGMMA_M, split_k) for tile_m in (LEAST, 48, WGMMA_M, 80, 96) for split_k in NARROW_SPLITS),
 )
-"""Values of (tile_m, tile_n, split_k); here ``tile_m`` counts the rows of a cluster."""
+"""Supported (tile_m, tile_n, split_k). Here, ``tile_m`` counts the rows of all CTAs of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Config(FP8GemmConfig):
     Attributes:
         layout: scale layout of the weight.
         fmt: format of the weight.
-        cluster_m: CTAs of a cluster that share the decoded weight, each for ``tile_m`` rows of ``a``.
+        cluster_m: number of CTAs of a cluster that share the decoded weight. Each computes ``tile_m`` rows of ``a``.
     """
 
     tiles: ClassVar = TILES
@@ -56,13 +57,15 @@ class Config(FP8GemmConfig):
 
     @property
     def lanes_per_row(self) -> int:
-        """Number of threads that decode a weight row of a k tile. If two CTAs share the decoded weight, each CTA
-        decodes half of the rows, and each thread decodes half of a row."""
+        """Number of threads that decode a weight row of a k tile.
+
+        If two CTAs share the decoded weight, each CTA decodes half of the rows, so two threads share a row.
+        """
         return self.cluster_m
 
     @property
     def decoder_teams(self) -> int:
-        # Largest number, in whole warpgroups, that leaves enough registers for the accumulators
+        # The largest number of teams, in whole warpgroups, that leaves enough registers for the accumulators.
         if self.tile_n < WIDE:
             return 4
         return 3 if self.is_swapped else 2
@@ -73,14 +76,14 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # All warps except the consumers give some of their registers to the consumers.
+        # All other warps release registers, which the consumers take.
         if not self.is_swapped:
             return 168, 56, 40
         return (144, 72, 40) if self.mma_n > LEAST else (136, 80, 40)
 
     @property
     def in_flight(self) -> int:
-        # More consumer registers would leave too few registers for the decoders.
+        # With more k tiles in flight, consumers would need more registers, and too few would be left for the decoders.
         return 2 if self.mma_n < WGMMA_M else 1
 
     @property
@@ -89,13 +92,15 @@ class Config(FP8GemmConfig):
 
     @property
     def workspace_bytes(self) -> int:
-        """Shared memory of the decoded weight."""
+        """Bytes of shared memory for the decoded weight."""
         return self.stages * self.tile_n * K_TILE
 
     @property
     def units_at(self) -> int:
-        """First word, in a stage's slot of scales, of the factors that change units. They follow the scales of ``a``
-        and the records of the weight rows that this CTA decodes."""
+        """Index, in a slot of scales, of the first word for factors that change units.
+
+        These words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
+        """
         return self.tile_m + 4 * self.copied_n
 
     @property
@@ -107,6 +112,6 @@ class Config(FP8GemmConfig):
 
 
 def plan(*, tile_m: int, **given: Any) -> Config | None:
-    """Return the configuration of one of ``TILES`` with the largest number of stages, or None."""
+    """Return the configuration for one of ``TILES`` with the most stages that fit into the shared memory, or None."""
     cluster_m = 2 if tile_m == PAIR else 1
     return with_most_stages(Config, tile_m=tile_m // cluster_m, cluster_m=cluster_m, **given)

@@ -1,4 +1,4 @@
-"""Device code of the GEMM with an FP4 weight decoded to shared memory; the package's docstring describes roles, data
+"""Device code of the GEMM with an FP4 weight decoded to shared memory. The package's docstring describes roles, data
 path and pipelines."""
 
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma_ss.config import Config
 
 
 class FP8FP4WgmmaSSKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for a weight that is decoded to shared memory, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -40,15 +40,17 @@ class FP8FP4WgmmaSSKernel:
 
 
 class SmemDecoder:
-    """Decoder that writes the weight of a stage to the workspace as e4m3. A warp decodes 32 rows, or 16 rows with two
-    lanes per row."""
+    """Decoder that writes the weight of a stage to the workspace in shared memory, as e4m3.
+
+    A warp decodes 32 rows, or 16 rows with two lanes per row.
+    """
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
 
     def begin(self, warp, lane, work) -> tuple:
-        """Return the index of a lane's row among the rows that the CTA decodes, the index of the row in the tile, the
-        halves of the row that the lane decodes, and the warp's first row in the tile."""
+        """Return the index of a lane's weight row among the rows that this CTA decodes, the row's index in the tile,
+        the halves of the row that the lane decodes, and the index in the tile of the warp's first row."""
         c = self.config
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
@@ -56,15 +58,15 @@ class SmemDecoder:
         return row, before + row, halves, before + warp * each
 
     def complete(self, begun, stage, lane, work, smem) -> None:
-        """Decode a stage."""
+        """Decode this lane's part of a stage."""
         row, tile_row, halves, first = begun
         (flags,) = load_words(self.units.flag_word(stage, smem))
         for half in halves:
             self._decode_half(flags >> first // 32 & Uint32(1), stage, row, tile_row, half, smem)
 
     def tell(self, begun, stage, lane, work, smem) -> None:
-        """Signal the consumers that the warp has decoded its rows. With two CTAs, also send the rows to the other
-        CTA."""
+        """Signal the consumers that this warp has decoded its rows. If two CTAs share the weight, also send the rows to
+        the other CTA."""
         if self.config.cluster_m == 1:
             tell_decoded(stage, lane, smem)
         else:
@@ -72,7 +74,7 @@ class SmemDecoder:
 
     @cute.jit
     def _share_rows(self, stage, first, rows: int, work, smem):
-        """Send decoded rows, from ``first`` on, to the other CTA, and expect the same number of rows from the other
+        """Send ``rows`` decoded rows, from row ``first`` on, to the other CTA, and expect as many rows from the other
         CTA."""
         decoded = smem.workspace + cute.assume((stage * self.config.tile_n + first) * K_TILE, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
@@ -80,13 +82,15 @@ class SmemDecoder:
 
     @cute.jit
     def _decode_half(self, is_own, stage, row, tile_row, half, smem):
-        """Decode half of a weight row. Its index is ``row`` among the rows that the CTA decodes, and ``tile_row`` in
-        the tile."""
+        """Decode half of a weight row.
+
+        The index of the weight row is ``row`` among the rows that this CTA decodes, and ``tile_row`` in the tile.
+        """
         c = self.config
         record = record_words(c, self.stages, stage, row, smem)
         at = record.iterator + cute.assume(Int32(half) * 2, divby=2)
         first, second = load_words(cute.make_tensor(at, cute.make_layout(2)))
-        # The swizzle permutes the 16-byte pieces of a 128-byte line by the index of the line.
+        # The swizzle permutes the 16-byte pieces of a 128-byte line by the index of the line. A line holds two rows.
         codes_at = (stage * c.copied_n + row) * c.line + (half * 2 ^ row // 2 % 4) * VECTOR_BYTES
         codes = []
         for piece in range_constexpr(2):
@@ -97,7 +101,7 @@ class SmemDecoder:
             self._store_half(tables_of_shared_unit(first, second, c.fmt), codes, stage, tile_row, half, smem)
 
     def _store_half(self, tables: list, codes: list, stage, tile_row, half, smem) -> None:
-        """Look up the codes of half a row and store the numbers, swizzled as the MMAs read them."""
+        """Look up the codes of half a row, and store the e4m3 numbers in the swizzled layout of the MMAs."""
         c = self.config
         to = (stage * c.tile_n + tile_row) * K_TILE + (half * 4 ^ tile_row % 8) * VECTOR_BYTES
         for piece in range(4):

@@ -1,18 +1,20 @@
-"""GEMMs of FP8 matrices with block scales by mma.sync, plain or grouped by expert, through an epilogue. For every GPU:
-``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
+"""GEMMs of FP8 matrices with block scales by mma.sync, plain or grouped by expert, for every GPU.
 
-Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and take
+``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])`` is followed by an
+epilogue.
+
+Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and compute
 tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span 64. While the warps
 multiply the current k tile, each thread copies parts of the next k tiles into the stages by ``cp.async``. The results
 of a k tile are multiplied by both scales and added to accumulators in fp32. The epilogue is applied to the
-accumulators, and the results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
+accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
 mbarriers.
 
 A lane reads 16 bytes of a row at once, and uses the four words in four MMAs of 32 elements of K each. The elements of a
-k tile are thus multiplied in another order than in memory, which is the same for both operands.
+k tile are thus multiplied in another order than in memory. The order is the same for both operands.
 
-Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2;
-the result once.
+Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2; the result
+once.
 """
 
 from typing import TYPE_CHECKING

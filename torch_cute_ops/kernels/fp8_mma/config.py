@@ -10,9 +10,9 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 TILE_N: Final = 128
-"""Rows of ``b`` of a tile, which share a scale."""
+"""Number of rows of ``b`` in a tile. They share a scale in each k tile."""
 TILES: Final = {16: (1, 4), 64: (4, 2)}
-"""(Warps that divide the rows, warps that divide the columns), keyed by the rows of ``a`` of a tile."""
+"""(Number of warps that divide the rows, number of warps that divide the columns), keyed by ``tile_m``."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Config:
     Attributes:
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on an accumulator before it is stored.
-        tile_m: number of rows of ``a`` of a tile, 16 or 64.
+        tile_m: number of rows of ``a`` in a tile, 16 or 64.
         stages: number of stages of the pipeline. A stage holds one k tile.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     rows: ExpertLayout
@@ -33,7 +33,7 @@ class Config:
     stages: int
     pdl: bool
     prefetches: ClassVar[bool] = False
-    """As in ``FP8GemmConfig``."""
+    """False: this kernel never prefetches (see ``FP8GemmConfig.prefetches``)."""
 
     @property
     def warps(self) -> int:
@@ -63,11 +63,11 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory that a CTA takes."""
         return self.stages * self.stage_bytes + self.warps * STORE_TILE_BYTES + self.rows.table_bytes
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Reason that the kernel cannot run on ``arch``, or None."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         if self.tile_m not in TILES:
             return f"no tile has tile_m={self.tile_m}"
         if self.smem_bytes > arch.smem_per_cta:
@@ -76,5 +76,6 @@ class Config:
 
 
 def plan(*, rows: ExpertLayout, epilogue: Epilogue, tile_m: int, arch: Arch, pdl: bool) -> Config | None:
-    """Return the configuration with the largest number of stages that fits on an SM of ``arch``, or None."""
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
     return first_fit((Config(rows, epilogue, tile_m, stages, pdl) for stages in range(4, 1, -1)), arch)

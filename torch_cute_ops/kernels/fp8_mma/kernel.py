@@ -1,4 +1,4 @@
-"""Device code of the FP8 GEMM by mma.sync; the package's docstring describes roles and data path."""
+"""Device code of the FP8 GEMM by mma.sync. The package's docstring describes roles and data path."""
 
 from typing import NamedTuple
 
@@ -16,19 +16,19 @@ from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
 from torch_cute_ops.kernels.fp8_mma.config import TILE_N, TILES, Config
 
-PIECE = 16  # bytes that a lane copies, or reads, at once
+PIECE = 16  # number of bytes that a lane copies or reads at once
 PIECES = K_TILE // PIECE
 
 
 class Work(NamedTuple):
-    """Work of a thread, with the operands.
+    """Work of a thread, and the tensors of the call.
 
     Attributes:
         tid, lane: index of the thread in its CTA, and index in its warp.
-        row, column: first row and column of the warp in a tile.
+        row, column: first row and column of the warp in its tile.
         n, k: sizes of the GEMM.
-        k_tiles: number of k tiles; the last k tile may have 64 elements.
-        a, b, a_scale, b_scale: operands and their scales, of all experts.
+        k_tiles: number of k tiles. The last k tile may have 64 elements.
+        a, b, a_scale, b_scale: operands and their scales, for all experts.
     """
 
     tid: Int32
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 
 class FP8MmaKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel by mma.sync, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -110,15 +110,15 @@ class FP8MmaKernel:
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 factors = self._factors(k_tile, tile, work)
                 cute.arch.cp_async_wait_group(c.stages - 2)
-                # After this barrier, all copies of this k tile have arrived, and all warps have read the previous k
-                # tile, whose stage is refilled next.
+                # After this barrier, all threads' copies of this k tile have arrived, and all warps have read the
+                # previous k tile. So the copies below may overwrite the previous k tile's stage.
                 cute.arch.sync_threads()
                 ahead = k_tile + c.stages - 1
                 if ahead < work.k_tiles:
                     self._load(ahead, ahead % c.stages, base, tile, work)
                 cute.arch.cp_async_commit_group()
                 self._multiply(k_tile % c.stages, factors, acc, base, work)
-            # After this barrier, all warps have read the last k tile, so the next tile may use its stage.
+            # Wait until all warps have read the last k tile, because the next tile's copies overwrite its stage.
             cute.arch.sync_threads()
             epilogue = self.epilogue.of_tile(*terms, n, None if const_expr(c.rows.is_plain) else tile.expert)
             for i in range_constexpr(c.warp_m // 16):
@@ -136,15 +136,15 @@ class FP8MmaKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     # Copies. A stage holds rows of a, then rows of b. The halves of every second row are swapped, so that lanes that
-    # read at once avoid bank conflicts.
+    # read at the same time avoid bank conflicts.
 
     def _place(self, row, piece):
-        """Return the offset of 16 bytes of a row in a stage."""
+        """Return the offset in a stage of 16-byte piece ``piece`` of a row."""
         return row * K_TILE + (piece ^ (row % 2 * (PIECES // 2))) * PIECE
 
     @cute.jit
     def _load(self, k_tile, stage, base, tile, work):
-        """Start this thread's copies of a k tile; missing elements become zeros."""
+        """Start this thread's part of the copies of a k tile. Elements that do not exist become zeros."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=K_TILE)
         piece = work.tid % PIECES
@@ -164,11 +164,11 @@ class FP8MmaKernel:
 
     @cute.jit
     def _factors(self, k_tile, tile, work) -> list:
-        """Return the products of both operands' scales for a lane's rows: two of each 16 rows."""
+        """Return the products of both operands' scales for the lane's rows, which are two of every 16 rows."""
         scale = work.b_scale[tile.column // K_TILE, k_tile, tile.expert]
         factors = []
         for i in range_constexpr(self.config.warp_m // 8):
-            # For rows that do not exist, load the factor of the expert's last row; their results are not stored.
+            # A row that does not exist loads the factor of the expert's last row. Its results are not stored.
             row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
             factors.append(ptx.mul_rn(work.a_scale[k_tile, Int64(tile.row) + row], scale))
         return factors
@@ -176,7 +176,7 @@ class FP8MmaKernel:
     # MMAs
 
     def _words(self, at: cute.Pointer, row, lane) -> list:
-        """Load a lane's words of a row, as two vectors of four words."""
+        """Load this lane's words of a row, as two vectors of four words."""
         words = []
         for piece in (lane % 4, lane % 4 + PIECES // 2):
             place = at + cute.assume(self._place(row, piece), divby=PIECE)
@@ -185,7 +185,7 @@ class FP8MmaKernel:
 
     @cute.jit
     def _multiply(self, stage, factors, acc, base, work):
-        """Add the products of a k tile to the accumulators."""
+        """Multiply a k tile, multiply the results by ``factors``, and add them to the accumulators."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=K_TILE)
         row = work.row + work.lane // 4

@@ -1,18 +1,22 @@
-"""GEMMs of FP8 matrices with one scale per row of ``a`` and one per row of the weight, plain or grouped by expert.
-For Hopper, by wgmma: ``out[m, n] = a_scale[m] · b_scale[n] · (Σ_k a[m, k] · b[n, k]) + bias[n]``.
+"""GEMMs of FP8 matrices with a scale per row of ``a`` (token) and per row of the weight (channel), by wgmma, for
+Hopper.
 
-Structure, roles and tiles are as in ``fp8_wgmma``, without scale loaders. Scales are applied once, after the sum over
-K: ``b_scale`` is the epilogue's alpha. So the MMAs of several k tiles run without an interruption.
+The GEMM is plain or grouped by expert: ``out[m, n] = a_scale[m] · b_scale[n] · (Σ_k a[m, k] · b[n, k]) + bias[n]``.
+
+Structure, roles and tiles are as in ``fp8_wgmma``, but without scale loaders. Scales are applied once, after the sum
+over K, so the MMAs of several k tiles run without an interruption. ``b_scale`` is the epilogue's alpha.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | stages | ``a``, ``b``, record | producer | consumer warps | 1 | consumer_warps | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-Tensor cores add up e4m3 products with less than fp32's precision. Sums of products of one sign come out too small: with
-K = 4,096 by 5.7 % (measured on an H200). ``Config.fast_accum`` decides when sums leave the tensor cores:
+Tensor cores add up e4m3 products with less than fp32's precision. A sum of products that all have the same sign comes
+out too small: by 5.7 % with K = 4,096 (measured on an H200). ``Config.fast_accum`` decides when sums leave the tensor
+cores:
 
-- False: MMAs add up 512 elements of K, and these sums are added to accumulators in fp32. The bias is then 0.2 %.
+- False: MMAs add up 512 elements of K, and these sums are added to accumulators in fp32. Such a sum is then too small
+  by 0.2 %.
 - True: MMAs add up all of K. The second set of accumulators holds the previous tile until it is stored.
 
 Bytes moved: ``b`` of experts that own rows, once for each row tile; ``a`` once for each column tile, mostly from L2;

@@ -18,18 +18,20 @@ __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (
     *((tile_m, 128, split_k) for tile_m in (16, 32, 64) for split_k in SPLITS),
-    # More CTAs for few weight rows: of clusters of more than two, not all that would fit run at once.
+    # Narrow tiles give more CTAs work if there are few weight rows. Clusters of more than two CTAs are not supported:
+    # fewer CTAs would then run at the same time than fit on the GPU.
     *((tile_m, 64, split_k) for tile_m in (16, 32, 64) for split_k in NARROW_SPLITS),
     *((MANY, tile_n, 1) for tile_n in (64, 128, 192)),
 )
-"""Values of (tile_m, tile_n, split_k)."""
+"""Supported (tile_m, tile_n, split_k)."""
 PROMOTED_K: Final = 512
-"""Elements of K that tensor cores add up before their sum is added in fp32, unless ``fast_accum``."""
+"""Number of elements of K that tensor cores add up before the sum is added to accumulators in fp32, unless
+``fast_accum``."""
 
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Everything static about a kernel.
+    """Static properties of a kernel.
 
     Attributes:
         fast_accum: True if tensor cores add up all of K, False if sums of 512 elements are added in fp32.
@@ -43,7 +45,7 @@ class Config(FP8GemmConfig):
     in_flight: ClassVar = 1
     prefetch_tile_m: ClassVar = 64
     pass_k_tiles: ClassVar = PROMOTED_K // K_TILE
-    """K tiles that a consumer multiplies in a pass of the main loop."""
+    """Number of k tiles that a consumer multiplies in a pass of the main loop."""
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -51,7 +53,7 @@ class Config(FP8GemmConfig):
 
     @property
     def promotes(self) -> bool:
-        """True if the sums of a pass are added to the accumulators in fp32."""
+        """True if the sums of each pass are added to accumulators in fp32."""
         return not self.fast_accum
 
 

@@ -1,4 +1,4 @@
-"""Device code of the FP8 GEMM with per-token scales; the package's docstring describes roles and data path."""
+"""Device code of the FP8 GEMM with per-token scales. The package's docstring describes roles and data path."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.fp8_token_wgmma.config import Config
 
 
 class FP8TokenWgmmaKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for per-token scales, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config

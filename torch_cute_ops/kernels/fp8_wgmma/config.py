@@ -18,12 +18,12 @@ __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (
     *((tile_m, 128, split_k) for tile_m in (16, 32, 64) for split_k in SPLITS),
-    # For few weight rows, more CTAs divide K. But with clusters of more than two CTAs, fewer CTAs run at once than
-    # would fit on the GPU.
+    # Narrow tiles give more CTAs work if there are few weight rows. Clusters of more than two CTAs are not supported:
+    # fewer CTAs would then run at the same time than fit on the GPU.
     *((tile_m, 64, split_k) for tile_m in (16, 32, 64) for split_k in NARROW_SPLITS),
     *((MANY, tile_n, 1) for tile_n in (64, 128)),
 )
-"""Values of (tile_m, tile_n, split_k)."""
+"""Supported (tile_m, tile_n, split_k)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Config(FP8GemmConfig):
     stage_counts: ClassVar = range(12, 1, -1)
     scales_ahead: ClassVar = 4
     prefetch_tile_m: ClassVar = 64
-    """On an H100, a layer of an 8B model is 5.2, 2.8 and 1 µs faster with a prefetch after tiles of 1, 16 and 64
-    rows."""
+    """Largest ``tile_m`` with a prefetch. On an H100, a layer of an 8B model is 5.2, 2.8 and 1 µs faster with a
+    prefetch after tiles of 1, 16 and 64 rows."""
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -43,13 +43,14 @@ class Config(FP8GemmConfig):
 
     @property
     def unrolls(self) -> bool:
-        # These tiles keep the tensor cores busy: the power limit lowers the clock, and fewer instructions allow a
-        # higher clock.
+        # The largest tiles use so much power that the power limit lowers the clock. With fewer instructions, the clock
+        # is higher.
         return not self.is_swapped and self.tile_n == K_TILE
 
     @property
     def slot_words(self) -> int:
-        """Number of words of a slot's scales: one per row of ``a``, and one for the weight, rounded up to 16 bytes."""
+        """Number of words of a slot's scales: one per row of ``a`` and one for the weight, rounded up to a multiple of
+        16 bytes."""
         return self.tile_m + 4
 
 

@@ -1,4 +1,4 @@
-"""Device code of the FP8 GEMM by wgmma; the package's docstring describes roles, data path and pipelines."""
+"""Device code of the FP8 GEMM by wgmma. The package's docstring describes roles, data path and pipelines."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
 
 class FP8WgmmaKernel:
-    """The kernel of one ``Config``."""
+    """GEMM kernel for FP8 operands with block scales, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -34,13 +34,13 @@ class FP8WgmmaKernel:
 
 
 class BlockScales:
-    """Scale source: scales of the rows of ``a``, and the weight's scale."""
+    """Scale source that stores the scales of the rows of ``a``, and the scale of the weight tile."""
 
     def __init__(self, config: Config, stages: Stages):
         self.config, self.stages = config, stages
 
     def begin(self, tile: Tile, lane, work) -> None:
-        """Return None: a tile needs no preparation."""
+        """Return None, because nothing is loaded once per tile."""
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
         of_rows = token_scales(self.config.tile_m, k_tile, tile, lane, work)
@@ -55,14 +55,14 @@ class BlockScales:
 
 
 class BlockScaled:
-    """Promotion rule: the results of a k tile are multiplied by the products of both operands' scales."""
+    """Promotion that multiplies the results of a k tile by the products of both operands' scales."""
 
     def __init__(self, config: Config, stages: Stages):
         self.config, self.stages = config, stages
 
     def factors(self, stage, consumer, smem) -> list:
-        """Return the products of both operands' scales for a lane's rows, or, in swapped tiles, for the lane's
-        columns."""
+        """Return the products of both operands' scales for a lane's rows of ``a``, which are columns in swapped
+        tiles."""
         c, scales = self.config, self.stages.scales(stage, smem)
         if c.is_swapped:
             first = consumer.token + consumer.quad * 2

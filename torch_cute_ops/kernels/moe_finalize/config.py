@@ -1,4 +1,4 @@
-"""Configuration of a finalising kernel. No device code."""
+"""Configuration of the kernel that adds up each token's rows. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 import torch
 
 VECTOR = 16
-"""Bytes of a row that a thread processes at once."""
+"""Number of bytes of a row that a thread processes at once."""
 FEW = 512
 """Largest number of tokens for which loads that bypass L1 are faster."""
 THREADS, MORE_THREADS = 128, 256
-"""Largest numbers of threads of a CTA: usually, and with few tokens if larger CTAs balance the SMs."""
+"""Largest numbers of threads of a CTA: usually 128, and 256 if there are few tokens and larger CTAs balance the SMs."""
 CTAS_PER_SM = 5
-"""Number of resident CTAs of an SM, for the number of slices."""
+"""Number of CTAs per SM at which the number of slices aims."""
 WARP = 32
 
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel.
+    """Static properties of the kernel.
 
     Attributes:
         dtype: dtype of the rows: bfloat16, float16 or float32.
-        width: elements of a row.
+        width: number of elements of a row.
         topk: number of rows of a token.
-        has_residual: True with a residual.
+        has_residual: True if a residual is added.
         few: largest number of tokens for which loads of rows bypass L1.
         threads: number of threads of a CTA.
-        more_threads: number of threads of a CTA with few tokens, if larger CTAs balance the work of the SMs.
-        pdl: True for programmatic dependent launches.
+        more_threads: number of threads of a CTA for few tokens, if larger CTAs balance the work of the SMs.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Config:
 
     @property
     def vector(self) -> int:
-        """Elements that a thread processes at once."""
+        """Number of elements that a thread processes at once."""
         return VECTOR // self.dtype.itemsize
 
     @property
@@ -60,24 +60,25 @@ class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights resi
     """Run-time arguments, in order, for M tokens of W elements (``Config.width``), and R rows in the experts' order.
 
     Attributes:
-        input: (R, W) of ``Config.dtype``; rows may be strided.
-        expanded_to_permuted: (M, topk) int32, contiguous: row of each pair, negative for a pair without a row.
+        input: (R, W) of ``Config.dtype``. Rows may be strided.
+        expanded_to_permuted: (M, topk) int32, contiguous: row of each (token, expert) pair, negative for a pair without
+            a row.
         weights: (M, topk) fp32, contiguous.
-        residual: (M, W) like the input, rows may be strided; None without ``Config.has_residual``.
-        out: (M, W) like the input, contiguous; it may be the residual itself.
+        residual: (M, W) of ``Config.dtype``, or None without ``Config.has_residual``. Rows may be strided.
+        out: (M, W) of ``Config.dtype``, contiguous. It may be the residual itself.
         sms: int32, number of SMs of the device.
     """
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:
-    """Return the configuration for these properties. The configuration fits every architecture."""
+    """Return the configuration with these properties. Every architecture supports it."""
     vectors = width * dtype.itemsize // VECTOR
     threads, more_threads = (_even_threads(vectors, max_threads) for max_threads in (THREADS, MORE_THREADS))
     return Config(dtype, width, topk, has_residual, FEW, threads, more_threads, pdl)
 
 
 def _even_threads(vectors: int, max_threads: int) -> int:
-    """Return a number of threads, at most ``max_threads``, with which the rounds of a row differ by at most a warp in
-    size."""
+    """Return a number of threads, at most ``max_threads``, that divides a row evenly: the sizes of its rounds differ by
+    at most a warp."""
     rounds = -(-vectors // max_threads)
     return -(-vectors // (rounds * WARP)) * WARP

@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernel that adds up each token's rows. The package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,11 +13,11 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 WORDS = VECTOR // 4
 ROWS_AT_ONCE = 16
-"""Largest number of rows whose loads are issued at once. More do not fit the registers."""
+"""Largest number of rows whose loads a thread issues at once. More would not fit into registers."""
 
 
 class MoeFinalizeKernel(TokenKernel):
-    """The kernel of one ``Config``."""
+    """Kernel that adds up each token's rows, as one ``Config`` describes."""
 
     config: Config
 
@@ -52,7 +52,8 @@ class MoeFinalizeKernel(TokenKernel):
             may_alias=() if residual is None else ((out, residual),),
         )
         if tokens <= c.few:
-            # Launch larger CTAs if each CTA runs one round, and the busiest SM then gets less work.
+            # Launch larger CTAs only if each CTA runs a single round (see the package docstring) and larger CTAs reduce
+            # the work of the busiest SM.
             is_less = self._busiest_sm_work(tokens, sms, c.more_threads) < self._busiest_sm_work(tokens, sms, c.threads)
             if is_less & (slices == c.rounds(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.rounds(c.more_threads))
@@ -61,8 +62,8 @@ class MoeFinalizeKernel(TokenKernel):
             self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
     def _busiest_sm_work(self, tokens, sms, threads: int):
-        """Return the number of vectors that the busiest SM processes if CTAs of ``threads`` threads run one round
-        each."""
+        """Return the number of vectors that the busiest SM processes if each CTA of ``threads`` threads runs a single
+        round."""
         return (tokens * self.config.rounds(threads) + sms - 1) // sms * threads
 
     @cute.jit
@@ -72,7 +73,7 @@ class MoeFinalizeKernel(TokenKernel):
             grid=[ctas, slices, 1],
             block=[threads, 1, 1],
             max_number_threads=[max(c.threads, c.more_threads), 1, 1],
-            # Allow enough registers for the loads of all rows at once: without this, ptxas allots 32.
+            # Without this limit, ptxas allots 32 registers, too few for the loads of all rows at once.
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
@@ -80,7 +81,7 @@ class MoeFinalizeKernel(TokenKernel):
 
     @cute.kernel
     def kernel(self, are_few: Constexpr, input, index, weights, residual, out):
-        """Add up the rows of one token and slice. If ``are_few``, loads of rows bypass L1."""
+        """Add up the rows of one token, for one slice of columns. If ``are_few``, loads of rows bypass L1."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         token, slice_, _ = cute.arch.block_idx()
@@ -92,24 +93,24 @@ class MoeFinalizeKernel(TokenKernel):
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                # Load the residual first, because it does not depend on an index.
+                # Load the residual first: unlike the rows, it needs no index.
                 total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
             for first in range_constexpr(0, c.topk, ROWS_AT_ONCE):
                 some, count = rows[first : first + ROWS_AT_ONCE], min(c.topk - first, ROWS_AT_ONCE)
                 words = [ptx.load_if(self._at(input, row, vector), row >= 0, WORDS, past_l1=are_few) for row in some]
                 for j in range_constexpr(count):
                     for i, value in enumerate(unpack(words[j], self.dtype)):
-                        # A pair without a row adds nothing, even with a NaN weight.
+                        # A pair without a row adds nothing, even if its weight is NaN.
                         term = ptx.mul_rn(value, factors[first + j])
                         total[i] = ptx.select(some[j] >= 0, total[i] + term, total[i])
             store_words(pack(total, self.dtype), self._words_of(out, token, vector))
 
     def _at(self, tensor: cute.Tensor, row, vector) -> cute.Pointer:
-        """Return the address of a vector of a row."""
+        """Return the address of 16-byte vector ``vector`` of a row."""
         c = self.config
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=c.vector)
         return start + cute.assume(vector * c.vector, divby=c.vector)
 
     def _words_of(self, tensor: cute.Tensor, row, vector) -> cute.Tensor:
-        """Return the words of a vector of a row."""
+        """Return 16-byte vector ``vector`` of a row as a tensor of words."""
         return cute.make_tensor(cute.recast_ptr(self._at(tensor, row, vector), dtype=Uint32), cute.make_layout(WORDS))

@@ -1,22 +1,24 @@
-"""Quantise each token to FP8 once, and store it in the row of each of its experts.
+"""Quantise each token to FP8 once, and store the result in the rows of all its experts.
 
 ``y[row] = e4m3(input[m] / scale)``, with one scale per 128 elements, for each row of token m.
 
-Roles and data path. A thread holds 16 elements of a token, and the token's rows. It issues all loads at once. Together
-with seven neighbouring threads it computes the scale of a block of 128 elements. It stores its 16 codes to every row of
-the token. A warp stores whole cache lines. If the last block of a token holds 64 elements, four of its eight threads
-are idle. No shared memory
-is used, and CTAs are not persistent: persistent CTAs, and bulk stores from shared memory, take 3 % longer.
+Roles and data path. A thread holds 16 elements of a token, and the indices of the token's rows. It issues all loads at
+once. Together with seven neighbouring threads, it computes the scale of a block of 128 elements. It stores its 16 codes
+in every row of the token. A warp stores whole cache lines. If the last block of a token holds 64 elements, four of its
+eight threads are idle. No shared memory is used. CTAs are not persistent, because persistent CTAs, and bulk stores from
+shared memory, take 3 % longer.
 
 Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request. The
-scales are a thirtieth of the codes' bytes, but would take a quarter of the codes' number of requests. Therefore:
+scales take a thirtieth of the codes' bytes, but a quarter of the codes' number of requests. To avoid this, the number
+of launches depends on the number of tokens:
 
 - Few tokens: one kernel stores codes and scales.
-- More tokens: the first kernel stores scales once per token, in a workspace. A second kernel runs one thread per row of
-    the buffer, which reads the scales of the row's token. A warp then stores the scales of 32 rows, a column at a time.
+- More tokens: the first kernel stores each token's scales once, in a workspace. A second kernel runs one thread per row
+  of the buffer, which copies the scales of the row's token. A warp then stores the scales of 32 rows, a column at a
+  time.
 
-Bytes moved: tokens and indices read once, codes and scales written per row. With the second kernel, the tokens' scales
-are written once, and read once per row together with the indices, mostly from L2.
+Bytes moved: tokens and indices are read once, and codes and scales are written per row. With the second kernel, the
+tokens' scales are written once more, and read once per row together with the indices, mostly from L2.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Configuration of a permuting kernel. No device code."""
+"""Configuration of the kernels that quantise tokens and store them in experts' rows. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Config:
 
     Attributes:
         dtype: dtype of the tokens: bfloat16, float16 or float32.
-        width: elements of a token.
-        topk: largest number of rows to which a token is copied.
+        width: number of elements of a token.
+        topk: largest number of rows in which a token is stored.
         few: largest number of tokens for a single launch. With more tokens, the first launch stores scales once per
             token.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     dtype: torch.dtype
@@ -39,8 +39,8 @@ class Config:
 
     @property
     def threads_per_token(self) -> int:
-        """Number of threads per token. A thread processes ``FP8_UNIT`` elements, or none in the missing half of a short
-        block."""
+        """Number of threads per token. Each thread processes ``FP8_UNIT`` elements. If the last block is short, the
+        threads of its missing half process none."""
         return self.scales * SCALE_THREADS
 
     @property
@@ -55,7 +55,7 @@ class Config:
 
     @property
     def scale_groups(self) -> int:
-        """Number of groups of ``SCALES_PER_THREAD`` scales of a token."""
+        """Number of groups of ``SCALES_PER_THREAD`` scales into which a token's scales are divided."""
         return -(-self.scales // SCALES_PER_THREAD)
 
     def workspace_shape(self, tokens: int) -> tuple[int, int] | None:
@@ -67,16 +67,18 @@ class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted perm
     """Run-time arguments, in order, for M tokens of W elements (``Config.width``), and R rows in the experts' order.
 
     Attributes:
-        input: (M, W) of ``Config.dtype``; rows may be strided.
+        input: (M, W) of ``Config.dtype``. Rows may be strided.
         y: (R, W) float8_e4m3fn, contiguous.
         scale: (R, ``Config.scales``) fp32, column-major without padding.
-        expanded_to_permuted: (M, topk) int32, contiguous: row of each pair, negative for a pair without a row.
+        expanded_to_permuted: (M, topk) int32, contiguous: row of each (token, expert) pair, negative for a pair without
+            a row.
         permuted_to_expanded: (R,) int32: pair of each row, negative for padding.
-        workspace: ``Config.workspace_shape(M)`` fp32, contiguous; if that is None, any fp32 matrix, unused.
+        workspace: ``Config.workspace_shape(M)`` fp32, contiguous. If the shape is None, any fp32 matrix, which is not
+            accessed.
     """
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, pdl: bool = True) -> Config:
-    """Return the configuration for tokens of ``width`` elements with up to ``topk`` rows. The configuration fits every
-    architecture."""
+    """Return the configuration for tokens of ``width`` elements with up to ``topk`` rows each. Every architecture
+    supports it."""
     return Config(dtype, width, topk, FEW, pdl)

@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernels that quantise tokens. The package's docstring describes roles and data path."""
 
 from functools import reduce
 
@@ -15,11 +15,11 @@ from torch_cute_ops.kernels.moe_permute.config import COPY_THREADS, SCALES_PER_T
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 VECTOR = 16
-"""Bytes of a load, and of a store."""
+"""Number of bytes of a load or a store."""
 
 
 class MoePermuteKernel(TokenKernel):
-    """The kernels of one ``Config``."""
+    """Kernels that quantise tokens and copy scales, as one ``Config`` describes."""
 
     config: Config
 
@@ -52,7 +52,7 @@ class MoePermuteKernel(TokenKernel):
             )
             ctas = ctas_unless_overlapping(ctas, (y, scale, token_scales), read)
             self._quantize(ctas, input, y, None, token_scales, expanded_to_permuted, stream)
-            # This line is not reached if the previous launch fails.
+            # If tensors overlap, the launch above fails and raises, so this launch does not happen.
             self.copy_scales(token_scales, permuted_to_expanded, scale).launch(
                 grid=[cute.ceil_div(permuted_to_expanded.shape[0], COPY_THREADS), c.scale_groups, 1],
                 block=[COPY_THREADS, 1, 1],
@@ -73,13 +73,13 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def quantize(self, input, y, scale, token_scales, places):
-        """Store the codes of each token in all rows of the token. Store the scales in the same rows, or in
+        """Store the codes of each token in all its rows. Store the scales in the same rows, or once per token in
         ``token_scales``."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
-        # For a large input, thread indices exceed 32 bits.
+        # With a large input, the index of a thread exceeds 32 bits.
         before = Int64(cta) * THREADS
         number = Int32(before % c.threads_per_token) + tid
         token, thread_in_token = (
@@ -87,7 +87,7 @@ class MoePermuteKernel(TokenKernel):
             number % c.threads_per_token,
         )
         is_token = token < input.shape[0]
-        # Threads of a short block's missing half have no elements, but help to store the block's scale.
+        # The threads of a short block's missing half hold no elements, but help to store the block's scale.
         exists = is_token & (thread_in_token * FP8_UNIT < c.width) if c.has_short_block else is_token
         first = cute.assume(thread_in_token * FP8_UNIT, divby=FP8_UNIT)
         start = input.iterator + cute.assume(Int64(token) * input.stride[0], divby=VECTOR // c.dtype.itemsize) + first
@@ -109,7 +109,7 @@ class MoePermuteKernel(TokenKernel):
             ptx.store_if(to, codes, row >= 0)
         block, thread_in_block = thread_in_token // SCALE_THREADS, thread_in_token % SCALE_THREADS
         if const_expr(token_scales is None):
-            # The threads that share a scale divide the token's rows among themselves.
+            # The threads of a block divide the token's rows. Each stores the block's scale in some of them.
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
                 if is_token & (i + thread_in_block < c.topk):
                     place = places[token, i + thread_in_block]
@@ -121,7 +121,7 @@ class MoePermuteKernel(TokenKernel):
 
     @cute.kernel
     def copy_scales(self, token_scales, pairs, scale):
-        """For each row, copy a group of scales from the scales of the row's token."""
+        """Copy one group of scales to each row of the buffer, from the scales of the row's token."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, scale_group, _ = cute.arch.block_idx()
@@ -132,7 +132,7 @@ class MoePermuteKernel(TokenKernel):
             pair = pairs[row]
         token, first = pair // c.topk, scale_group * SCALES_PER_THREAD
         if (pair >= 0) & (token < token_scales.shape[0]):
-            # Number of words that one load reads.
+            # Number of words that one load reads. A vector of four must be aligned.
             vector = 4 if c.scales % 4 == 0 else 1
             words = []
             for i in range_constexpr(0, SCALES_PER_THREAD, vector):

@@ -1,7 +1,7 @@
-"""Choose the experts of each token, and give each pair of a token and an expert a row in the experts' buffer.
+"""Choose the experts of each token, and assign each (token, expert) pair to a row in the experts' buffer.
 
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``). A CTA processes
-64 or 32 tokens at a time and gives their pairs rows, in one launch or two (``ExpertPlacer``).
+64 or 32 tokens at a time and assigns their pairs to rows, in one launch or two (``ExpertPlacer``).
 
 Bytes moved: the logits are read; 12 bytes per pair (weight, expert and row) and 4 bytes per row are written. With two
 launches, one word per pair and one word per CTA and expert are also written and read again.

@@ -1,4 +1,5 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernels that choose experts and assign rows. The package's docstring describes roles and data
+path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +13,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class MoeRouteKernel(ExpertPlacer):
-    """The kernels of one ``Config``."""
+    """Kernels that choose experts and assign rows, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         super().__init__(config.placement, config.pdl)
@@ -55,7 +56,7 @@ class MoeRouteKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """Choose the experts of the batch's tokens. One warp handles one token."""
+        """Choose the experts of a batch of tokens. One warp handles one token."""
         logits, bias, weights, ids, factor = inputs
         topk, chosen = self.config.topk, smem.chosen
         for token in range(batch + thread.warp, cutlass.min(batch + self.config.batch, thread.last), THREADS // WARP):

@@ -1,10 +1,10 @@
-"""Choose the experts of each token, and write its weights as a row of a matrix that is zero for other experts.
+"""Choose the experts of each token, and write a matrix (tokens, experts) of their weights. All other elements are zero.
 
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``), and writes zeros
-for all experts. After a warp barrier it writes the weights of the chosen experts. No shared memory is used. CTAs are
+for all experts. After a warp barrier, it writes the weights of the chosen experts. No shared memory is used. CTAs are
 not persistent.
 
-Bytes moved: the logits read, 4 bytes written per token and expert.
+Bytes moved: the logits are read, and 4 bytes per token and expert are written.
 """
 
 from typing import TYPE_CHECKING

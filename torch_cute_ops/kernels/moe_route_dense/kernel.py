@@ -1,4 +1,5 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernel that writes the matrix of experts' weights. The package's docstring describes roles and
+data path."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
@@ -13,7 +14,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class MoeRouteDenseKernel:
-    """The kernel of one ``Config``."""
+    """Kernel that writes the matrix of experts' weights, as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config, self.chooser = config, ExpertChooser(config)
@@ -57,7 +58,7 @@ class MoeRouteDenseKernel:
                 row[other] = Float32(0.0)
             if const_expr(c.has_expert_factor):
                 weight = ptx.mul_rn(weight, expert_factor[expert])
-            # Zeros must come before the weights, which other lanes write.
+            # Write the zeros before the weights: other lanes write the weights to the same elements.
             cute.arch.sync_warp()
             if lane < c.topk:
                 row[expert] = weight

@@ -1,4 +1,4 @@
-"""Configuration of the kernel that places pairs. No device code."""
+"""Configuration of the kernels that assign pairs to rows. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import ExpertPlacement, PlacementConfig
 
 BATCH = 512
-"""Number of pairs that a CTA processes at a time, and largest number of pairs for a single CTA. For 1,024 experts, the
-bitmap takes 64 KB."""
+"""Number of pairs that a CTA processes at a time, and largest number of pairs that a single CTA processes. With 1,024
+experts, the bitmap of a batch takes 64 KB."""
 SLOTS_PER_CTA = 512
-"""Number of pairs for each CTA, as long as SMs are idle. With fewer, each CTA would read the counts of more CTAs."""
+"""Number of pairs per CTA while SMs are idle. With fewer pairs, there would be more CTAs, and each would read the
+counts of all of them."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Config(PlacementConfig):
 
     Attributes:
         experts: number of experts.
-        is_masked: True if all experts get the same number of rows, False if an expert gets as many rows as it needs.
-        pdl: True for programmatic dependent launches.
+        is_masked: True if all experts own the same number of rows, False if an expert owns as many rows as it needs.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     experts: int
@@ -28,23 +29,26 @@ class Config(PlacementConfig):
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Assignment of pairs to rows, in which a slot is a single pair."""
+        """Static properties of the assignment of pairs to rows. A slot is a single pair."""
         return ExpertPlacement(self.experts, 1, BATCH, BATCH, SLOTS_PER_CTA, self.is_masked)
 
 
 class Arguments(
     namedtuple("Arguments", "ids expanded_to_permuted permuted_to_expanded offsets counts workspace row_multiple sms")
 ):
-    """Run-time arguments, in order, all contiguous, for M tokens, E experts, and R rows in the experts' order.
+    """Run-time arguments, in order, for M tokens, E experts, and R rows in the experts' order. All tensors are
+    contiguous.
 
     Attributes:
-        ids: (M, topk) int32, experts of each token; any other number means no expert.
-        expanded_to_permuted: (M, topk) int32, row of each pair, -1 for a pair without an expert, or for a dropped pair.
-        permuted_to_expanded, offsets, counts, row_multiple, sms: arguments as for ``moe_route``.
-        workspace: (``Config.workspace_words(M * topk, R, sms)``,) int32; for 0 words, any tensor, unused.
+        ids: (M, topk) int32, experts of each token. A number that is not the index of an expert means no expert.
+        expanded_to_permuted: (M, topk) int32, written: row of each pair, -1 for a pair without an expert, or for a
+            dropped pair.
+        permuted_to_expanded, offsets, counts, row_multiple, sms: as in ``moe_route.Arguments``.
+        workspace: (``Config.workspace_words(M * topk, R, sms)``,) int32. For 0 words, any int32 tensor, which is not
+            accessed.
     """
 
 
 def plan(experts: int, is_masked: bool, pdl: bool = True) -> Config:
-    """Return the configuration for ``experts`` experts. The configuration fits every architecture."""
+    """Return the configuration for ``experts`` experts. Every architecture supports it."""
     return Config(experts, is_masked, pdl)

@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernels that assign pairs to rows. The package's docstring describes roles and data path."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class MoeRouteIdsKernel(ExpertPlacer):
-    """The kernels of one ``Config``."""
+    """Kernels that assign pairs to rows, as one ``Config`` describes."""
 
     may_lack_experts = True
 
@@ -42,7 +42,7 @@ class MoeRouteIdsKernel(ExpertPlacer):
 
     @cute.jit
     def take_batch(self, batch, inputs, thread, smem):
-        """Read the expert of each thread's pair, and compute the pair's rank among the pairs with the same expert."""
+        """Read the expert of each thread's pair, and compute the pair's rank among all pairs with the same expert."""
         expert, rank = Int32(-1), Int32(0)
         if self.has_pair(batch, thread):
             expert = self.expert_of(batch + thread.tid, inputs)

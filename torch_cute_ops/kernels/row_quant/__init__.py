@@ -1,48 +1,49 @@
-"""Quantise rows to FP4 or FP8, after an addition or a gate and optionally an RMSNorm, in one pass over memory.
+"""Quantise rows to FP4 or FP8 in one pass over memory, after an optional addition or gate and an optional RMSNorm.
 
 ``RowQuantSpec`` combines:
 
-- source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
-    gated by the first half (``silu(gate) * up``, or the general SwiGLU);
+- source: a row of the input; the sum of a row of the input and a row of the residual, which overwrites the residual; or
+  the second half of a row of the input, gated by the first half (``silu(gate) * up``, or the general SwiGLU);
 - RMSNorm, or none;
-- format: FP4 blocks; FP8 with a given scale, a scale per row, or a scale per 128 elements (the last block of
-  a row may have 64); or none;
-- scale layout; linear scales as a second copy; the values before quantisation as an output, the only output without a
-  format;
+- format: FP4 blocks; FP8 with a scale that the caller passes, a scale per row, or a scale per 128 elements (the last
+  block of a row may have 64); or none;
+- outputs: codes and scales in a layout; optionally the same scales in the linear layout; optionally the values before
+  quantisation. Without a format, these values are the only output;
 - rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
   table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
   contains no padding between experts, and the rows are the range from the first offset to the last offset.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time, or on several rows at
-a time if a row needs less than a warp. A CTA runs one or more groups, which have only the norm's weight in common. A
-row that is too wide for a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is
-also cut; the slices are then independent. (Up to ``FEW_ROWS`` FP4 rows are cut into smaller slices, by a separate
-kernel.) CTAs are persistent: the groups of the grid take turns at the rows.
+a time if a row needs less than a warp. A CTA runs one or more groups, which share only the norm's weight. A row that is
+too wide for a CTA is cut into ``splits`` slices, one per CTA of a cluster. A wide row without reductions is also cut;
+its slices are then independent. (If there are at most ``FEW_ROWS`` FP4 rows, a separate kernel cuts them into smaller
+slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
-   ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once per CTA and then kept in
+   ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once per CTA and stays in
    registers.
-2. Each thread reads its blocks (thread i takes blocks i, i + threads_per_row, …), adds or gates, multiplies by the
-   weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and one barrier reduce
-   the sum of squares over the row, and the amax for one scale per row. In a cluster, each warp sends its partial
-   results to all CTAs (``st.async`` on an mbarrier). The group's barrier also releases the row's buffer. Sums with the
-   residual overwrite the residual in the buffer. After the barrier, one thread stores the sums in bulk, and the buffer
-   is free when the bulk store has read it. On an H200 at width 16,384, this is 4 % faster than stores from registers,
-   in which each thread writes half of a 32-byte sector. If only some warps have a last block, and arithmetic limits the
-   speed, the other warps skip the last block's instructions.
+2. Each thread reads its blocks: thread i processes blocks i, i + threads_per_row, and so on. It adds or gates,
+   multiplies by the weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and
+   one barrier reduce the sum of squares over the row, and also the amax if there is one scale per row. In a cluster,
+   each warp sends its partial results to all CTAs (``st.async``, which an mbarrier counts). The group's barrier also
+   releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the barrier, one thread
+   stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width 16,384, this is 4 %
+   faster than stores from registers, in which each thread writes half of a 32-byte sector. If only some warps have a
+   last block, and arithmetic limits the speed, the other warps skip the last block's instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
    pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme
-   magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block go to global
-   memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm goes through shared memory and
-   is stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the scales of
-   some of the blocks that it shares, and passes the scales to the other threads by shuffles (``codes.SharedBlocks``).
-4. Scales. The scales of a row in the 128x4 layout occupy 4 bytes of every 512. If they were stored row by row, every 4
+   magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block are stored in
+   global memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm is written to shared
+   memory and stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the
+   scales of some of the blocks that it shares, and passes the scales to the other threads by shuffles
+   (``codes.SharedBlocks``).
+4. Scales. In the 128x4 layout, the scales of a row occupy 4 bytes of every 512. If they were stored row by row, every 4
    bytes would be a separate L2 request, which costs 6 % of the time at large sizes on an H200. Therefore a group
-   processes the four rows whose scales share 16 bytes (a *quad*) in sequence, collects the scales in shared memory, and
-   stores 16 bytes at a time, one row later. Rows that do not fill a round of quads over the whole grid, such as all
-   rows of a small batch, are distributed one by one, and their scales are stored as single bytes. Scales of padding
-   rows are zeroed while the first copies are in flight.
+   processes in sequence the four rows whose scales share 16 bytes (a *quad*), collects their scales in shared memory,
+   and stores 16 bytes at a time, one row later. Quads are distributed in rounds, one quad per group of the grid. Rows
+   that do not fill a round, such as all rows of a small batch, are distributed one by one, and their scales are stored
+   as single bytes. Scales of padding rows are zeroed while the first copies are in flight.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -50,11 +51,11 @@ kernel.) CTAs are persistent: the groups of the grid take turns at the rows.
 | partial_sums_full | partial results | warps of all CTAs | group | 1 | - | groups * (2 + spec.reduces_amax) |
 | weight_barrier | weight | thread 0 | all groups | 1 | - | 1 |
 
-A group barrier, not an mbarrier, releases row buffers.
+A barrier of the group's threads, not an mbarrier, releases row buffers.
 
-Bytes moved per row of H elements: H · itemsize read, or twice that with a sum or a gate; H · itemsize written for
-the residual; H/2 + H/block_size written for FP4, or H plus the scales for FP8. The weight is read once per CTA,
-from L2.
+Bytes moved per row of H elements: H · itemsize are read, or twice as many with a sum or a gate. H · itemsize are
+written for the residual. H/2 + H/block_size are written for FP4, or H plus the scales for FP8. The weight is read once
+per CTA, from L2.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
-"""Convert values in a thread's registers to codes and scales, or to rounded values, a block at a time.
+"""Conversion of values in a thread's registers to codes and scales, or to rounded values, one block at a time.
 
-``rstd`` is the norm's row factor, or 1 if the values are already multiplied by the factor, or None without a norm.
+The argument ``rstd`` is the norm's row factor. It is 1 if the values are already multiplied by the factor, and None
+without a norm.
 """
 
 import cutlass.cute as cute
@@ -15,14 +16,13 @@ from torch_cute_ops.kernels.row_quant.config import Config
 
 
 class SharedBlocks:
-    """Blocks that neighbouring lanes of a warp share. Each block's scale is computed by one of these lanes instead of
-    by all.
+    """Blocks that neighbouring lanes of a warp share. Only some of the lanes compute each block's scale.
 
     ``lanes`` neighbouring lanes share ``count`` blocks, and each lane holds a part of every block. With butterfly
-    reductions, every lane would get the amax of every block, and would compute all scales. Here the lanes divide the
-    blocks among themselves while they reduce (recursive halving), and each lane ends up with one block. A lane
-    therefore computes the two divisions for a scale once instead of ``count`` times. The other lanes receive each
-    result by a shuffle. All lanes of a warp must call the methods, and pass their index as ``lane``.
+    reductions, every lane would get the amax of every block, and would compute all scales. Here, the lanes divide the
+    blocks among themselves while they reduce (recursive halving), so that each lane has the amax of one block in the
+    end. A lane therefore computes the two divisions for a scale once instead of ``count`` times. The other lanes
+    receive each result by a shuffle. All lanes of a warp must call the methods, and pass their index as ``lane``.
     """
 
     def __init__(self, lanes: int, count: int):
@@ -34,8 +34,10 @@ class SharedBlocks:
             raise ValueError(f"{lanes} lanes cannot have one of {count} blocks each")
 
     def largest(self, values: list, lane):
-        """Return the amax of this lane's block, or NaN if any value is NaN. ``values`` are the lane's own amaxes of all
-        blocks."""
+        """Return the amax of this lane's block, or NaN if any value is NaN.
+
+        ``values`` contains, for each block, the amax of the part that this lane holds.
+        """
         values = [*values, *[values[-1]] * (self.lanes // self.lanes_per_block - self.count)]
         offset = self.lanes // 2
         while len(values) > 1:
@@ -55,58 +57,58 @@ class SharedBlocks:
         return value
 
     def mine(self, lane):
-        """Return the index of this lane's block; ``count`` or more for a lane without a block."""
+        """Return the index of this lane's block. It is ``count`` or more for a lane without a block."""
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):
-        """Return True if this lane is the first lane that owns the block ``mine``."""
+        """Return True if this lane is the first of the lanes whose block is ``mine``."""
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):
-        """Return to every lane the ``value`` of the lanes that own block number ``index``."""
+        """Return to every lane the ``value`` that belongs to block ``index``, from a lane that owns this block."""
         if self.count == 1:
             return value
         return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.lanes_per_block)
 
 
 class Encoder:
-    """Arithmetic that converts a thread's blocks to codes and scales."""
+    """Device code that converts a thread's blocks to codes and scales."""
 
     def __init__(self, config: Config):
         self.config = config
 
     @property
     def shared(self) -> SharedBlocks:
-        """FP8 blocks of 128 elements that threads share."""
+        """FP8 blocks of 128 elements, each of which eight threads share."""
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """Return ``amax`` times the row factor, unless the values are already multiplied by it."""
+        """Return ``amax`` times the row factor, unless the values are already multiplied by the factor."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
     def rounded(self, products, rstd) -> list:
-        """Return the words of a block's values in the input dtype, unquantised."""
+        """Return the values of a block, rounded to the input dtype, as words."""
         values = [products[i] for i in range(self.config.spec.block_elements)]
         if rstd is not None:
             values = [ptx.mul_rn(value, rstd) for value in values]
         return pack(values, DSL_DTYPES[self.config.spec.dtype])
 
     def fp4_block(self, products, amax, rstd, global_scale) -> tuple[list, Uint32]:
-        """Return the words of codes and the scale byte of one block."""
+        """Return the codes of one FP4 block as words, and its scale byte."""
         c = self.config
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:
-        """Return the words of codes of each block, and the fp32 scale: ``global_scale`` if given, or the row's
-        scale."""
+        """Return the codes of each block as words, and the fp32 scale: ``global_scale`` if it is not None, otherwise
+        the row's scale."""
         is_static = self.config.spec.fmt.is_static
         scale = global_scale if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
-        """Return the words of codes of each block, and the scale of the block with this ``amax``, which this thread
-        computes."""
+        """Return the codes of each block as words, and the scale of the FP8 block that this thread owns, whose largest
+        magnitude is ``amax``."""
         scale = dynamic_scale(self._scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []

@@ -1,4 +1,4 @@
-"""Host side of a row-quantising kernel: its specification (``RowQuantSpec``), ``Config`` and ``plan``."""
+"""Host side of the kernel that quantises rows: its specification ``RowQuantSpec``, its ``Config`` and ``plan``."""
 
 import itertools
 import math
@@ -19,28 +19,29 @@ from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
 QUAD = 4
-"""Number of rows whose scales share 16 bytes of a tiled layout."""
+"""Number of rows whose scales share 16 bytes in a tiled layout."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_SLICE_WIDTH = 7168
-"""Largest width of a slice of rows without reductions. On an H200, ``silu_mul_fp4quant`` with 14,336 columns takes, for
-1 row and for 4,680 rows: 2.75 and 79 µs with two slices per row, 3.92 and 81 µs with whole rows, and 2.3 and 93 µs with
-four slices per row."""
+"""Largest width of a slice, if rows need no reduction over their elements. On an H200, ``silu_mul_fp4quant`` with
+14,336 columns takes, for 1 row and for 4,680 rows: 2.75 and 79 µs with two slices per row, 3.92 and 81 µs with whole
+rows, and 2.3 and 93 µs with four slices per row."""
 MAX_FEW_ROWS_SLICE_WIDTH = 2048
-"""Largest width of a slice of up to ``FEW_ROWS`` rows in FP4. On an H200, with 8, 16, 32, 64 and 128 rows, a W4A4
-decoder layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less with this width than with 7,168. For FP8 rows,
-such slices make a layer 0.9 µs faster with 1 row, and 0.8 µs slower with 8 rows; so FP8 rows are not cut like this."""
+"""Largest width of a slice of FP4 rows, if there are at most ``FEW_ROWS`` rows. On an H200, with 8, 16, 32, 64 and 128
+rows, a W4A4 decoder layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less with this width than with 7,168. FP8
+rows are not cut like this: such slices make a layer 0.9 µs faster with 1 row, but 0.8 µs slower with 8 rows."""
 FEW_ROWS = 128
-"""Largest number of rows that are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``: the largest measured number."""
+"""Largest number of rows that are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``. More rows were not measured."""
 MAX_UNQUANTISED_SLICE_WIDTH = 1792
 """Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes 1.2 µs
 for 1 row and 96 µs for 4,680 rows; with two slices per row, it takes 1.9 and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
-"""Bytes of row buffers from which on another group does not speed up a CTA that adds a residual."""
+"""Bytes of row buffers per CTA from which on more groups do not speed up a kernel that adds a residual."""
 ENOUGH_THREADS = 256
-"""Number of threads from which on another group does not speed up a CTA that gates."""
+"""Number of threads per CTA from which on more groups do not speed up a kernel that gates."""
 REGISTERS_PER_LANE = 512
-"""Registers for each lane of an SM sub-partition. The warps of a sub-partition share them in steps of 8."""
+"""Number of registers per lane of an SM sub-partition. All warps of a sub-partition share them. A warp gets a multiple
+of 8."""
 
 
 Source = Literal["rows", "add", "silu_mul"]
@@ -49,29 +50,29 @@ RowsOf = Literal["all", "experts"]
 
 @dataclass(frozen=True)
 class RowQuantSpec:
-    """Specification of a kernel: input, operations and output format.
+    """Specification of a kernel: its input, operations and output format.
 
     Attributes:
-        source: origin of a row of values: ``"rows"``, a row of the input; ``"add"``, the sum of a row of the input and
-            a row of the residual, which the sum overwrites; ``"silu_mul"``, the second half of a row gated by the first
-            half.
+        source: origin of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and
+            a row of the residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input,
+            gated by the first half.
         dtype: dtype of the input: bfloat16, float16 or float32.
         weight_dtype: dtype of the norm's weight, or None without a norm.
-        width: elements of a row of values.
-        norm_width: number of elements over which the mean square is computed; the other elements of a row are zero
+        width: number of elements of a row of values.
+        norm_width: number of elements over which the mean square is computed. The other elements of a row are zero
             padding.
         fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
         also_linear: True if the scales are written a second time, in the linear layout.
-        has_factor: True with a global scale (FP4) or a given scale (FP8).
+        has_factor: True if calls pass a global scale (FP4) or the scale of the tensor (FP8).
         writes_norm: True if the values before quantisation, such as normalised rows, are an output in ``dtype``.
-        rows: ``"all"`` rows of the input, or the rows of ``"experts"`` in a buffer whose padding is neither read nor
-            written.
+        rows: ``"all"`` for all rows of the input, or ``"experts"`` for the experts' rows in a buffer whose padding is
+            neither read nor written.
         has_offsets: True if calls pass the first row of each expert.
-        has_counts: True if calls pass the number of rows of each expert. Without counts, the buffer contains
-            no padding between experts.
-        swiglu: True for ``core.epilogue.swiglu`` with run-time parameters as the gate of ``"silu_mul"``; False for
+        has_counts: True if calls pass the number of rows of each expert. Without counts, the buffer contains no padding
+            between experts.
+        swiglu: True if the gate of ``"silu_mul"`` is ``core.epilogue.swiglu`` with run-time parameters, False if it is
             ``silu(gate) * up``.
-        max_experts: number of experts for which the table of experts' rows has room.
+        max_experts: capacity of the table of experts' rows, in experts.
     """
 
     source: Source
@@ -116,33 +117,33 @@ class RowQuantSpec:
         """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
         scales."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
-        # Without counts, no table is needed.
+        # Without counts there is no table. Use the same value for all calls, so that they share a kernel.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room)
 
     @property
     def has_table(self) -> bool:
-        """True if experts' rows are looked up in a table. Without counts, the experts' rows are one range."""
+        """True if the kernel looks up experts' rows in a table. Without counts, the experts' rows are one range."""
         return self.rows == "experts" and self.has_counts
 
     @property
     def table_words(self) -> tuple[int, int, int, int]:
-        """Size of each array of the table of experts' rows, in words, in the order of ``experts.ExpertRows``."""
+        """Numbers of words of the arrays in the table of experts' rows, in the order of ``experts.ExpertRows``."""
         return self.max_experts, self.max_experts, 4, WARP
 
     @property
     def inputs(self) -> int:
-        """Number of input rows that are read per row of values."""
+        """Number of input rows that the kernel reads for one row of values."""
         return 1 if self.source == "rows" else 2
 
     @property
     def input_width(self) -> int:
-        """Elements of an input row."""
+        """Number of elements of an input row."""
         return 2 * self.width if self.source == "silu_mul" else self.width
 
     @property
     def block_elements(self) -> int:
-        """Elements of a *block*, which a thread processes at once: an FP4 block, or ``FP8_UNIT`` elements."""
+        """Number of elements of a *block*, which a thread processes at once: an FP4 block, or ``FP8_UNIT`` elements."""
         return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
 
     @property
@@ -151,9 +152,8 @@ class RowQuantSpec:
         return self.width // self.block_elements
 
     def slices(self, splits: int) -> tuple[int, int]:
-        """Return the number of blocks per slice, and the number of blocks of the last slice, if a row is cut into
-        ``splits`` slices."""
-        # Slices are whole scale tiles, and whole groups of blocks that share an FP8 scale.
+        """Return the number of blocks of each slice, and of the last slice, if a row is cut into ``splits`` slices."""
+        # A slice must not cut a scale tile, or a group of blocks that share an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
 
@@ -163,13 +163,13 @@ class RowQuantSpec:
 
     @property
     def reduces_amax(self) -> bool:
-        """True for one scale per row: the row's amax is reduced over the row's threads."""
+        """True if each row has one scale. The threads of a row then reduce the row's amax."""
         return self.fmt == FP8_TOKEN
 
     @property
     def folds(self) -> bool:
-        """True if the norm's row factor may be applied to whole blocks. False for fp32: an fp32 norm would show that
-        ``v · w`` lost bits in the subnormal range, and all ops of a dtype must give the same codes."""
+        """True if the row factor may be applied to whole blocks. It is False for fp32: an fp32 norm would show that ``v
+        · w`` lost bits in the subnormal range, and all ops must give the same codes for a dtype."""
         return self.normalises and self.dtype != torch.float32
 
     @property
@@ -180,8 +180,8 @@ class RowQuantSpec:
 
     @property
     def reductions(self) -> int:
-        """Number of values that the threads of a row reduce: the sum of squares for a norm, and the amax or the count
-        of unusual blocks if it is needed."""
+        """Number of values that the threads of a row reduce: the sum of squares for a norm, and, if needed, the amax or
+        the count of unusual blocks."""
         return self.normalises + self.reduces_amax + self.counts_unusual_blocks
 
 
@@ -191,15 +191,15 @@ class Config:
 
     Attributes:
         spec: specification of the kernel.
-        has_e2m1_cvt: True if the hardware converts to e2m1.
-        splits: number of slices of a row; a CTA of a cluster processes one slice.
+        has_e2m1_cvt: True if the hardware can convert to e2m1.
+        splits: number of slices of a row. Each CTA of a cluster processes one slice.
         threads_per_row: number of threads of a CTA that share a row: a power of two below a warp, or whole warps.
         groups: number of groups of a CTA.
         stages: number of row buffers of a group.
-        bulk_norm: True if norms of groups with several rows are stored by bulk copies from shared memory, not from
-            registers.
-        pdl: True for programmatic dependent launches.
-        few_rows_config: configuration for up to ``FEW_ROWS`` rows, or None for this configuration.
+        bulk_norm: True if groups that process several rows store norms by bulk copies from shared memory, False if all
+            groups store norms from registers.
+        pdl: True to launch with programmatic dependent launch.
+        few_rows_config: configuration for up to ``FEW_ROWS`` rows, or None if this configuration serves them too.
     """
 
     spec: RowQuantSpec
@@ -224,7 +224,7 @@ class Config:
 
     @property
     def slice_width(self) -> int:
-        """Elements of a slice."""
+        """Number of elements of a slice."""
         return self.slice_blocks * self.spec.block_elements
 
     @property
@@ -239,7 +239,7 @@ class Config:
 
     @property
     def has_idle_threads(self) -> bool:
-        """True if some threads of a row have no block. Only rows with a short FP8 block allow this."""
+        """True if some threads of a row have no block. This is allowed only if the row has a short FP8 block."""
         return self.spec.slices(self.splits)[1] < self.threads_per_row
 
     @property
@@ -247,11 +247,11 @@ class Config:
         """Number of warps of a group that process one block more than the other warps, or 0 if all warps process the
         same number.
 
-        The other warps skip the missing last block if instruction issue is the limit: for norms and gates on hardware
-        without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to NVFP4 runs at 0.93 of a copy's
-        bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single row takes 0.1 µs longer if warps
-        skip, because the instructions of the last block no longer interleave with the instructions of the other blocks.
-        Additions of a residual, and rows without norm or gate, gain nothing.
+        If the rate of instructions is the limit, the other warps skip the last block, which they do not have. This
+        applies to norms and gates on hardware without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to
+        NVFP4 runs at 0.93 of a copy's bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single
+        row takes 0.1 µs longer if warps skip, because the instructions of the last block no longer interleave with the
+        instructions of the other blocks. Additions of a residual, and rows without norm or gate, do not become faster.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -267,24 +267,27 @@ class Config:
         return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
-        """Return the column of a group's first thread. The column rotates from group to group, so that the warps with
-        an extra block are spread evenly over the schedulers. ``group`` may be a device integer."""
+        """Return the column of a group's first thread.
+
+        The column rotates from group to group, so that the warps with an extra block are spread evenly over the
+        schedulers. ``group`` may be a device integer.
+        """
         turn = group // max(1, SCHEDULERS // self.group_warps)
         return turn * self.busy_warps % self.group_warps * WARP
 
     @property
     def quads(self) -> bool:
-        """True if scales are collected from four rows and stored together."""
+        """True if the kernel collects the scales of four rows (a quad) and stores them together."""
         return not self.spec.layout.is_linear and self.group_rows == 1
 
     @property
     def is_cluster(self) -> bool:
-        """True if several CTAs share a row, and send each other partial results."""
+        """True if several CTAs share a row, and send each other their partial results."""
         return self.splits > 1 and self.spec.reductions > 0
 
     @property
     def waves(self) -> int:
-        """Number of times that the grid may fill the device.
+        """Number of CTAs to launch, as a multiple of the number that fits on the GPU at the same time.
 
         This is usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on
         how the GPU groups its SMs, and one cluster that starts late would double the time. So more clusters are
@@ -302,7 +305,7 @@ class Config:
 
     @property
     def group_rows(self) -> int:
-        """Number of rows that a group works on at once."""
+        """Number of rows that a group processes at the same time."""
         return self.group_threads // self.threads_per_row
 
     @property
@@ -312,36 +315,37 @@ class Config:
 
     @property
     def num_partials(self) -> int:
-        """Number of warps that share a row."""
+        """Number of warps that share a row. Each stores one partial result."""
         return self.splits * self.group_warps
 
     @property
     def group_partial_sums(self) -> int:
-        """Number of words for the partial results of a group: for even rows, for odd rows, and for a recomputed
-        amax."""
+        """Number of words for the partial results of a group: for even rows, for odd rows, and for an amax that is
+        recomputed."""
         return self.num_partials * (2 * max(1, self.spec.reductions) + self.spec.reduces_amax)
 
     @property
     def group_barriers(self) -> int:
-        """Number of mbarriers of a group: one per stage, one each for the partial results of even and of odd rows,
-        and one for a recomputed amax."""
+        """Number of mbarriers of a group: one per stage, one for the partial results of even rows, one for odd rows,
+        and one for an amax that is recomputed."""
         return self.stages + 2 + self.spec.reduces_amax
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the row buffers of a CTA."""
+        """Bytes of shared memory for the row buffers of a CTA."""
         spec = self.spec
         return self.groups * self.stages * self.group_rows * spec.inputs * self.slice_width * spec.dtype.itemsize
 
     @property
     def norm_bytes(self) -> int:
-        """Bytes of the buffers for normalised rows of a CTA: two buffers per row that the CTA works on."""
+        """Bytes of shared memory for a CTA's buffers of normalised rows: two buffers per row that the CTA processes at
+        the same time."""
         spec = self.spec
         return 2 * self.groups * self.group_rows * self.slice_width * spec.dtype.itemsize if self.bulk_norm else 0
 
     @property
     def has_enough_groups(self) -> bool:
-        """True if another group would not speed up the CTA, even if shared memory has room for it.
+        """True if another group would not speed up the CTA, even if it fits into shared memory.
 
         A CTA that adds a residual moves many bytes for little arithmetic, and more rows in flight only congest the
         memory system. On an H200 at width 8,192, an addition of a residual reaches 0.94 of a copy's bandwidth with one
@@ -355,12 +359,12 @@ class Config:
 
     @property
     def quad_bytes(self) -> int:
-        """Bytes of the scales of one quad."""
+        """Bytes of the scales of one quad of rows."""
         return QUAD * self.spec.layout.padded_blocks(self.slice_blocks)
 
     @property
     def smem_offsets(self) -> "SmemOffsets":
-        """Offsets in the shared memory of a CTA, in bytes."""
+        """Offsets of the buffers in the shared memory of a CTA, in bytes."""
         spec = self.spec
         sizes = (
             self.row_bytes,
@@ -375,17 +379,16 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory that a CTA takes."""
         return self.smem_offsets.end
 
     @property
     def as_smallest_add(self) -> "Config":
-        """Configuration of a kernel that adds a residual before the same norm, with the smallest possible number of
-        buffers.
+        """Configuration of a kernel that adds a residual before the same norm, with the fewest possible buffers.
 
-        ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For all norms,
-        ``plan`` chooses values with which this configuration also fits, so that ops with and without a residual give
-        the same bits.
+        ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For every norm,
+        ``plan`` chooses values with which this configuration fits too. So ops with and without a residual give the same
+        bits.
         """
         if not self.spec.normalises:
             return self
@@ -394,19 +397,19 @@ class Config:
         )
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        """Reason that the kernel cannot run on ``arch``, or None."""
+        """Return the reason that the kernel cannot run on ``arch``, or None."""
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
-            # A thread without a block must read another block instead, which is possible only if the row has a short
-            # block.
+            # A thread without a block reads another block instead. Only a row with a short block has one that does not
+            # change the result.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
                 return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Registers for products and weight, plus registers for addresses and intermediate values: the smallest number
-        # with which ptxas does not spill (tests/kernels/test_compile_kernels.py).
+        # Estimate the registers: those for products and weight, plus ``others`` for addresses and intermediate values.
+        # ``others`` is the smallest number for which ptxas does not spill (tests/kernels/test_compile_kernels.py).
         others = 56
         if self.spec.fmt == NVFP4:
             more = self.spec.writes_norm and self.spec.layout.is_linear
@@ -437,15 +440,15 @@ class Arguments(
     contiguous.
 
     Attributes:
-        input: (R, ``RowQuantSpec.input_width``) values in ``RowQuantSpec.dtype``; rows may be strided.
-        residual: (R, W) values in ``RowQuantSpec.dtype``, overwritten by the sums, for the source ``"add"``. Rows may
-            be strided. The residual may be the input itself, or other columns of the same matrix.
+        input: (R, ``RowQuantSpec.input_width``) of ``RowQuantSpec.dtype``. Rows may be strided.
+        residual: (R, W) of ``RowQuantSpec.dtype`` for the source ``"add"``, overwritten by the sums. Rows may be
+            strided. The residual may be the input itself, or other columns of the same matrix.
         weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
-        factor: (1,) fp32, global scale (FP4) or given scale (FP8), with ``RowQuantSpec.has_factor``.
+        factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn. None without a format.
-        scale: e4m3 or uint8 (FP4), in the shape of ``RowQuantSpec.layout``; or fp32 (FP8), (1,) or (R, scales of a
-            row), contiguous by rows or by columns. None without a format.
-        scale_linear: (R, B) like the FP4 scales, with ``RowQuantSpec.also_linear``.
+        scale: FP4 scales, e4m3 or uint8, in the shape of ``RowQuantSpec.layout``. FP8 scales, fp32: (1,) or (R, scales
+            of a row), contiguous by rows or by columns. None without a format.
+        scale_linear: (R, B) in the dtype of ``scale``, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
         offsets: (E + 1,) int32 first rows of experts, or (2,) for the range of all rows, with
             ``RowQuantSpec.has_offsets``.
@@ -453,21 +456,21 @@ class Arguments(
         eps: fp32, added to the mean square of a norm.
         swiglu_alpha, swiglu_beta, swiglu_limit: fp32 parameters of the gate, with ``RowQuantSpec.swiglu``. A limit of
             +inf means no limit.
-        max_ctas: int32, number of CTAs that fill the device, times ``Config.waves``.
+        max_ctas: int32, number of CTAs that fill the GPU, times ``Config.waves``.
     """
 
 
 class SmemOffsets(NamedTuple):
-    """Offsets in shared memory, in bytes.
+    """Offsets of the buffers in shared memory, in bytes.
 
     Attributes:
         rows: row buffers of every group and stage.
-        norms: buffers of normalised rows that wait for a bulk store, two per row of every group.
+        norms: buffers of normalised rows that wait for a bulk store. Each row of a group has two.
         weight: weight of the norm.
-        scales: scale buffers of quads, two per group.
-        partial_sums: ``group_partial_sums`` of each group.
+        scales: scale buffers of quads. Each group has two.
+        partial_sums: ``group_partial_sums`` words of each group.
         experts: table of experts' rows.
-        barriers: ``group_barriers`` mbarriers of each group, then the mbarrier of the weight.
+        barriers: ``group_barriers`` mbarriers of each group, followed by the mbarrier of the weight.
         end: total size.
     """
 
@@ -491,19 +494,19 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
     Except for few rows, the choices are the fastest for 2^26 elements on an H200 (bfloat16 to NVFP4 with 128x4 scales;
     widths 1,536 to 32,768). Few threads with many blocks each are faster than many threads with few blocks each,
-    because the instructions for a thread's blocks are independent. Keeping 50 to 100 KB in flight per SM is faster than
-    more, which would only queue in the memory system. For experts' rows, it is faster to double the threads and to use
-    as many groups as fit: 131,072 rows of 2,048 run at 0.99 of a copy's bandwidth instead of 0.91. Without a table of
-        experts' rows, the kernel is another 4 % faster.
+    because the instructions for a thread's blocks are independent. 50 to 100 KB in flight per SM are faster than more,
+    which would only queue in the memory system. For experts' rows, it is faster to double the threads and to use as
+    many groups as fit: 131,072 rows of 2,048 elements run at 0.99 of a copy's bandwidth instead of 0.91. Without a
+    table of experts' rows, the kernel is another 4 % faster.
 
     Raises:
-        ValueError: No configuration fits; the message says why.
+        ValueError: if no configuration fits. The message gives the reason.
     """
     most_splits = MAX_CLUSTER if spec.reductions else spec.blocks
     doubled = [2**i for i in range(most_splits.bit_length())]
     if spec.reductions or spec.rows == "experts":
         return _fitting(spec, arch, pdl, doubled)
-    # Cut rows whose slices are independent: this makes few rows faster, and many rows take the same time.
+    # The slices of these rows are independent. Cutting makes few rows faster, and many rows take the same time.
     most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
     config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
     if isinstance(spec.fmt, FP4Format):
@@ -512,8 +515,11 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
 
 def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
-    """Return the configuration for up to ``FEW_ROWS`` rows: ``config`` with more slices. Choose the fewest blocks per
-    thread, and then the fewest slices. Return None if ``config`` is as good."""
+    """Return the configuration for up to ``FEW_ROWS`` rows, which is ``config`` with more slices, or None if ``config``
+    is as good.
+
+    It has the fewest blocks per thread, and among these the fewest slices.
+    """
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
         try:
@@ -525,7 +531,7 @@ def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
 
 
 def _fitting(spec: RowQuantSpec, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
-    """Return the configuration with the first of these numbers of slices that fits."""
+    """Return the first configuration that fits, for the numbers of slices ``numbers`` in order."""
     rejected = None
     for splits in numbers:
         slice_width = ceil_div(spec.width, splits)

@@ -1,9 +1,9 @@
-"""Dense numbering of the experts' rows in a buffer with padding.
+"""Dense numbering of the experts' rows, for a buffer with padding between experts.
 
 Expert ``e`` owns ``counts[e]`` rows from row ``offsets[e]`` on. Without ``offsets``, all experts own equally many rows
-of the buffer. The experts' rows are numbered consecutively, without the padding; this is a row's *dense number*. Per
-expert, a table in shared memory contains the dense number of the first row, and the difference between the index of a
-row in the buffer and the row's dense number.
+of the buffer. The *dense number* of a row counts all experts' rows before it, without the padding. A table in shared
+memory contains, for each expert, the dense number of its first row, and the difference between a row's index in the
+buffer and its dense number.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ BEYOND = 2**31 - 1
 
 
 class ExpertRows(NamedTuple):
-    """Table of experts' rows.
+    """Table of experts' rows, in shared memory.
 
     Attributes:
-        starts: dense number of each expert's first row; ``BEYOND`` after the last expert.
-        shifts: per expert, difference between the index of a row in the buffer and the row's dense number.
-        total: number of rows, one element.
+        starts: dense number of each expert's first row, and ``BEYOND`` after the last expert.
+        shifts: for each expert, difference between a row's index in the buffer and its dense number.
+        total: one element, the number of rows of all experts.
         partial_sums: scratch memory of ``fill_table``.
     """
 
@@ -36,8 +36,8 @@ class ExpertRows(NamedTuple):
 
 
 def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
-    """Return the table at ``memory`` (shared memory). ``sizes`` are the numbers of words of its tensors, as
-    ``RowQuantSpec.table_words`` returns them."""
+    """Return the table that begins at ``memory`` in shared memory. ``sizes`` contains the numbers of words of its
+    tensors (``RowQuantSpec.table_words``)."""
     words = cute.recast_ptr(memory, dtype=Int32)
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, sizes, strict=True)))
@@ -45,9 +45,9 @@ def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
 
 @cute.jit
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
-    """Fill the table. ``offsets`` may be None. ``rows`` is the size of the buffer.
+    """Fill the table of experts' rows. ``offsets`` may be None. ``rows`` is the number of rows of the buffer.
 
-    All ``threads`` of the CTA call this, and need a barrier before they read the table.
+    All ``threads`` threads of the CTA call this function. They must synchronise before they read the table.
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts
@@ -60,10 +60,10 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         exists = expert < experts
         begin = expert * rows_per_expert
         if const_expr(offsets is not None):
-            # Wrong offsets give a wrong result, but no access out of bounds.
+            # Clamp offsets and counts, so that wrong ones cause a wrong result but no access out of bounds.
             begin = cutlass.max(_load(offsets, expert, exists), Int32(0))
         size = _load(counts, expert, exists)
-        # Clip to the expert's range, or to the buffer.
+        # An expert's rows must not exceed the expert's part of the buffer, or the buffer.
         size = cutlass.max(
             cutlass.min(size, rows_per_expert if const_expr(offsets is None) else rows - begin), Int32(0)
         )
@@ -87,9 +87,9 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 
 
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
-    """Return the row of the buffer with this dense number; arbitrary for a number after the last row.
+    """Return the row of the buffer with dense number ``number``. The result is arbitrary if ``number`` is too large.
 
-    ``is_of_warp``: True if the number is the same for all lanes, and all lanes call this function together.
+    ``is_of_warp`` is True if all lanes of the warp call this function together, with the same number.
     """
     if is_of_warp:
         expert = expert_by_votes(table.starts, number, lane, cute.size(table.starts))

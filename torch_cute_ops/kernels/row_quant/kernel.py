@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes roles and data path."""
+"""Device code of the kernel that quantises rows. The package's docstring describes roles and data path."""
 
 from functools import reduce
 
@@ -24,7 +24,8 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 def sum_of_squares(values: list) -> Float32:
-    """Return the sum of squares, by four interleaved partial sums."""
+    """Return the sum of the squares of ``values``, as four interleaved partial sums, so that fewer additions depend on
+    each other."""
     partial_sums = [Float32(0.0)] * 4
     for i, value in enumerate(values):
         partial_sums[i % 4] = ptx.fma_rn(value, value, partial_sums[i % 4])
@@ -32,7 +33,7 @@ def sum_of_squares(values: list) -> Float32:
 
 
 class RowQuantKernel:
-    """The kernel of one ``Config``."""
+    """Kernel that quantises rows as one ``Config`` describes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -117,8 +118,8 @@ class RowQuantKernel:
             may_alias=() if residual is None else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # TVM-FFI does not check the first extent of the scales. If it is wrong, request a launch of no CTAs, which
-            # raises an error. Overlapping tensors are refused in the same way.
+            # TVM-FFI does not check the first extent of the scales. If it is wrong, launch no CTAs, which raises an
+            # error. Overlapping tensors are refused in the same way.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
@@ -133,18 +134,18 @@ class RowQuantKernel:
 
     @cute.jit
     def _launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
-        """Launch the kernel if ``allowed`` is 1. Otherwise launch no CTAs, so that the launch fails."""
+        """Launch the kernel if ``allowed`` is 1. If it is 0, launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
-        # A CTA gets a second row only when every CTA has one. Even a single row needs several CTAs, which zero the
-        # padding: one CTA alone would take 14 µs for it (H200, width 7,168).
+        # Give a CTA a second row only if every CTA has one. Launch several CTAs even for a single row, because they
+        # also zero the padding: a single CTA would take 14 µs for it (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
             wanted = cutlass.max(wanted, WARP)
         clusters = cutlass.max(max_ctas // c.splits, 1)
         threads = Int32(c.threads)
         if const_expr(not c.spec.has_table):
-            # Launch one group per CTA if enough CTAs can run: smaller CTAs start sooner.
+            # If there are enough CTAs for all rows, launch one group per CTA, because smaller CTAs start sooner.
             threads = ptx.select(rows <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(*given).launch(
             grid=[allowed * cutlass.min(wanted, clusters) * c.splits, 1, 1],
@@ -194,13 +195,14 @@ class RowQuantKernel:
         if const_expr(spec.rows != "experts"):
             self.rows.distribute(thread)
         smem = self._allocate(thread)
-        # The thread that initialises the barriers immediately starts its group's copies; the other threads wait for a
-        # CTA barrier.
+        # The thread that initialises the barriers can start its group's copies at once. The other threads must first
+        # wait for a barrier of the CTA.
         early = const_expr(c.group_rows == 1)
         if tid == 0:
             self._init_barriers(smem)
         cute.arch.mbarrier_init_fence()
-        # compute-sanitizer's racecheck attributes the initialisation to the whole warp.
+        # This synchronisation is for compute-sanitizer's racecheck, which attributes the initialisation to the whole
+        # warp.
         cute.arch.sync_warp()
         pdl_start(c.pdl)
         if const_expr(spec.has_table):
@@ -209,13 +211,13 @@ class RowQuantKernel:
             thread.rows = smem.experts.total[0]
             self.rows.distribute(thread)
         elif const_expr(spec.rows == "experts"):
-            # Clip the range of rows to the buffer.
+            # Clamp the range of rows to the buffer, because offsets may be wrong.
             thread.first_row = cutlass.max(offsets[0], Int32(0))
             thread.rows = cutlass.max(
                 cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
             )
             self.rows.distribute(thread)
-        # Row of the thread in global memory: in this iteration and, with two stages, in the next iteration.
+        # Look up the thread's rows in global memory: for this iteration and, with two stages, for the next.
         memory_row, second_row = (
             self.rows.memory_row_at(Int32(0), thread, smem),
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
@@ -255,7 +257,7 @@ class RowQuantKernel:
         for iteration in range(thread.iterations):
             stage = iteration % c.stages
             row = self.rows.row_at(iteration, thread) + thread.row
-            # Look up the row while this row is in flight.
+            # Look up the row that will be copied next, while this iteration's row is still in flight.
             later_row = self.rows.memory_row_at(iteration + c.stages, thread, smem)
             ptx.wait(smem.full + stage, (iteration // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, thread, smem)
@@ -276,8 +278,8 @@ class RowQuantKernel:
                 if const_expr(spec.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                 if const_expr(spec.fmt in (FP8_TOKEN, FP8_BLOCK128)):
-                    # If several rows share a warp, all of them recompute their amax together. A row that did not need
-                    # it gets the same amax again.
+                    # If several rows share a warp, all of them recompute their amax together, because the warp reduces
+                    # as a whole. A row that did not need it gets the same amax again.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -327,7 +329,7 @@ class RowQuantKernel:
                 self.stores.start_norm(thread.iterations - 1, thread, smem)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
-            # No CTA may exit while another CTA can still write into its shared memory.
+            # Wait, because other CTAs may still write to this CTA's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -372,11 +374,12 @@ class RowQuantKernel:
     # Rows
 
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
-        """Load the thread's blocks of a row.
+        """Load the thread's blocks of a row, multiply them by the weight, and compute their amaxes.
 
-        Returns: A tuple: per block, the products v · w and their amax; the amax of the FP8 block whose scale this
-            thread computes, if scales are per 128 elements; and this thread's partial results of the row's
-            ``RowQuantSpec.reductions``.
+        Returns:
+            A tuple of three: per block, the products v · w and their amax; the amax of the FP8 block whose scale this
+                thread computes, or None unless scales are per 128 elements; and this thread's partial results of the
+                row's ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec
@@ -385,8 +388,8 @@ class RowQuantKernel:
         values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
         if spec.source == "add":
             if c.has_short_block:
-                # Synchronise first: some threads have read the half of a short block that other threads overwrite now
-                # (``Rows._safe_block``).
+                # Synchronise first: other threads may still read the half of a short block that a thread overwrites
+                # here (``Rows._safe_block``).
                 cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
                 self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
@@ -397,7 +400,7 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # A skipped block gets an ordinary magnitude.
+                # If the thread has no last block, this amax must not count as unusual.
                 block[1][0] = Float32(1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
@@ -411,7 +414,8 @@ class RowQuantKernel:
         return blocks, shared, reduced
 
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
-        """Put products and amax of the thread's j-th block into registers, and return the block's sum of squares."""
+        """Store the products and the amax of the thread's j-th block in registers, and return the block's sum of
+        squares."""
         products, square = v, Float32(0.0)
         if self.config.spec.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -437,11 +441,11 @@ class RowQuantKernel:
         return self.encoder.shared.largest([amax[0] for _, amax in blocks], thread.lane)
 
     def _amax_of(self, blocks) -> Float32:
-        """Return the amax over a thread's blocks."""
+        """Return the amax over all blocks of this thread."""
         return reduce(ptx.max_abs_nan, [largest[0] for _, largest in blocks], Float32(0.0))
 
     def _fill(self, products, amax, values: list) -> None:
-        """Put ``values`` and their amax (NaN if a value is NaN) into a block's registers."""
+        """Store ``values``, and their amax (NaN if a value is NaN), in a block's registers."""
         largest = Float32(0.0)
         for i, value in enumerate(values):
             products[i] = value
@@ -449,17 +453,17 @@ class RowQuantKernel:
         amax[0] = largest
 
     def _can_fold(self, total, other, scale):
-        """Return True if ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to
+        """Return True if ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, so that the row factor is applied to
         whole blocks.
 
-        The two products differ by rounding, and they differ more if v · w overflows or is subnormal (weights are
-        assumed to be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude, and so must
-        the number from which scales are computed: the given ``scale`` of FP8, or the row's amax (``other``). With block
-        scales, ``other`` is instead the number of the row's blocks whose amax is unusual, which must be 0. NVFP4 needs
-        no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element that is
-        tiny compared to its own block gets code 0 either way, and a norm in bf16 or fp16 is too coarse to show the
-        difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is more exact. A
-        block of zeros counts as unusual, so that its row takes longer.
+        The two products differ by rounding. They differ more if v · w overflows or is subnormal (weights are assumed to
+        be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude, and so must the number
+        from which scales are computed: ``scale`` if the caller passes an FP8 scale, or the row's amax (``other``). With
+        block scales, ``other`` is instead the number of the row's blocks whose amax is unusual, which must be 0. NVFP4
+        needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element
+        that is tiny compared to its own block gets code 0 with either product, and a norm in bf16 or fp16 is too coarse
+        to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is
+        more exact. A block of zeros counts as unusual, so that its row takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -472,19 +476,19 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Return True if the amax of a block of products v · w has an ordinary magnitude."""
+        """Return True if ``amax``, of a block of products v · w, has an ordinary magnitude."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
     def _normalize(self, blocks, rstd, stage, weights, thread, smem):
-        """Replace products ``v · w`` by ``(v · rstd) · w``, computed from the row in shared memory."""
+        """Replace the products ``v · w`` by ``(v · rstd) · w``, for which the row is read from shared memory again."""
         for j in range_constexpr(self.config.blocks_per_thread):
             v, _ = self.rows.values(stage, j, thread, smem, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
         fence_async()
         if const_expr(self.config.group_rows == 1):
-            # The buffer is refilled next, and other threads may still be reading it.
+            # The next copy overwrites the row's buffer. Wait until all threads have read it.
             sync_group(self.config, thread)
 
     @cute.jit
@@ -494,13 +498,13 @@ class RowQuantKernel:
         The order of the additions depends only on the configuration.
 
         Args:
-            values: values of ``RowQuantSpec.reductions``, or an amax alone.
-            slots: ``num_partials`` words per value.
-            barrier: mbarrier that counts the bytes sent in a cluster.
+            values: this thread's values of ``RowQuantSpec.reductions``, or only its amax.
+            slots: shared memory, ``num_partials`` words per value.
+            barrier: mbarrier that counts the bytes that the CTAs of a cluster send.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
-        # If one of the values is an amax, it is the last.
+        # The amax, if any, is the last value. All other values are sums.
         num_sums = len(values) - c.spec.reduces_amax
         combine = [(lambda a, b: a + b) if i < num_sums else ptx.max_abs_nan for i in range(len(values))]
         values = [
@@ -532,7 +536,7 @@ class RowQuantKernel:
         return values
 
     def _row_amax_again(self, blocks, again, thread, smem):
-        """Return the row's amax, recomputed from the current blocks. ``again`` counts these calls."""
+        """Recompute the row's amax from the current blocks. ``again`` is the number of earlier calls."""
         c = self.config
         slots = smem.partial_sums + 2 * c.num_partials * c.spec.reductions
         return self._reduce_row([self._amax_of(blocks)], slots, smem.partial_sums_full + 2, again & 1, thread)[0]

@@ -1,4 +1,4 @@
-"""Distribution of rows over groups of threads, and the path of a row through shared memory into registers."""
+"""Distribution of rows over groups of threads, and loads of rows through shared memory into registers."""
 
 import functools
 
@@ -32,7 +32,8 @@ def sync_group(config: Config, thread) -> None:
 
 
 class Rows:
-    """Distribution of rows over groups, and loads of rows. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
+    """Device code that distributes rows over groups, and loads them. ``thread`` is a ``Thread``, ``smem`` an
+    ``Smem``."""
 
     def __init__(self, config: Config, scales: FP4Scales):
         self.config, self.scales = config, scales
@@ -42,13 +43,14 @@ class Rows:
 
     @cute.jit
     def distribute(self, thread):
-        """Distribute the rows over the walkers (see ``Thread``): first quads, then single rows."""
+        """Distribute the rows over the walkers (see ``Thread``): first as quads of four rows, then as single rows."""
         c = self.config
         thread.quads = Int32(0)
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
-            # Take whole rounds of quads, and a partial round if some walker needs four iterations for the remaining
-            # rows anyway. Only full scale tiles are distributed as quads, and single rows begin with a tile.
+            # Distribute whole rounds of quads, one quad per walker. Add a partial round if some walker needs four
+            # iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and the single rows
+            # begin with a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
@@ -57,7 +59,8 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """Return the row of this walker's ``iteration``, or the first row if the group works on several rows."""
+        """Return the row that this walker processes in ``iteration``, or the first of its rows if a group processes
+        several."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -72,7 +75,8 @@ class Rows:
         )
 
     def memory_row_at(self, iteration, thread, smem):
-        """Return the thread's row of ``iteration`` in the tensors in global memory, with warp-uniform control flow."""
+        """Return the index, in the tensors in global memory, of the thread's row in ``iteration``. Control flow is
+        uniform in a warp."""
         row = self.row_at(iteration, thread) + thread.row
         spec = self.config.spec
         if spec.rows != "experts":
@@ -82,13 +86,14 @@ class Rows:
         return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the first iterations (one iteration per stage) from these rows."""
+        """Start the copies of the first rows, one iteration per stage. The rows are ``memory_row`` and, with two
+        stages, ``second_row``."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
     @cute.jit
     def issue(self, iteration, stage, memory_row, thread, smem):
-        """Start the copies of an iteration's rows from ``memory_row`` into a buffer. The first thread of each row
+        """Start the copies of an iteration's rows from ``memory_row`` into a row buffer. The first thread of each row
         starts the row's copies."""
         c = self.config
         spec = c.spec
@@ -113,25 +118,25 @@ class Rows:
                     self.copy_slice(load, thread)
 
     def slice_of(self, row: cute.Pointer, thread) -> cute.Pointer:
-        """Return the address of the CTA's slice of a row in global memory."""
+        """Return the address in global memory of the CTA's slice of a row."""
         return row + cute.assume(thread.first_block * self.config.spec.block_elements, divby=16)
 
     def input_row(self, i: int, row, thread) -> cute.Pointer:
-        """Return the address in global memory of the i-th input row of a row of values."""
+        """Return the address in global memory of the ``i``-th of the input rows that form a row of values."""
         spec = self.config.spec
         tensor = thread.residual if spec.source == "add" and i == 1 else thread.input
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
         return start + spec.width if spec.source == "silu_mul" and i == 1 else start
 
     def buffer(self, i: int, stage, row, smem) -> cute.Pointer:
-        """Return the buffer of the i-th input of a group's row."""
+        """Return the row buffer of the ``i``-th input row of a group's row."""
         c = self.config
         slot = (stage * c.group_rows + row) * c.spec.inputs + i
         return smem.buffers + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def copy_slice(self, copy, thread):
-        """Call ``copy`` with the number of elements of the CTA's slice."""
+        """Call ``copy`` with the number of elements of the CTA's slice, which is a constant in each call."""
         c = self.config
         last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
@@ -144,7 +149,7 @@ class Rows:
 
     @cute.jit
     def issue_weight(self, weight, thread, smem):
-        """Start the copy of the CTA's slice of the norm's weight."""
+        """Start the bulk copy of the CTA's slice of the norm's weight to shared memory."""
         block_elements = self.config.spec.block_elements
         bytes_ = thread.cta_blocks * (block_elements * self.weight_dtype.width // 8)
         cute.arch.mbarrier_arrive_and_expect_tx(smem.weight_barrier, bytes_)
@@ -153,28 +158,28 @@ class Rows:
         self.copy_slice(load, thread)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
-        """Return the words of one block in shared memory."""
+        """Return one block in shared memory as words."""
         c = self.config
         words = words_per(c.spec.block_elements, dtype)
         layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
         return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
 
     def weight(self, j: int, thread, smem) -> list:
-        """Return the weight of the thread's j-th block in fp32."""
+        """Return the norm's weight for the thread's j-th block, in fp32."""
         words = self._block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
         return unpack(words, self.weight_dtype)
 
     @property
     def is_ragged(self) -> bool:
-        """True if some threads have fewer blocks than others."""
+        """True if some threads of a row have fewer blocks than others."""
         c = self.config
         return c.threads_per_row * c.blocks_per_thread * c.splits != c.blocks
 
     def _safe_block(self, j: int, thread):
-        """Return the thread's j-th block, or a block that is safe to read if the j-th does not exist.
+        """Return the thread's j-th block. If it does not exist, return a block that is safe to read instead.
 
-        The safe block is the thread's first block, except for threads with the missing half of a short FP8 block: they
-        read the existing half, which does not change the block's amax.
+        The safe block is the thread's first block. Threads with the missing half of a short FP8 block instead read the
+        existing half, which does not change the block's amax.
         """
         c = self.config
         block = thread.column + j * c.threads_per_row
@@ -188,14 +193,14 @@ class Rows:
         return ptx.select(block < thread.cta_blocks, block, instead)
 
     def has_last_block(self, thread):
-        """Return True if a thread of the warp has one block more than ``common_blocks``."""
+        """Return True if a thread of this warp has one block more than ``common_blocks``."""
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
-        """Return the values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
+        """Return the values of the thread's j-th block in fp32, and the same values as words in the input dtype.
 
-        A gate returns values in fp32 only, and no words. ``again`` is True for a second read of the row, after its sums
-        have overwritten the residual.
+        A gate returns values in fp32 only, and no words. ``again`` is True if the row is read a second time, after its
+        sums have overwritten the residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)
@@ -217,7 +222,7 @@ class Rows:
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):
-        """Write the thread's j-th block into a row in shared memory, which a bulk copy stores later."""
+        """Write the thread's j-th block to a row in shared memory, which a bulk copy stores later."""
         c = self.config
         block = thread.column + j * c.threads_per_row
         layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))

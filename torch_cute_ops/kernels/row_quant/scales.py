@@ -1,7 +1,7 @@
 """Stores of FP4 block scales: single bytes, 16 bytes of four rows, and padding.
 
-Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group processes these rows in sequence, collects
-the scales in one of two buffers in shared memory, and stores 16 bytes at a time.
+Four rows whose scales share 16 bytes of a tiled layout are a *quad*. A group processes these rows in sequence, collects
+their scales in one of two buffers in shared memory, and stores 16 bytes at a time.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """Stores of FP4 block scales. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
+    """Device code that stores FP4 block scales. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -23,7 +23,7 @@ class FP4Scales:
 
     @property
     def quad_step(self) -> int:
-        """Distance between the rows of a quad, in rows."""
+        """Distance between neighbouring rows of a quad, in rows."""
         return 32 if self._is_128x4 else 1
 
     @property
@@ -31,26 +31,28 @@ class FP4Scales:
         return self.config.spec.layout.tile_rows == 128
 
     def at(self, row, column, thread) -> cute.Tensor:
-        """Return the scale byte of (row, block) in global memory."""
+        """Return the address of the scale of block ``column`` of a row in global memory, as a one-byte tensor."""
         layout = self.config.spec.layout
         offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
         return cute.make_tensor(cute.recast_ptr(thread.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
 
     def linear_at(self, row, column, thread) -> cute.Tensor:
-        """Return the byte of (row, block) in the linear scales."""
+        """Return the address of the scale of block ``column`` of a row in the linear scales, as a one-byte tensor."""
         offset = Int64(row) * self.config.blocks + column
         return cute.make_tensor(
             cute.recast_ptr(thread.scale_linear.iterator, dtype=Uint8) + offset, cute.make_layout(1)
         )
 
     def quad_slot(self, iteration, block, smem) -> cute.Tensor:
-        """Return the scale byte of a block of an iteration's row, in the buffer of its quad."""
+        """Return the place of a block's scale in the quad buffer to which the row of ``iteration`` belongs, as a
+        one-byte tensor."""
         offset = iteration // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + iteration % QUAD * 4 + block % 4
         return cute.make_tensor(smem.scales + offset, cute.make_layout(1))
 
     @cute.jit
     def clear_quads(self, thread, smem):
-        """Zero the quads' buffers, because no later store to them writes the bytes of padding."""
+        """Zero the quads' buffers. They contain bytes of padding, which are stored with the scales but never
+        written."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(smem.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(thread.tid, words, thread.threads):
@@ -58,8 +60,8 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_columns(self, row, iteration, thread):
-        """Zero the scale bytes between the last block of a row and the end of its tile. In rows of quads, these bytes
-        are zero already."""
+        """Zero the scale bytes between the last block of a row and the end of its tile. For rows of quads this is not
+        needed, because the quads' buffers hold zeros there."""
         c = self.config
         padding = c.spec.layout.padded_blocks(c.blocks) - c.blocks
         if const_expr(padding > 0):
@@ -70,7 +72,7 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_rows(self, thread):
-        """Zero the scales of the padding rows at the end of the last tile, distributed over all groups."""
+        """Zero the scales of the padding rows at the end of the last tile. All groups of the grid share this work."""
         c = self.config
         layout = c.spec.layout
         tiles = layout.padded_blocks(c.blocks) // 4
@@ -85,9 +87,9 @@ class FP4Scales:
 
     @cute.jit
     def write_quad(self, iteration, thread, smem):
-        """Store the scales of the quad that ``iteration`` completed, if any, 16 bytes per thread.
+        """Store the scales of the quad that was completed in ``iteration``, if any, 16 bytes per thread.
 
-        Between that iteration and this call, the group must synchronise.
+        The group must synchronise between that iteration and this call.
         """
         c = self.config
         if const_expr(c.quads):

@@ -1,4 +1,4 @@
-"""State of a thread, and pointers into shared memory. The classes of the kernel pass both to each other."""
+"""State of a thread, and pointers into shared memory. The classes of the kernel pass them to each other."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,27 +13,28 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 class Thread:
     """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* is a unit that processes whole rows in sequence: a group, or, in a cluster, the groups with the same
-    index in all CTAs of the cluster.
+    A *walker* processes whole rows in sequence. It is a group or, in a cluster, the groups with the same index in all
+    CTAs of the cluster.
 
     Attributes:
-        tid, threads: index in the CTA, and number of threads of the CTA.
-        lane: index in the warp.
-        group, in_group: index of the group in the CTA, and index of the thread in the group.
+        tid, threads: index of the thread in its CTA, and number of threads of the CTA.
+        lane: index of the thread in its warp.
+        group, in_group: index of the group in the CTA, and index of the thread in its group.
         warp: index among the warps that share a row, rotated from group to group (``Config.first_column``).
-        column: first block of the thread in the slice.
-        row: index of the thread's row among the group's rows, if several share a warp.
+        column: index, in the slice, of the thread's first block.
+        row: index of the thread's row among the group's rows, if several rows share a warp.
         rank: rank of the CTA in its cluster.
-        first_block, cta_blocks: first block of the CTA's slice in the row, and number of blocks of the slice.
+        first_block, cta_blocks: index, in the row, of the first block of the CTA's slice, and number of blocks of the
+            slice.
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
         rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
-        quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the next
-            fields.
+        quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the fields
+            below.
         quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and number
-            of all iterations of the walker.
+            of all its iterations.
     """
 
     tid: Int32
@@ -64,19 +65,20 @@ class Thread:
 
 
 class Smem(NamedTuple):
-    """Shared memory, as ``Config.smem_offsets`` divides it. A field is None if the configuration does not need it.
+    """Pointers into shared memory, as ``Config.smem_offsets`` divides it. A field is None if the configuration does not
+    need it.
 
     Attributes:
         buffers: row buffers of the group.
-        norms: buffers of the group for normalised rows.
-        weight: slice of the norm's weight.
+        norms: the group's buffers for normalised rows.
+        weight: the CTA's slice of the norm's weight.
         all_scales, scales: scale buffers of quads: of all groups, and of this group.
         partial_sums: partial results of the group.
         experts: table of experts' rows.
         barriers: mbarriers of all groups.
-        full: mbarriers of the group, one per stage, which complete when rows have arrived.
-        partial_sums_full: mbarriers of the group for partial results of even rows, of odd rows, and of a recomputed
-            amax.
+        full: mbarriers of the group, one per stage. A stage's mbarrier completes when the stage's rows have arrived.
+        partial_sums_full: mbarriers of the group for the partial results of even rows, of odd rows, and of an amax that
+            is recomputed.
         weight_barrier: mbarrier that completes when the weight has arrived.
     """
 
