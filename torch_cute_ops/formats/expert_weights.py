@@ -1,4 +1,4 @@
-"""Conversion of the stacked weights of experts to one matrix, the operand of an expert layer's second GEMM."""
+"""Conversion of the stacked weights of all experts to one matrix, an operand of an expert layer's second GEMM."""
 
 import torch
 
@@ -9,16 +9,16 @@ from torch_cute_ops.formats.scale_layout import FP4ScaleLayout, convert_scales, 
 def moe_fc2_weight(
     codes: torch.Tensor, scale: torch.Tensor, scale_layout: FP4ScaleLayout = "128x4"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rearrange the stacked FP4 weights of experts into the weight of :func:`moe_fc2_fp4`, bit for bit.
+    """Rearrange the stacked FP4 weights of experts into the weight of :func:`moe_fc2_fp4`. No value changes.
 
-    ``w[e · I/2 + i, n]`` is ``codes[e, n, i]``. Call it once, after loading: it copies the codes.
+    ``w[e · I/2 + i, n]`` is ``codes[e, n, i]``. Call this function once, after loading, because it copies the codes.
 
     Args:
         codes: (E, N, I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte: the down projections of E experts, as
             checkpoints store them and as :func:`fp4_quantize` writes them.
         scale: block scales of ``codes``: linear (E, N, I/B), or 128x4 tiles over the E·N rows, as :func:`fp4_quantize`
-            writes them; :func:`as_tiles` converts tiles of other libraries. float8_e4m3fn (NVFP4, B = 16), or uint8 or
-            float8_e8m0fnu (MXFP4, B = 32).
+            writes them. (:func:`as_tiles` converts the shape of other libraries' tiles.) float8_e4m3fn (NVFP4, B = 16),
+            or uint8 or float8_e8m0fnu (MXFP4, B = 32).
         scale_layout: layout of the returned scales: ``"128x4"`` or ``"linear"``.
 
     Returns:
@@ -53,7 +53,7 @@ def moe_fc2_weight(
         if layout.tile_rows == 8:
             raise ValueError("scale_layout='8x4' is for activations; use '128x4' or 'linear'")
         experts, n, half = codes.shape
-        # The conversion checks the shape of tiles.
+        # ``convert_scales`` checks the shape of tiles.
         is_linear = scale.dim() == 3 and scale.shape[:2] == codes.shape[:2]
         linear = convert_scales(scale, experts * n, 2 * half, "linear" if is_linear else "128x4", "linear")
     except (ValueError, TypeError) as error:

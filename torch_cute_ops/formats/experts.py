@@ -1,4 +1,4 @@
-"""Layout of the buffers between the steps of an expert layer: rows grouped by expert."""
+"""Layout of the buffers that connect the steps of an expert layer. Their rows are grouped by expert."""
 
 from typing import Final
 
@@ -6,20 +6,20 @@ import torch
 
 MAX_EXPERTS: Final = 1024
 USUAL_EXPERTS: Final = 512
-"""Largest number of experts that the kernels' usual tables in shared memory hold. Kernels for more experts use larger
-tables.
+"""Largest number of experts for which kernels use their usual tables in shared memory. Kernels for more experts use
+larger tables.
 """
 MAX_TOPK: Final = 32
-"""Largest number of experts of a token."""
+"""Largest number of experts per token."""
 
 
 def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
     """Return the number of rows of a contiguous buffer that is large enough for any routing.
 
-    Each expert's rows begin at a multiple of ``alignment``. ``tokens`` may be a symbol.
+    In such a buffer, the first row of each expert is a multiple of ``alignment``. ``tokens`` may be a symbol.
     """
     pairs = tokens * topk
-    # Use the plain min if possible: this code runs in each call, and torch.sym_min takes several times as long.
+    # Use the plain ``min`` if possible: this code runs in each call, and ``torch.sym_min`` takes several times as long.
     touched = min(experts, pairs) if isinstance(pairs, int) else torch.sym_min(experts, pairs)
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
@@ -51,19 +51,20 @@ def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor
 
 
 def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """Return a mask (``rows``,): True for an expert's row, False for padding. Arguments as for ``expert_of_rows``."""
+    """Return a mask (``rows``,): True for an expert's row, False for padding. ``expert_of_rows`` describes the
+    arguments."""
     return expert_of_rows(rows, offsets, counts) >= 0
 
 
 def merged(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Select ``new`` if ``mask`` is True, else ``old``, elementwise and for any dtype."""
+    """Return ``new`` where ``mask`` is True and ``old`` elsewhere, for tensors of any dtype."""
     if new.dtype.itemsize > 1:
         return torch.where(mask, new, old)
     return torch.where(mask, new.view(torch.uint8), old.view(torch.uint8)).view(new.dtype)
 
 
 def zeroed_rows(tensor: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """Replace elements that are not ``used`` by zeros. ``used`` must broadcast to the tensor's shape."""
+    """Return ``tensor`` with zeros where ``used`` is False. ``used`` must broadcast to the tensor's shape."""
     if tensor.dtype.itemsize > 1:
         return torch.where(used, tensor, 0)
     return torch.where(used, tensor.view(torch.uint8), 0).view(tensor.dtype)

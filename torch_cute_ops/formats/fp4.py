@@ -1,7 +1,8 @@
 """FP4 block formats: NVFP4 and MXFP4.
 
-An element is e2m1 (OCP MX v1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives). Two elements share a byte, element 0
-in the low nibble. Each block of elements shares one scale: e4m3 for 16 elements (NVFP4), ue8m0 for 32 (MXFP4).
+An element is an e2m1 number (OCP MX v1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6, or the negative of one of them. Two elements
+share a byte, with element 0 in the low nibble. Each block of elements shares one scale: e4m3 for 16 elements (NVFP4),
+ue8m0 for 32 elements (MXFP4).
 """
 
 import warnings
@@ -26,7 +27,8 @@ class FP4Format:
         block_size: number of elements that share a scale.
         scale_format: ``"e4m3"`` or ``"ue8m0"``, as in the ops' ``scale_format`` argument.
         scale_dtype: dtype of the scale tensor that ops return.
-        has_global_scale: True if a per-tensor fp32 encode scale is allowed.
+        has_global_scale: True if a tensor may have a global scale, one fp32 number that multiplies it before it is
+            encoded.
     """
 
     name: str
@@ -42,7 +44,7 @@ class FP4Format:
 
     @property
     def width_multiple(self) -> int:
-        """Required divisor of a row's length: the block size."""
+        """Divisor that the length of a row must have: the block size."""
         return self.block_size
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +65,7 @@ _BY_ARGUMENTS: Final = {
 
 
 def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
-    """Return the format for an op's arguments. ``scale_format=None`` means the scale format of the block size.
+    """Return the format for an op's arguments. If ``scale_format`` is None, the block size determines it.
 
     Raises:
         ValueError: for any pair other than (16, e4m3) and (32, ue8m0).
@@ -78,16 +80,17 @@ def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
 
 
 def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Compute the global scale that maps a tensor's largest magnitude to NVFP4's maximum: ``448 · 6 / amax``.
+    """Compute a tensor's global scale for NVFP4: ``448 · 6 / amax``, which maps its largest magnitude to NVFP4's
+    maximum.
 
-    The computation runs on the tensor's device, without a synchronisation.
+    The computation runs on the device of ``amax``, without a synchronisation.
 
     Args:
         amax: one element of any floating dtype, such as ``x.abs().amax()``.
 
     Returns:
-        (1,) float32, always finite; 1 if ``amax`` is zero or not finite. An ``amax`` on a CPU that is not finite or is
-        negative also gives a warning; on a GPU, a check would wait for the result.
+        (1,) float32, always finite; 1 if ``amax`` is zero or not finite. If ``amax`` is on a CPU and is negative or not
+            finite, the function warns. On a GPU it does not, because a check would wait for the result.
 
     Raises:
         TypeError: if ``amax`` is not a tensor.
@@ -104,18 +107,18 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
             "look for NaN or infinity in the tensor",
             stacklevel=2,
         )
-    # full_like, because torch computes a Python number divided by a tensor as a multiplication with the reciprocal,
-    # which rounds twice.
+    # Use ``full_like``: torch divides a Python number by a tensor as a multiplication by the reciprocal, which rounds
+    # twice.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def _has_value(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's element can be read: the tensor is outside compiled programs and transforms."""
+    """Return True if the tensor's element can be read, because the code is not being compiled or transformed."""
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not _is_transformed(tensor)
 
 
-# If torch lacks the private function that is used here, report that no element can be read.
+# This private function may be missing in some versions of torch. Then report that no element can be read.
 _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
 
 
@@ -130,7 +133,7 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
-    """Encode fp32 values as e2m1 codes, uint8: round to nearest even, saturate, keep the sign of zero.
+    """Encode fp32 values as e2m1 codes, uint8. Round to nearest even, saturate, and preserve the sign of zero.
 
     Neighbouring e2m1 numbers differ by 0.5 below 2, by 1 from 2 to 4, and by 2 above 4.
     """
@@ -144,24 +147,24 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Decode e2m1 codes (uint8, 0..15) to fp32."""
-    # Shifted into float32's exponent and fraction fields, the code's bits are the value times 2^-126. A table would
-    # break CUDA-graph capture.
+    # Shifted into float32's exponent and fraction fields, the bits of a code have the value times 2^-126. A lookup
+    # table would break the capture of CUDA graphs.
     codes = codes.to(torch.int32)
     return (((codes & 7) << 22) | ((codes & 8) << 28)).view(torch.float32) * 2.0**126
 
 
 def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
-    """Encode fp32 values as ``float8_e4m3fn``: round to nearest even, saturate at ±448. Any NaN becomes 0x7F."""
+    """Encode fp32 values as ``float8_e4m3fn``. Round to nearest even, and saturate at ±448. Any NaN becomes 0x7F."""
     return torch.where(value.isnan(), torch.nan, value.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
-    """Decode ue8m0 bytes (uint8) to fp32: ``2^(byte - 127)``; 255 is NaN."""
-    # The byte is the exponent field of an fp32 number, except for 2^-127, which is subnormal.
+    """Decode ue8m0 bytes (uint8) to fp32: ``2^(byte - 127)``, or NaN for the byte 255."""
+    # The byte is the exponent field of an fp32 number. Only 2^-127 differs, because it is subnormal.
     bits = torch.where(byte == 0, 0x00400000, byte.to(torch.int32) << 23)
     return torch.where(byte == UE8M0_NAN, torch.nan, bits.to(torch.int32).view(torch.float32))
 
 
 def decode_scale(scale: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
-    """Decode block scales in ``fmt``'s scale dtype to fp32."""
+    """Decode block scales of format ``fmt`` to fp32."""
     return decode_ue8m0(scale) if fmt == MXFP4 else scale.float()

@@ -1,10 +1,10 @@
-"""FP8: e4m3 elements with fp32 scales: one per tensor, per row (token), or per 128 elements of a row.
+"""FP8: e4m3 elements with fp32 scales. A scale covers a tensor, a row (token), or 128 elements of a row (a block).
 
-With blocks, a row's length is a multiple of 64, such as 2,880 in gpt-oss, so a row's last block may contain only 64
+With blocks, a row's length is a multiple of 64, such as 2,880 in gpt-oss. So a row's last block may contain only 64
 elements.
 
-Block scales have one shape, (..., ⌈K/128⌉), and their strides define the layout. In row-major scales, the scales of one
-row are contiguous; in column-major scales, the scales of one block of k are contiguous.
+Block scales always have the shape (..., ⌈K/128⌉). Their strides define the layout. In row-major scales, the scales of
+one row are contiguous. In column-major scales, the scales of one block of k are contiguous.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class FP8Format:
 
     Attributes:
         granularity: ``"tensor"``, ``"token"`` or ``"block128"``, as in the ops' argument.
-        block_size: number of elements of a row that share a scale; 0 if all elements of a row share a scale.
-        is_static: True if the caller gives the scale, False if the op computes it.
+        block_size: number of elements of a row that share a scale, or 0 if all elements of a row share a scale.
+        is_static: True if the caller passes the scale, False if the op computes it.
     """
 
     granularity: str
@@ -32,11 +32,11 @@ class FP8Format:
 
     @property
     def width_multiple(self) -> int:
-        """Required divisor of a row's length: half a block, or 1 without blocks."""
+        """Divisor that the length of a row must have: half a block, or 1 without blocks."""
         return self.block_size // 2 or 1
 
     def scales_per_row(self, width: int) -> int:
-        """Return the number of scales per row of ``width`` elements: 1 if one scale covers the whole tensor."""
+        """Return the number of scales of a row of ``width`` elements. It is 1 if one scale covers the whole tensor."""
         return (width + self.block_size - 1) // self.block_size if self.block_size else 1
 
 
@@ -47,12 +47,12 @@ FP8_FORMATS: Final = {fmt.granularity: fmt for fmt in (FP8_TENSOR, FP8_TOKEN, FP
 
 ROW: Final = ScaleLayout("row", 0)
 COLUMN: Final = ScaleLayout("column", 0)
-"""Layout of block scales in which the scales of one block of k are contiguous, as GEMMs read them."""
+"""Layout of block scales in which the scales of one block of k are contiguous. GEMMs read this layout."""
 FP8_SCALE_LAYOUTS: Final = {layout.name: layout for layout in (ROW, COLUMN)}
 
 
 def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
-    """Return the format with this name, and the layout of its scales.
+    """Return the format for the ops' argument ``granularity``, and the layout of its scales.
 
     Block scales are column-major unless ``scale_layout`` names the row-major layout. Scales per token or per tensor
     have only one layout, ``ROW``.
@@ -71,15 +71,16 @@ def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8F
 
 
 def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of column-major scales (..., blocks) without padding, a transposed view of (blocks, rows).
+    """Return the strides of column-major scales (..., blocks) without padding. They are a transposed view of (blocks,
+    rows).
 
-    Leading dimensions are flattened: their strides are as in a contiguous tensor. Sizes may be symbols.
+    All leading dimensions together form the rows, as in a contiguous tensor. Sizes may be symbols.
     """
     *lead, _ = shape
     strides, rows = [], 1
     for extent in reversed(lead):
         strides.append(rows)
-        # torch also computes strides as if an extent of 0 were 1. A symbolic size is at least 2.
+        # For a dimension of size 0, torch also computes strides as if its size were 1. A symbolic size is at least 2.
         rows = rows * (max(extent, 1) if isinstance(extent, int) else extent)
     return (*reversed(strides), rows)
 
@@ -90,14 +91,15 @@ def new_column_scales(scale: torch.Tensor) -> torch.Tensor:
 
 
 def is_row_major(scale: torch.Tensor) -> bool:
-    """Return True if the scales of each row are contiguous; strides of dimensions of size 1 do not matter."""
+    """Return True if the scales of each row are contiguous. Strides of dimensions of size 1 do not matter."""
     return scale.dim() == 0 or scale.shape[-1] <= 1 or scale.stride(-1) == 1
 
 
 def is_column_major(scale: torch.Tensor) -> bool:
-    """Return True if scales (..., rows, blocks) of each block are contiguous, with any padding between the blocks.
+    """Return True if, in scales (..., rows, blocks), the scales of each block of k are contiguous. Blocks may have
+    padding between them.
 
-    Strides of dimensions of size 1 do not matter, so that a single row, or a single block, is in both layouts.
+    Strides of dimensions of size 1 do not matter. So a single row, or a single block, is in both layouts.
     """
     if scale.dim() < 2 or scale.shape[-1] <= 1:
         return scale.dim() < 2 or scale.shape[-2] <= 1 or scale.stride(-2) == 1
@@ -105,10 +107,10 @@ def is_column_major(scale: torch.Tensor) -> bool:
 
 
 def is_one_column(scale: torch.Tensor) -> bool:
-    """Return True if, in scales (..., rows, blocks), the scales of each block of k form one contiguous column.
+    """Return True if, in scales (..., rows, blocks), the scales of each block of k form one contiguous column over all
+    leading dimensions.
 
-    The FP8 kernels read these scales in place: the leading dimensions follow each other without gaps, and blocks of k
-    are any distance apart.
+    The FP8 kernels read such scales without a copy. The distance between the columns may be arbitrary.
     """
     step = 1
     for dim in range(scale.dim() - 2, -1, -1):
@@ -120,6 +122,9 @@ def is_one_column(scale: torch.Tensor) -> bool:
 
 
 def is_packed_column(scale: torch.Tensor) -> bool:
-    """Return True if the scales of each block form one contiguous column, and the columns follow each other without
-    padding. The FP8 kernels write scales in this layout."""
+    """Return True if the scales of each block of k form one contiguous column, and the columns follow each other
+    without padding.
+
+    The FP8 kernels write scales in this layout.
+    """
     return is_one_column(scale) and (scale.shape[-1] <= 1 or scale.stride(-1) == scale.shape[:-1].numel())

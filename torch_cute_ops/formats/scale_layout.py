@@ -1,11 +1,11 @@
 """Layouts of FP4 block scales: the linear layout, and the tiled layouts that block-scaled MMA units read.
 
 A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
-stores tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
-layout"). ``8x4`` is its variant for few rows. Bytes of padding are zero.
+stores tile after tile. ``128x4`` is the order that cuBLAS's block-scaled GEMMs and ``tcgen05`` read (PTX ISA, "scale
+factor layout"). ``8x4`` is a variant of it for few rows. Bytes of padding are zero.
 
-The shape of a scale tensor names its layout. For M rows of K elements in blocks of B, the scale of row m and block k
-is at these indices:
+The shape of a scale tensor identifies its layout. For M rows of K elements in blocks of B, the scale of row m and block
+k has these indices:
 
 =======  =================================  =============================================
 layout   shape                              index of (m, k)
@@ -31,11 +31,11 @@ FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """Scale layout.
+    """Layout of a tensor's block scales.
 
     Attributes:
         name: name in the ops' ``scale_layout`` argument.
-        tile_rows: rows of a tile; 0 for the linear layout.
+        tile_rows: number of rows of a tile, or 0 for the linear layout.
     """
 
     name: str
@@ -48,28 +48,29 @@ class ScaleLayout:
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """Shape of one tile in memory, row-major; empty for the linear layout."""
+        """Shape of one tile in memory, row-major, or empty for the linear layout."""
         return () if self.is_linear else (32, 4, 4) if self.tile_rows == 128 else (self.tile_rows, TILE_BLOCKS)
 
     def shape(self, lead: Sequence[int], blocks: int) -> tuple[int, ...]:
-        r"""Return the shape of the scales of a tensor (\*lead, blocks · B). Sizes may be symbols."""
+        r"""Return the shape of the scales of a tensor (\*lead, blocks · B), where B is the block size. Sizes may be
+        symbols."""
         if self.is_linear:
             return (*lead, blocks)
         return -(-row_count(lead) // self.tile_rows), -(-blocks // TILE_BLOCKS), *self.tile
 
     def padded_rows(self, rows: int) -> int:
-        """Round ``rows`` up to whole tiles."""
+        """Round a number of rows up to whole tiles."""
         return rows if self.is_linear else -(-rows // self.tile_rows) * self.tile_rows
 
     def padded_blocks(self, blocks: int) -> int:
-        """Round ``blocks``, the number of scales per row, up to whole tiles."""
+        """Round a number of blocks per row up to whole tiles."""
         return blocks if self.is_linear else (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS * TILE_BLOCKS
 
-    # The offset of (row, block) is row_offset + block_offset, so a kernel computes row_offset once per row. Arguments
-    # may be ints, tensors or a kernel's integers: use only + * // %.
+    # The offset of (row, block) is row_offset + block_offset, so that a kernel can compute row_offset once per row.
+    # Arguments may be ints, tensors or the DSL's integers, so use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """Return the part of a scale's offset that depends on the row, if a row has ``blocks`` scales."""
+        """Return the term of a scale's offset that depends on the row. A row has ``blocks`` scales."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -79,7 +80,7 @@ class ScaleLayout:
         return tile_row + row * TILE_BLOCKS
 
     def block_offset(self, block: Any) -> Any:
-        """Return the part of a scale's offset that depends on the block."""
+        """Return the term of a scale's offset that depends on the block."""
         if self.is_linear:
             return block
         return block // TILE_BLOCKS * (self.tile_rows * TILE_BLOCKS) + block % TILE_BLOCKS
@@ -99,8 +100,8 @@ def row_count(lead: Sequence[int]) -> int:
 
 
 def weight_layout(layout: ScaleLayout) -> ScaleLayout:
-    """Return the layout of a weight's scales, given the layout of the activations' scales. It is never 8x4, which is
-    for few rows."""
+    """Return the scale layout of a weight for activations with this scale layout. Only activations use 8x4; the
+    weight's layout is then 128x4."""
     return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
 
 
@@ -117,7 +118,7 @@ def resolve_scale_layout(name: str) -> ScaleLayout:
 
 
 def layout_of_operand(scale: torch.Tensor) -> ScaleLayout:
-    """Return the layout of the scales of a GEMM's operand, by the number of dimensions.
+    """Return the layout of the scales of a GEMM's operand, from their number of dimensions.
 
     Scales with more than three dimensions are tiled: an operand has at most three dimensions (a stack of experts'
     weights), and linear scales have as many dimensions as their operand. The sizes are not checked.
@@ -129,8 +130,9 @@ _BY_DIMENSIONS: Final = {2 + len(layout.tile): layout for layout in SCALE_LAYOUT
 
 
 def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> list[ScaleLayout]:
-    r"""Return the layouts whose shape for a tensor (\*lead, blocks · B) is ``shape``."""
-    # Compare lengths first: comparing tuples would compare elements and so add a guard on a symbolic number of rows.
+    r"""Return all layouts in which the scales of a tensor (\*lead, blocks · B) have the shape ``shape``."""
+    # Compare lengths first. Comparing tuples of unequal lengths would compare elements, and add a guard on a symbolic
+    # number of rows.
     sizes = [(layout, layout.shape(lead, blocks)) for layout in SCALE_LAYOUTS.values()]
     return [layout for layout, size in sizes if len(shape) == len(size) and tuple(shape) == size]
 
@@ -139,8 +141,8 @@ def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layou
     r"""Return the reason that ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
-    Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices, provided
-    that no matrix needs padding rows: the bytes are then the same.
+    Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices, if no
+    matrix needs padding rows: the bytes are then the same.
     """
     tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
     count = row_count(tiles)
@@ -168,22 +170,24 @@ def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layou
 
 
 def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> torch.Tensor:
-    """View tiles of another library's shape in the shape that names their layout, without a copy.
+    """View another library's tiled scales in the shape that identifies their layout, without a copy.
 
-    Ops read the layout from the shape: pass ``as_tiles(scale, rows, k, "128x4")`` for the two-dimensional padded scales
-    of FlashInfer, vLLM and cuBLAS, or for the flat scales of torchao. No check can detect bytes in another layout.
+    Ops read the layout from the shape. Call ``as_tiles(scale, rows, k, "128x4")`` for the two-dimensional padded scales
+    of FlashInfer, vLLM and cuBLAS, or for the flat scales of torchao. If the bytes are in another layout, no check can
+    detect it.
 
     Args:
-        scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``: flat, (padded rows, padded blocks),
-            or already in the shape of tiles. float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu (MXFP4). Scales of experts,
-            (experts, padded rows, padded blocks), are accepted if the rows of an expert are whole tiles.
+        scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``. The shape may be flat, (padded
+            rows, padded blocks), or already the shape of tiles. float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu (MXFP4).
+            Scales of experts, (experts, padded rows, padded blocks), are accepted if the rows of an expert are whole
+            tiles.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         layout: ``"128x4"`` or ``"8x4"``.
 
     Returns:
-        A view of ``scale``: (⌈rows/128⌉, ⌈k/B/4⌉, 32, 4, 4) for 128x4, (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4, with B the
-        block size of the dtype, 16 for float8_e4m3fn and otherwise 32.
+        A view of ``scale``: (⌈rows/128⌉, ⌈k/B/4⌉, 32, 4, 4) for 128x4, or (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4. B is 16
+            for float8_e4m3fn and otherwise 32.
 
     Raises:
         ValueError: for an unknown or linear layout, a ``k`` that is no multiple of B, a wrong shape, or scales that are
@@ -214,7 +218,7 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
 
 
 def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """Convert a (rows, blocks) scale matrix to ``layout``: whole tiles, with zeros as padding."""
+    """Convert a (rows, blocks) scale matrix to ``layout``. Tiles are padded with zeros."""
     if layout.is_linear:
         return scale
     rows, blocks = scale.shape
@@ -249,8 +253,11 @@ def _reordered(codes: torch.Tensor, layout: ScaleLayout, sizes: tuple[int, int],
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
-    """View bytes (..., 4 n) as 32-bit numbers (..., n), except in compiled code. Every layout keeps the scales of four
-    neighbouring blocks together, and moving four bytes at once takes a tenth of the time."""
+    """View bytes (..., 4 n) as 32-bit numbers (..., n), except in compiled code.
+
+    Every layout stores the scales of four neighbouring blocks together. Moving four bytes at once takes a tenth of the
+    time.
+    """
     if torch.compiler.is_compiling() or not codes.numel() or codes.storage_offset() % TILE_BLOCKS:
         return codes
     return codes.view(torch.int32)
@@ -265,8 +272,9 @@ def convert_scales(
 
     Args:
         scale: scales of a matrix (rows, k) in the layout ``source``: float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu
-            (MXFP4). Linear: (…, k / B) for rows in any leading dimensions. Tiled: the shape that :func:`as_tiles`
-            returns. Another library's flat or padded matrix is accepted too, unless linear scales could have its shape.
+            (MXFP4). Linear scales: (…, k / B), with any leading dimensions for the rows. Tiled scales: the shape that
+            :func:`as_tiles` returns. Another library's flat or padded matrix is accepted too, unless linear scales
+            could have its shape.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         source: ``"linear"``, ``"128x4"`` or ``"8x4"``.
@@ -277,8 +285,8 @@ def convert_scales(
         128x4, (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4. B is 16 for float8_e4m3fn and otherwise 32.
 
     Raises:
-        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a shape that is not the
-            shape of ``source``, or that fits linear scales as well as tiles.
+        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a wrong shape. A shape is
+            also wrong if it fits linear scales as well as tiles.
         TypeError: for a wrong dtype or type of argument.
     """
     blocks = _blocks_of("convert_scales", scale, rows, k)
@@ -311,7 +319,7 @@ def convert_scales(
 
 
 def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
-    """Return advice to view uint8 scales as float8_e4m3fn if their number fits NVFP4, or an empty string."""
+    """Return advice to view uint8 scales as float8_e4m3fn if their number fits NVFP4, else an empty string."""
     if scale.dtype != torch.uint8 or k % 16:
         return ""
     counts = [row_count(layout.shape((rows,), k // 16)) for layout in SCALE_LAYOUTS.values()]
@@ -320,7 +328,7 @@ def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
 
 
 def _blocks_of(name: str, scale: torch.Tensor, rows: int, k: int) -> int:
-    """Check arguments of the function ``name``, and return the number of blocks in a row of ``k`` elements."""
+    """Check the arguments of the public function ``name``. Return the number of blocks in a row of ``k`` elements."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{name}: scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
     for argument, value in (("rows", rows), ("k", k)):
@@ -338,4 +346,4 @@ def _blocks_of(name: str, scale: torch.Tensor, rows: int, k: int) -> int:
 
 
 _BLOCK_SIZES: Final = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
-"""Elements of a block, by the dtype of its scale."""
+"""Number of elements of a block, keyed by the dtype of its scale."""

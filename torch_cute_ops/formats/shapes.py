@@ -13,14 +13,14 @@ Shape = tuple[int, ...]
 
 
 class Output(NamedTuple):
-    """Description of one output of an op.
+    """Shape, dtype and strides of one output of an op.
 
     Attributes:
-        shape: shape; sizes may be symbols.
-        dtype: dtype.
+        shape: shape of the output. Sizes may be symbols.
+        dtype: dtype of the output.
         strides: strides of a new tensor, or None for a contiguous tensor.
-        scale_layouts: names of the layouts in which the op can write FP8 block scales into a given tensor, or None for
-            an output that must be contiguous.
+        scale_layouts: if the output contains FP8 block scales, names of the layouts in which the op can write them to a
+            caller's tensor. None for an output that must be contiguous.
     """
 
     shape: Shape
@@ -30,11 +30,11 @@ class Output(NamedTuple):
 
 
 OutputShapes = Sequence[tuple[Shape, torch.dtype] | Output]
-"""Shape and dtype of each output of an op, as ``Output`` if the strides of an output are not contiguous."""
+"""Shape and dtype of each output of an op. An output that is not contiguous is an ``Output``."""
 
 
 def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tuple[Shape, Shape]:
-    """Return the shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
+    """Return the shapes of the packed codes and of the block scales for a tensor of ``shape`` (..., K)."""
     *lead, width = shape
     return (*lead, width // 2), layout.shape(lead, width // fmt.block_size)
 
@@ -42,13 +42,13 @@ def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tup
 def fp8_outputs(
     shape: Sequence[int], fmt: FP8Format, layout: ScaleLayout, scale_layouts: Sequence[str]
 ) -> list[Output]:
-    """Describe the codes and the scales of a tensor of ``shape`` (..., K).
+    """Describe the codes and the scales for a tensor of ``shape`` (..., K).
 
     Args:
         shape: shape of the codes.
-        fmt: format.
-        layout: layout of new scales.
-        scale_layouts: names of the layouts that block scales in a given output may have.
+        fmt: format of the codes.
+        layout: layout of the scales if the op creates their tensor.
+        scale_layouts: names of the layouts that block scales in a caller's tensor may have.
     """
     *lead, width = shape
     y = Output((*lead, width), torch.float8_e4m3fn)

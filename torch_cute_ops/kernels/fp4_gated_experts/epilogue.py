@@ -136,7 +136,7 @@ class GatedEpilogueOps:
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
-        # There are at least as many threads as blocks, so a thread stores at most one block.
+        # The number of blocks is at most the number of threads, so a thread stores at most one block.
         blocks = c.out_columns // self.epilogue.block
         index, block = tid // blocks, tid % blocks
         token = cute.arch.shuffle_sync(token_id, index % WARP)

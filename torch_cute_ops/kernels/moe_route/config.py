@@ -21,7 +21,8 @@ class Config(ExpertChoice, PlacementConfig):
     Attributes:
         dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of
             ``ExpertChoice``.
-        is_masked: True if all experts own the same number of rows, False if an expert owns as many rows as it needs.
+        is_masked: True if all experts own the same number of rows, False if an expert's number of rows depends on its
+            number of pairs.
         pdl: True to launch with programmatic dependent launch.
     """
 

@@ -19,7 +19,8 @@ class Config(PlacementConfig):
 
     Attributes:
         experts: number of experts.
-        is_masked: True if all experts own the same number of rows, False if an expert owns as many rows as it needs.
+        is_masked: True if all experts own the same number of rows, False if an expert's number of rows depends on its
+            number of pairs.
         pdl: True to launch with programmatic dependent launch.
     """
 

@@ -53,7 +53,7 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 
 A barrier of the group's threads, not an mbarrier, releases row buffers.
 
-Bytes moved per row of H elements: H · itemsize are read, or twice as many with a sum or a gate. H · itemsize are
+Bytes moved per row of H elements: H · itemsize are read, or 2 · H · itemsize with a sum or a gate. H · itemsize are
 written for the residual. H/2 + H/block_size are written for FP4, or H plus the scales for FP8. The weight is read once
 per CTA, from L2.
 """

@@ -417,7 +417,8 @@ def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, i
 
 @dsl_user_op
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
-    """Send ``size`` bytes of shared memory to CTA ``rank`` of the cluster, and expect as many bytes from that CTA.
+    """Send ``size`` bytes of shared memory to CTA ``rank`` of the cluster, and expect the same number of bytes from
+    that CTA.
 
     The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. It then starts a bulk
     copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts the copied

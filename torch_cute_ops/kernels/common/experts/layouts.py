@@ -137,7 +137,8 @@ class ExpertPlacement:
         batch: number of slots that a CTA processes at a time, a multiple of 32. A thread handles at most one pair.
         single_cta_slots: largest number of slots that a single CTA processes, at most ``batch``.
         slots_per_cta: number of slots per CTA, unless this would need more CTAs than the GPU has SMs.
-        is_masked: True if all experts own the same number of rows, False if an expert owns as many rows as it needs.
+        is_masked: True if all experts own the same number of rows, False if an expert's number of rows depends on its
+            number of pairs.
     """
 
     experts: int

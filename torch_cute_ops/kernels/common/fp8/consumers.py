@@ -268,8 +268,8 @@ class MainLoop:
     def _add_together(
         self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
     ) -> tuple:
-        """Multiply as many stages as ``partials`` has entries, and promote each result while the later stages' MMAs
-        run. Return the next stage and its parity.
+        """Multiply one stage per entry of ``partials``, and promote each result while the later stages' MMAs run.
+        Return the next stage and its parity.
 
         The caller has waited for the first stage. ``follow`` more stages follow after these. ``meanwhile`` is called
         after all MMAs have started.

@@ -424,8 +424,8 @@ class ScaleLoader:
     """Scale-loader warps. Each warp loads the scales of every ``SCALE_WARPS``-th stage.
 
     A load takes as long as the MMAs of several stages, so a warp has the loads of several of its stages in flight. The
-    pipeline has at least as many stages as there are scale loaders, so a warp's previous stage was at most one round
-    ago. A warp is therefore never two rounds late, and the parity of an empty barrier is unambiguous.
+    pipeline has at least one stage per scale loader, so a warp's previous stage was at most one round ago. A warp is
+    therefore never two rounds late, and the parity of an empty barrier is unambiguous.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, scales: Any):
