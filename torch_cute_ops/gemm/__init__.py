@@ -1,1 +1,2 @@
-"""GEMMs in any format: description of a GEMM, backends that compute it, and choice, tuning and timing of a backend."""
+"""GEMMs in all formats: the description of a GEMM, the backends that compute it, and the choice and tuning of a
+backend."""

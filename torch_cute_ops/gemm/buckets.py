@@ -1,14 +1,14 @@
-"""Buckets of M: row counts that GEMMs are planned for, so that few choices serve every M."""
+"""Buckets of M: the numbers of rows for which GEMMs are planned, so that a few choices serve every M."""
 
 import functools
 
 
-@functools.lru_cache(4096)  # cached, because every call of a GEMM asks
+@functools.lru_cache(4096)  # cached, because every call of a GEMM needs its bucket
 def bucket(m: int) -> int:
-    """Return the number of rows for which a GEMM of ``m`` rows is planned.
+    """Return the bucket of ``m``: the number of rows for which a GEMM of ``m`` rows is planned.
 
-    One row stays one row. Other ``m`` are rounded up to a multiple of 8, or of a sixteenth of the next power of two if
-    that is larger.
+    The bucket of 1 is 1. Other ``m`` are rounded up to a multiple of 8, or to a multiple of a sixteenth of the next
+    power of two if that is larger.
     """
     if m == 1:
         return 1

@@ -1,4 +1,4 @@
-"""Rough rates of GPUs: enough to rank backends and tactics, not to predict a time."""
+"""Rough models of a GPU's rates. They suffice to rank backends and tactics, but not to predict a time."""
 
 from collections.abc import Iterable
 
@@ -11,70 +11,74 @@ MEMORY_EFFICIENCY = 0.888
 """Bandwidth of a copy, divided by the peak of the data sheet: 4.26 of 4.8 TB/s on an H200, 3.02 of 3.35 TB/s on an H100
 (measured)."""
 TENSOR_CORE_EFFICIENCY = 0.8
-"""Rate of a good large GEMM, divided by the peak: 700 to 830 of 919 TFLOP/s, random data (measured on H200s)."""
+"""Rate of a good large GEMM, divided by the peak of the data sheet: 700 to 830 of 919 TFLOP/s with random data
+(measured on H200s)."""
 CLUSTER_PLACES = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91}
-"""Share of the CTA slots that clusters can use, keyed by CTAs of a cluster: clusters do not fill a GPC.
+"""Fraction of the CTA slots of a GPU that clusters can use, keyed by the number of CTAs of a cluster. A GPC's SMs are
+not always a multiple of the cluster's size.
 
-On an H100 and an H200, 39, 30, 22, 18 and 14 clusters of 3, 4, 5, 6 and 8 CTAs run at once (measured)."""
+On an H100 and an H200, 39, 30, 22, 18 and 14 clusters of 3, 4, 5, 6 and 8 CTAs run at the same time (measured)."""
 LARGE_CLUSTER_PLACES = 0.85
-"""Share of the CTA slots that larger clusters can use."""
+"""Fraction of the CTA slots that larger clusters can use."""
 LAUNCH_SECONDS = 2e-6
-"""Launch overhead of an empty kernel."""
+"""Time in seconds of a launch of an empty kernel."""
 
 
 def usual_targets(arch: Arch) -> tuple[Target, ...]:
-    """Return the known GPUs of an architecture as targets."""
+    """Return one target for each known GPU of an architecture."""
     return tuple(Target(torch.device("cuda"), arch, gpu.sms, bandwidth=gpu.bandwidth) for gpu in arch.gpus)
 
 
 def smallest_tile(tiles: Iterable[int], m: int) -> int:
-    """Return the smallest of ascending tile sizes that fits ``m`` rows, or else the largest size."""
+    """Return the smallest tile size that fits ``m`` rows, or the largest size if none fits. ``tiles`` must be
+    ascending."""
     sizes = tuple(tiles)
     return next((rows for rows in sizes if rows >= m), sizes[-1])
 
 
 def places(slots: int, cluster: int) -> int:
-    """Return the number of CTAs that run at once in clusters of ``cluster`` CTAs. Without clusters, the GPU runs
-    ``slots`` CTAs at once."""
+    """Return the number of CTAs that run at the same time in clusters of ``cluster`` CTAs, if ``slots`` CTAs run
+    without clusters."""
     share = CLUSTER_PLACES.get(cluster, LARGE_CLUSTER_PLACES)
     return max(1, int(share * slots / cluster)) * cluster
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:
-    """Return the time in which ``kernels`` kernels in sequence move ``size`` bytes."""
+    """Return the time in seconds in which ``kernels`` kernels, one after the other, move ``size`` bytes."""
     return kernels * LAUNCH_SECONDS + size / bytes_per_second(target)
 
 
 def bytes_per_second(target: Target) -> float:
-    """Return the memory bandwidth, reads and writes together."""
+    """Return the memory bandwidth that a copy reaches, counting reads and writes."""
     return MEMORY_EFFICIENCY * (target.bandwidth or _arch(target).peak_bandwidth(target.sms))
 
 
 def tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
-    """Return the time for ``flops`` operations on the tensor cores of ``sms`` SMs, or of all SMs."""
+    """Return the time in seconds of ``flops`` operations on the tensor cores of ``sms`` SMs, or of all SMs if None."""
     rate = _arch(target).flops_per_clock * (sms or target.sms) * CLOCK_HZ
     return flops / (rate * TENSOR_CORE_EFFICIENCY)
 
 
 def fp4_tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
-    """Return the time for ``flops`` operations if both operands are FP4: at the FP4 rate if tensor cores have one."""
+    """Return the time in seconds of ``flops`` operations on two FP4 operands. Tensor cores without FP4 use their 16-bit
+    rate."""
     arch = _arch(target)
     return tensor_core_seconds(flops, target, sms) * arch.flops_per_clock / (arch.fp4_flops_per_clock or 1.0)
 
 
 def weight_seconds(weights: int, clocks: float) -> float:
-    """Return the time in which one SM decodes ``weights`` elements at ``clocks`` clocks per element."""
+    """Return the time in seconds in which one SM decodes ``weights`` elements, at ``clocks`` clocks per element."""
     return weights * clocks / CLOCK_HZ
 
 
 def overlapped(*seconds: float, order: float) -> float:
-    """Return the time of imperfectly overlapping parts: the ``order``-norm of their times."""
+    """Return the total time of tasks that overlap imperfectly: the ``order``-norm of their times."""
     total = 0.0
-    for part in seconds:  # a generator takes twice as long
+    for part in seconds:  # a loop, because a generator takes twice as long
         total += part**order
     return float(total ** (1 / order))
 
 
 def _arch(target: Target) -> Arch:
-    """Return the target's architecture, or the slowest if no kernel supports it."""
+    """Return the target's architecture, or the slowest architecture if no kernel supports the target."""
     return target.arch or min(ARCHS.values(), key=lambda arch: arch.peak_bandwidth(1))

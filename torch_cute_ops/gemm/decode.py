@@ -1,4 +1,4 @@
-"""FP4 operands of GEMM problems: formats, limits of kernels, and decoding in memory."""
+"""FP4 operands of a ``GemmProblem``: their formats, the limits of kernels, and decoding in memory."""
 
 from collections.abc import Callable
 
@@ -15,34 +15,34 @@ from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 
 def fp4_format(problem: GemmProblem) -> FP4Format:
-    """Return the format of an FP4 weight, and of FP4 activations."""
+    """Return the format of a problem's FP4 weight. FP4 activations have the same format."""
     assert isinstance(problem.b.format, FP4Format)
     return problem.b.format
 
 
 def weight_scales(problem: GemmProblem) -> ScaleLayout:
-    """Return the layout of an FP4 weight's scales."""
+    """Return the scale layout of a problem's FP4 weight."""
     assert problem.b.scale_layout is not None
     return problem.b.scale_layout
 
 
 def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
-    """Return the dtype of decoded operands.
+    """Return the 16-bit dtype to which operands are decoded.
 
-    NVFP4 is decoded to the dtype of 16-bit activations, or to float16, which represents NVFP4 exactly. MXFP4 is decoded
-    to bfloat16.
+    NVFP4 is decoded to the dtype of 16-bit activations or, if both operands are FP4, to float16, which represents NVFP4
+    exactly. MXFP4 is decoded to bfloat16.
     """
     is_fp4 = problem.a.is_fp4 or problem.prologue_quant is not None
     return fp4_format(problem).operand_dtype(torch.float16 if is_fp4 else activation_dtype(problem))
 
 
 def activation_dtype(problem: GemmProblem) -> torch.dtype:
-    """Return the dtype of the tensor ``a``: uint8 for FP4 codes, or a 16-bit dtype."""
+    """Return the dtype of the tensor ``a``: uint8 for FP4 codes, otherwise a 16-bit dtype."""
     return problem.a.format if isinstance(problem.a.format, torch.dtype) else torch.uint8
 
 
 def fp4_operands(problem: GemmProblem) -> FP4Operands:
-    """Describe the operands for the ``plan`` functions of wgmma kernels."""
+    """Describe a problem's operands for the ``plan`` functions of wgmma kernels."""
     return FP4Operands(
         activation_dtype(problem),
         sixteen_bit_dtype(problem),
@@ -55,7 +55,7 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
 
 
 def reason_no_kernel(target: Target) -> str | None:
-    """Return the reason that no kernel supports ``target``, or None."""
+    """Return the reason that this package has no kernel for ``target``, or None."""
     if target.device.type != "cuda":
         return f"needs a CUDA device; the tensors are on {target.device}"
     if target.arch is None:
@@ -80,14 +80,14 @@ def reason_no_tcgen05(target: Target) -> str | None:
 
 
 def reason_misaligned(problem: GemmProblem) -> str | None:
-    """Return the reason that kernels cannot load the operands, or None."""
+    """Return the reason that kernels cannot load the operands, because they are not aligned, or None."""
     if problem.n % 8 or problem.k % 32:
         return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
     return None
 
 
 def reason_not_words(problem: GemmProblem) -> str | None:
-    """Return the reason that linear scales cannot be loaded four at a time, or None."""
+    """Return the reason that kernels cannot load linear scales four at a time, or None."""
     blocks = problem.k // fp4_format(problem).block_size
     if weight_scales(problem).is_linear and blocks % 4:
         return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
@@ -95,12 +95,12 @@ def reason_not_words(problem: GemmProblem) -> str | None:
 
 
 def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None:
-    """Return the reason that linear scales cannot be copied by a tensor map, one k tile at a time, or None.
+    """Return the reason that TMA cannot copy linear scales one k tile at a time, or None.
 
     Args:
         problem: problem with an FP4 weight.
-        width: number of elements along K, which must be a multiple of a k tile.
-        what: name of ``width`` in the reason.
+        width: number of elements along K that must be a multiple of a k tile.
+        what: name of ``width`` in the returned reason.
     """
     layout = weight_scales(problem)
     if not layout.is_linear:
@@ -111,14 +111,15 @@ def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None
 
 
 def decoding_kernel(problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype) -> KernelSpec:
-    """Return the kernel that decodes an FP4 operand whose scales have this layout."""
+    """Return the kernel that decodes an FP4 operand with this scale layout to ``dtype``."""
     return KernelSpec(fp4_dequant.KERNEL, fp4_dequant.plan(dtype, problem.k, fp4_format(problem), layout, False))
 
 
 def decoder(
     problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype, target: Target
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function that decodes codes (rows, K/2) and scales to numbers (rows, K) in ``dtype``, on a GPU."""
+    """Return a function that decodes FP4 codes (rows, K/2) and their scales to a matrix (rows, K) in ``dtype``, on a
+    GPU."""
     assert target.arch is not None
     arch: Arch = target.arch
     function = compile_kernel(decoding_kernel(problem, layout, dtype), arch)

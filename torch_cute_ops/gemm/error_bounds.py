@@ -1,4 +1,4 @@
-"""Expected results of GEMMs, in fp32, and bounds on the errors of other results."""
+"""Expected results of GEMMs in fp32, and bounds on the errors of computed results."""
 
 import math
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 EPS = 2.0**-24
 """Relative error of one rounding in fp32."""
 GATE_EPS = 2.0**-17
-"""Relative error of SwiGLU, whose exponential is in fp32."""
+"""Relative error of SwiGLU, whose exponential is computed in fp32."""
 MAX_DECODED = 2**24
-"""Number of elements of an operand that are decoded at a time. They take 0.4 GB."""
+"""Largest number of elements of an operand that are decoded at once. They take 0.4 GB."""
 
 Tensor = torch.Tensor
 
 
 def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the result (rows, N) in fp32, and the largest allowed error of each element.
+    """Return the expected result (rows, N) in fp32, and the largest allowed error of each element.
 
     The error covers the roundings of a sum of K terms, of a gate in the prologue, of the epilogue, and of the result to
-    its dtype. With experts over K, it also covers the roundings of an expert's sum, of the addition of its bias, of the
-    multiplication by its factor, and of the addition to the other experts' sums.
+    its dtype. With experts over K, it also covers four more roundings: of an expert's sum, of the addition of its bias,
+    of the multiplication by its factor, and of the addition to the other experts' sums.
 
     Args:
         problem, operands: problem and tensors of the call.
         rows: number of rows of the result.
-        fp8_sums: error of sums in FP8 tensor cores, relative to the sum of the terms' magnitudes; 0 for operands whose
-            sums are exact.
+        fp8_sums: error of sums in FP8 tensor cores, relative to the sum of the terms' magnitudes, or 0 for operands
+            whose sums are exact.
     """
     a, a_scale, alpha, bias = operands.a, operands.a_scale, operands.alpha, operands.bias
     n, k, over = problem.n, problem.k, problem.grouping.over
@@ -59,10 +59,10 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
             if over == "k" and alpha is not None:
                 factor = alpha[part].double().repeat_interleave(problem.expert_k, 1)
-                left = torch.where(factor == 0, 0.0, left * factor)  # tokens that are not routed here may be NaN
+                left = torch.where(factor == 0, 0.0, left * factor)  # unrouted tokens may be NaN
             for columns in _slices(slice(0, n), k):
                 right = _decoded_weight(problem, weight, factors, expert, columns).t()
-                if over == "k":  # experts to which nothing is routed are not read, even if they are NaN
+                if over == "k":  # skip experts without a routed token: they may be NaN
                     right = torch.where((left != 0).any(0)[:, None], right, 0.0)
                 total = left @ right
                 lost = (left.abs() @ right.abs()) * relative
@@ -87,10 +87,11 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
 
 
 def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tensor, Tensor]:
-    """Return the gated columns (M, E·I) in fp32, zero where not routed, and the largest allowed error before rounding.
+    """Return the expected gated columns (M, E·I) in fp32, zero for pairs that are not routed, and the largest allowed
+    error before rounding.
 
-    The error covers a rounding per term of a sum, and the error of the exponential. The gate, whose slope is at
-    most 1.1, propagates both.
+    The error covers one rounding per term of a sum, and the error of the exponential. The gate, whose slope is at most
+    1.1, propagates both.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
@@ -127,7 +128,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
 def block_difference(
     got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], fmt: FP4Format
 ) -> str | None:
-    """Return a description of wrong blocks among the written ones, or None.
+    """Return a description of blocks that differ from the expected blocks, or None. Only blocks that are written are
+    compared.
 
     If the values come from an exponential, at most one scale in 1,000 may differ, by one step, and at most one code in
     1,000, also by one step.
@@ -150,7 +152,7 @@ def block_difference(
 def difference(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
     """Return a description of the elements of ``got`` that differ from ``want`` by more than ``allowed``, or None."""
     error = (got.float() - want).abs()
-    wrong = ~(error <= allowed)  # NaN is wrong
+    wrong = ~(error <= allowed)  # also wrong if NaN
     count = int(wrong.sum())
     if count == 0:
         return None
@@ -170,7 +172,7 @@ def _rows_of_experts(problem: GemmProblem, rows: int) -> list[slice]:
 
 
 def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: bool) -> Tensor:
-    """Return the part of an ``alpha`` or a bias for these columns of an expert."""
+    """Return the elements of an ``alpha`` or a bias that belong to these columns of an expert."""
     if value.dim() == 2 or (is_grouped and value.shape[0] > 1):
         value = value[expert]
     value = value.reshape(-1)
@@ -180,8 +182,8 @@ def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: 
 def _off_by_gate(
     problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
 ) -> Tensor:
-    """Return the allowed error, in fp64, of gated activations that are computed from the same rows with another
-    implementation of the exponential.
+    """Return the allowed error, in fp64, of gated activations if another implementation of the exponential computes
+    them from the same rows.
 
     Args:
         problem: problem with a gate in its prologue.
@@ -204,7 +206,7 @@ def _off_by_gate(
 
 
 def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, rows: int, k: int) -> Tensor:
-    """Return these rows decoded, in fp64."""
+    """Return some rows of an operand, decoded to fp64."""
     if isinstance(operand.format, FP4Format):
         assert scale is not None and operand.scale_layout is not None
         linear = to_linear(scale, operand.scale_layout, rows, k // operand.format.block_size)
@@ -218,7 +220,7 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
 
 
 def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
-    """Return the scales of the weight's rows: (E, N, blocks)."""
+    """Return the scales of the weight's rows as linear scales, (E, N, blocks)."""
     experts = problem.experts if problem.grouping.over == "rows" else 1
     if isinstance(problem.b.format, FP4Format):
         assert problem.b.scale_layout is not None
@@ -230,7 +232,7 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
 
 
 def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
-    """Return these rows of an expert's weight in fp64, decoded first to the dtype in which the GEMM multiplies."""
+    """Return some rows of an expert's weight in fp64, after decoding to the dtype in which the GEMM multiplies."""
     codes, factors = weight[expert, columns], scales[expert, columns]
     if isinstance(problem.b.format, FP4Format):
         if not problem.a.is_fp8:
@@ -242,6 +244,6 @@ def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert
 
 
 def _slices(within: slice, k: int) -> Iterator[slice]:
-    """Return slices of rows of ``k`` elements that can be decoded at a time."""
+    """Divide ``within`` into slices of rows that are small enough to be decoded at once. A row has ``k`` elements."""
     step = max(1, MAX_DECODED // k)
     return (slice(start, min(start + step, within.stop)) for start in range(within.start, within.stop, step))

@@ -1,4 +1,4 @@
-"""Cost model of FP8 GEMMs, with and without experts over rows: number of tiles of a call, and their time."""
+"""Cost model of FP8 GEMMs, with and without experts over rows: the number of tiles of a call, and their time."""
 
 import math
 from functools import cache
@@ -11,14 +11,14 @@ from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 K_TILE: Final = 128
-"""Elements of K of a step of the main loop, which share a scale."""
+"""Number of elements along K in a step of the main loop. They share a scale."""
 
 
 class Tile(NamedTuple):
-    """A tile of the result.
+    """Sizes of a tile of the result, and the CTAs that compute it.
 
     Attributes:
-        tile_m, tile_n: rows of ``a`` and of the weight.
+        tile_m, tile_n: numbers of rows of ``a`` and of the weight.
         split_k: number of CTAs of a cluster that divide the K of a tile.
         ctas_per_sm: number of CTAs that share an SM.
         cluster_m: number of CTAs of a cluster that divide the rows of a tile equally.
@@ -32,16 +32,19 @@ class Tile(NamedTuple):
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """Number of CTAs of a cluster."""
         return self.split_k * self.cluster_m
 
     def clusters(self, sms: int) -> int:
-        """Return the number of clusters that run at once."""
+        """Return the number of clusters that run at the same time on a GPU with ``sms`` SMs."""
         return cost.places(sms * self.ctas_per_sm, self.cluster) // self.cluster
 
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
-        """Return the number of tiles of a call. If only the sum of the experts' rows is known, return the expected
-        number under random routing; otherwise the number for experts with equal numbers of rows."""
+        """Return the number of tiles of a call.
+
+        If only the sum of the experts' rows is known, return the expected number with random routing. Otherwise return
+        the number for experts with equal numbers of rows.
+        """
         if has_random_rows(problem):
             of_expert = expected_tiles(m / problem.experts, self.tile_m)
         else:
@@ -62,16 +65,16 @@ class Tile(NamedTuple):
         """Estimate the time of a call from its operations, bytes and waves.
 
         Args:
-            problem, m, target: problem, number of rows and device of the call.
+            problem, m, target: problem, number of rows, and device of the call.
             k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
             wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
-            row_bytes: bytes of a row of the weight in a k tile.
-            share_clocks: SM clocks to add up the partial sums of a tile, for each CTA after the first that shares the
-                tile.
-            read_again: fraction of the weight that is read from memory a second time if row tiles run side by side.
+            row_bytes: bytes of one weight row in a k tile.
+            share_clocks: SM clocks to add up the partial sums of a tile, for each CTA of the cluster after the first.
+            read_again: fraction of the weight that is read from memory a second time if several row tiles run at the
+                same time.
         """
-        # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
-        # share the bandwidth.
+        # The weight is read from memory at least once. Row tiles that run at the same time share this read, and all SMs
+        # that read share the bandwidth.
         tiles = self.tiles_of(problem, m)
         side_by_side = min(-(-rows_of_expert(problem, m) // self.tile_m), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)
@@ -85,22 +88,23 @@ class Tile(NamedTuple):
 
 
 def rows_of_expert(problem: GemmProblem, m: int) -> int:
-    """Return the number of rows that an expert is assumed to own: its part of the buffer, or an equal share."""
+    """Return the number of rows that each expert is assumed to own: its part of a masked buffer, or an equal share of
+    the rows."""
     return m if problem.grouping.rows.is_masked else -(-m // problem.experts)
 
 
 def has_random_rows(problem: GemmProblem) -> bool:
-    """Return True if only the sum of the experts' rows is known, so that random routing is assumed."""
+    """Return True if only the sum of the experts' rows is known. Estimates then assume random routing."""
     layout = problem.grouping.rows
     return layout.has_offsets and not layout.has_counts
 
 
 @cache
 def expected_tiles(mean: float, tile_m: int) -> float:
-    """Return the mean number of tiles of an expert whose number of rows is Poisson-distributed.
+    """Return the mean number of tiles of an expert whose number of rows is Poisson-distributed with mean ``mean``.
 
-    This is the sum over i of ``P(rows > i * tile_m)``. From the second term on, the normal distribution with continuity
-    correction approximates the probability.
+    The result is the sum over i of ``P(rows > i * tile_m)``. From the second term on, the probability is approximated
+    by the normal distribution with continuity correction.
     """
     tiles = 1 - math.exp(-mean)
     for first in range(tile_m, math.ceil(mean + 6 * math.sqrt(mean)) + 1, tile_m):

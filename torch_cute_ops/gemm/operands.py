@@ -1,4 +1,4 @@
-"""Tensors of one GEMM call, as backends take them."""
+"""Tensors of one GEMM call, as the launch functions of backends take them."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,20 @@ import torch
 
 
 class Operands(NamedTuple):
-    """Tensors of a GEMM without a gate in its epilogue: contiguous, and aligned to 16 bytes.
+    """Tensors of a GEMM without a gate in its epilogue. They are contiguous, and aligned to 16 bytes.
 
     Attributes:
-        a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits ((M, 2K) before a gate).
-            In the masked layout, (E, rows per expert, K).
-        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows,
-            (E, K/2, N) or (E, K, N).
+        a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits. With a gate in the
+            prologue, (M, 2K). In the masked layout, (E, rows per expert, K).
+        b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows, (E,
+            K/2, N) or (E, K, N).
         a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column per
-            block of k; columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M, 1);
-            if all rows share one scale, their stride is 0. Per-channel scales of ``b`` are (N,), a per-tensor scale is
-            (1,). ``a_scale`` is None for 16-bit activations; if the prologue quantises them, it is the global scale,
-            (1,) float32, or None.
-        alpha, bias: epilogue factors and addends, as ``Epilogue`` describes them. With experts over K, ``alpha`` is
-            (M, E) float32 with any strides, and ``bias`` is (E, N).
+            block of k, and columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M,
+            1); if all rows share one scale, their stride is 0. Per-channel scales of ``b`` are (N,), and a per-tensor
+            scale is (1,). ``a_scale`` is None for 16-bit activations. If the prologue quantises them, it is the global
+            scale, (1,) float32, or None.
+        alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
+            is (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32 first rows of experts over rows, or None.
         counts: (E,) int32 numbers of rows of experts over rows, or None.
         prefetch: (rows, bytes) uint8 matrix that a later launch reads, or None. A backend may ignore it.
@@ -37,24 +37,25 @@ class Operands(NamedTuple):
 
 
 class GatedOperands(NamedTuple):
-    """Tensors of a GEMM with experts over N and a gate: contiguous, except ``routing``, and aligned to 16 bytes.
+    """Tensors of a GEMM with experts over N and a gate. All except ``routing`` are contiguous, and all are aligned to
+    16 bytes.
 
-    The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 codes; and its block scales, or None. A backend
-    writes the elements of ``y`` and the scales whose routing factor is not zero (NaN is not zero), and zero to all
-    padding of tiled scales. It leaves every other byte unchanged.
+    The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 FP4 codes, and the block scales of ``y``, or
+    None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). It
+    writes zero to all padding of tiled scales. It leaves every other byte unchanged.
 
     Attributes:
         a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.
-        b: (E, H/2, 2·I) uint8 FP4 codes, the transposed view of a contiguous weight: in each expert, columns of the
-            gate precede columns of up.
-        a_scale: block scales of ``a`` over (M, H), or None for 16 bits.
-        b_scale: block scales of ``b`` over (E·2·I, H); linear scales have the shape (E, 2·I, H/block).
+        b: (E, H/2, 2·I) uint8 FP4 codes, the transposed view of a contiguous weight. In each expert, the columns of the
+            gate precede the columns of up.
+        a_scale: block scales of ``a``, a matrix (M, H), or None for 16 bits.
+        b_scale: block scales of ``b``, a matrix (E·2·I, H). Linear scales have the shape (E, 2·I, H/block).
         alpha: (E,) or (E, 2) float32 factors, or None.
         bias: (E, 2·I) float32, or in the 16-bit dtype of ``GemmProblem.epilogue``, or None.
         routing: (M, E) float32 factors with any strides.
         global_scale: (1,) or (E,) float32 encode scale of the result, or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``; the limit is +inf if calls pass no
-            limit. None for the gate ``"silu"``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``, or None for the gate ``"silu"``.
+            The limit is +inf if calls pass no limit.
     """
 
     a: torch.Tensor

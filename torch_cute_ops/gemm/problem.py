@@ -1,4 +1,4 @@
-"""Description of a GEMM (``GemmProblem``): all properties that do not change from call to call."""
+"""Description of a GEMM (``GemmProblem``): everything that does not change from call to call."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -13,19 +13,19 @@ from torch_cute_ops.kernels.common.fp4.layouts import PrologueQuant
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 
 Tactic = tuple[int | str, ...]
-"""One way in which a backend computes a GEMM: numbers and strings, which JSON can hold."""
+"""One variant of a backend: a tuple of numbers and strings, which JSON can hold."""
 
 USUAL_TOPK: Final = 8
-"""Number of experts per token that estimates assume, if there are more: the host does not know the routing, and most
-served models use this number (DeepSeek-V3, Qwen3, Kimi K2)."""
+"""Number of experts per token that estimates assume, unless there are fewer experts. The host does not know the
+routing, and most served models use this number (DeepSeek-V3, Qwen3, Kimi K2)."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Storage of one operand of a GEMM.
+    """How one operand of a GEMM is stored.
 
     Attributes:
-        format: FP4 or FP8 codes with block scales, or a 16-bit dtype.
+        format: format of FP4 or FP8 codes, or a 16-bit dtype.
         scale_layout: layout of the block scales, or None for 16 bits.
     """
 
@@ -34,21 +34,22 @@ class Operand:
 
     @cached_property
     def is_fp4(self) -> bool:
-        """True for FP4 codes."""
+        """True if the operand consists of FP4 codes."""
         return isinstance(self.format, FP4Format)
 
     @cached_property
     def is_fp8(self) -> bool:
-        """True for FP8 codes."""
+        """True if the operand consists of FP8 codes."""
         return isinstance(self.format, FP8Format)
 
     @cached_property
     def has_fp8_blocks(self) -> bool:
-        """True for FP8 codes with block scales, False for a scale of each row or of the tensor."""
+        """True if the operand consists of FP8 codes with block scales, False if it has a scale per row or per
+        tensor."""
         return self.format == FP8_BLOCK128
 
     def row_bytes(self, k: int) -> int:
-        """Return the bytes of a row of ``k`` elements with its scales."""
+        """Return the bytes of a row of ``k`` elements, including its scales."""
         if isinstance(self.format, FP4Format):
             return k // 2 + k // self.format.block_size
         if isinstance(self.format, FP8Format):
@@ -61,14 +62,15 @@ ALL_ROWS: Final = ExpertLayout()
 
 @dataclass(frozen=True)
 class Grouping:
-    """Division of a GEMM among experts.
+    """How a GEMM is divided among experts.
 
     Attributes:
-        over: dimension that experts divide. ``"k"``: the sum, into equal ranges, each multiplied by a factor per
-            token and expert (second GEMM of an expert layer). ``"n"``: the columns of the result (first GEMM).
-            ``"rows"``: the rows of ``a``; each expert has its own weight.
-        experts: number of experts, 1 for ``"none"``.
-        rows: tensors that describe the rows of each expert, for ``"rows"``.
+        over: dimension that experts divide. ``"none"``: no experts. ``"k"``: experts own equal ranges of K, and each
+            expert's sum is multiplied by a factor per token (second GEMM of an expert layer). ``"n"``: experts own
+            columns of the result (first GEMM of an expert layer). ``"rows"``: experts own rows of ``a``, and each has
+            its own weight.
+        experts: number of experts, or 1 for ``"none"``.
+        rows: for ``"rows"``, description of the tensors that assign rows to experts.
     """
 
     over: Literal["none", "k", "n", "rows"] = "none"
@@ -81,25 +83,25 @@ class GemmProblem:
     """A GEMM without its M: ``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``, changed by ``grouping``.
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. Each
-    expert's sum is rounded to fp32; the multiplication by the factor and the addition to other experts' sums are in
-    fp32. If the factor is zero, of either sign, nothing is
-    computed: the operands do not affect the result, even if they are NaN. Each expert has its own bias,
-    ``factor[m, e] · (Σ … + bias[e, n])``, rounded to fp32 after each step.
+    expert's sum is rounded to fp32. The multiplication by the factor, and the addition to other experts' sums, are in
+    fp32. If the factor is zero, of either sign, nothing is computed: the operands do not affect the result, even if
+    they are NaN. Each expert has its own bias, ``factor[m, e] · (Σ … + bias[e, n])``, with a rounding to fp32 after
+    each step.
 
-    With experts over N and a gate, ``out[m, e · I + i] = swiglu(gate, up)`` in fp32 for I = n / E, with
-    ``gate = alpha · Σ_k a[m, k] · b[e, i, k] + bias`` and ``up`` from ``b[e, I + i, k]``. If the routing of (m, e) is
-    zero, nothing is computed and nothing is written.
+    With experts over N and a gate, ``out[m, e · I + i] = swiglu(gate, up)`` in fp32 for I = n / E, with ``gate = alpha
+    · Σ_k a[m, k] · b[e, i, k] + bias`` and ``up`` from ``b[e, I + i, k]``. If the routing of (m, e) is zero, nothing is
+    computed and nothing is written.
 
     Attributes:
         a, b: storage of the activations, and storage of the weight.
-        n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, this number
+        n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, ``n`` or ``k``
             counts all experts together.
         grouping: division among experts.
         epilogue: operations on a sum before it is stored.
-        gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, if the result is SwiGLU of the halves of each
-            expert's weight rows; the weight then has ``2 · n`` rows. None without a gate.
-        quantised: storage of the result if it is quantised; the epilogue's dtype is then the dtype of a bias.
-        global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert; or
+        gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, or None without a gate. With a gate, the
+            result is SwiGLU of the two halves of each expert's weight rows, and the weight has ``2 · n`` rows.
+        quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
+        global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
             None without an encode scale.
         prologue_gate: True if calls pass gate and up, (M, 2K), as ``a``. The activations are ``silu(gate) · up`` of the
             halves of each row, rounded to their 16-bit dtype unless they are quantised.
@@ -108,8 +110,8 @@ class GemmProblem:
             None.
         static_weight: promise that the weight and its scales were written before the previous launch on the stream, so
             that kernels may read them early.
-        prefetches: True if calls name a matrix for a later launch, which may be prefetched into L2.
-        fast_accum: True if tensor cores may add up FP8 products over all of K; False if they may add up at most 512
+        prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
+        fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
             elements of K. With block scales, they add up 128 elements in either case.
     """
 
@@ -130,12 +132,12 @@ class GemmProblem:
 
     @cached_property
     def configs(self) -> dict[Any, Any]:
-        """Cache of kernels' configurations for this problem, filled by backends."""
+        """Cache of kernel configurations for this problem. Backends fill it."""
         return {}
 
     @cached_property
     def out_dtype(self) -> torch.dtype:
-        """Dtype of the result; uint8 for codes."""
+        """Dtype of the result, which is uint8 for codes."""
         return self.epilogue.out_dtype if self.quantised is None else torch.uint8
 
     @cached_property
@@ -145,34 +147,35 @@ class GemmProblem:
 
     @cached_property
     def expert_k(self) -> int:
-        """Elements of an expert's sum."""
+        """Number of elements along K that one expert owns."""
         return self.k // self.experts if self.grouping.over == "k" else self.k
 
     @cached_property
     def expert_n(self) -> int:
-        """Columns of the result of one expert."""
+        """Number of columns of the result that one expert owns."""
         return self.n // self.experts if self.grouping.over == "n" else self.n
 
     @cached_property
     def has_prologue(self) -> bool:
-        """True if a gate or a quantisation, or both, computes the activations from the rows of a call."""
+        """True if a prologue (a gate, a quantisation, or both) computes the activations from the rows that calls
+        pass."""
         return self.prologue_gate or self.prologue_quant is not None
 
     @cached_property
     def without_prologue(self) -> "GemmProblem":
-        """Problem of the GEMM whose activations are the result of the prologue."""
+        """The same problem without the prologue. Its ``a`` is the result of the prologue."""
         quantised = self.prologue_quant is not None
         a = Operand(self.b.format, self.b.scale_layout) if quantised else self.a
         return replace(self, a=a, prologue_gate=False, prologue_quant=None)
 
     @cached_property
     def a_width(self) -> int:
-        """Elements of a row of ``a``."""
+        """Number of elements of a row of ``a``."""
         return 2 * self.k if self.prologue_gate else self.k
 
     @cached_property
     def weight_rows(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return self.n if self.gate is None else 2 * self.n
 
     @cached_property
@@ -181,19 +184,19 @@ class GemmProblem:
         return min(self.experts, USUAL_TOPK)
 
     def described(self) -> dict[str, Any]:
-        """Return all fields as JSON can hold them."""
+        """Return all fields as values that JSON can hold."""
         described: dict[str, Any] = _plain(self)
         return described
 
     def bytes_moved(self, m: int) -> int:
-        """Return the bytes of a call that reads each operand and writes the result once.
+        """Return the bytes that a call moves if it reads each operand once and writes the result once.
 
-        With experts over K or N, count the experts to which at least one of ``m`` tokens is routed, if each token draws
-        ``topk`` experts. With experts over rows, count at most ``m`` experts.
+        With experts over K or N, the bytes include the experts to which at least one of ``m`` tokens is routed, if each
+        token draws ``topk`` experts. With experts over rows, they include at most ``m`` experts.
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)
-        if self.b.has_fp8_blocks:  # a scale for 128 rows of the weight
+        if self.b.has_fp8_blocks:  # one scale per 128 rows of the weight
             b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
         if self.grouping.over in ("k", "n"):
             share = self.topk / self.experts
@@ -207,9 +210,10 @@ class GemmProblem:
         return a + b + out
 
     def flops(self, m: int) -> int:
-        """Return the multiplications and additions of a call.
+        """Return the number of multiplications and additions of a call.
 
-        With experts over K or N, count ``topk`` experts per token; in the masked layout, count all rows.
+        With experts over K or N, each token counts ``topk`` experts. In the masked layout, all rows of the buffer
+        count.
         """
         if self.grouping.over == "n":
             return 2 * m * self.weight_rows // self.experts * self.k * self.topk

@@ -50,7 +50,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8ScaledMM(),
     Reference(),
 ]
-"""All backends. Backends with equal names handle different kinds of GEMMs."""
+"""All backends. Backends with the same name handle different kinds of GEMMs."""
 
 
 class Choice(NamedTuple):
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def target_of(device: torch.device | Arch) -> Target:
-    """Return a device, or the first known GPU of an architecture, as a target."""
+    """Return a device as a target, or the first known GPU of an architecture."""
     if isinstance(device, Arch):
         return usual_targets(device)[0]
     if device.type != "cuda":
@@ -78,18 +78,19 @@ def _gpu(index: int) -> Target:
 
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
-    """Return the backends for problems of this kind, by name."""
+    """Return the backends that handle problems of this kind, keyed by name."""
     backends = map(SeparatePrologue, BACKENDS) if problem.has_prologue else BACKENDS
     return {backend.name: backend for backend in backends if backend.handles(problem)}
 
 
 def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
-    """Return, for each backend that handles ``problem``, the reason that ``target`` cannot use it, or None."""
+    """Return why ``target`` cannot use the backends that handle ``problem``: a reason or None, keyed by the backend's
+    name."""
     return {name: backend.reason_unsupported(problem, target) for name, backend in candidates(problem).items()}
 
 
 def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
-    """Return the key of a tuned choice for ``m`` rows, or None if nothing can be tuned for the target.
+    """Return the key under which a tuned choice for ``m`` rows is stored, or None if the target cannot be tuned.
 
     The key does not depend on ``static_weight`` and ``prefetches``.
     """
@@ -105,15 +106,16 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    # A stored tactic is a plain tuple. It compares equal to the backend's tactic, a named tuple.
+    # The tuner stores a tactic as a plain tuple, which compares equal to the backend's tactic, a named tuple.
     tactics = backend.tactics(problem, bucket(m), target)
     return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 
 
 def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Choice:
-    """Return the named backend and its tactic with the least estimate.
+    """Return the backend ``name`` and its tactic with the smallest estimate.
 
-    With ``AUTO``, return the tuned choice if it is still possible, or else the choice with the least estimate.
+    With ``AUTO``, return the tuned choice if it is still possible, otherwise the choice with the smallest estimate over
+    all backends.
 
     Raises: ValueError: if the name is unknown, or if no possible backend supports the problem. The message gives the
         reasons.
@@ -134,7 +136,7 @@ def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Ch
         why_not = reasons(problem, target)
         able = [known[name] for name, reason in why_not.items() if reason is None]
         if target.device.type == "cuda":
-            # Without this warning, "auto" would be slow for no visible reason.
+            # On a GPU, a slow backend must be named. Otherwise "auto" could be slow for no visible reason.
             able = [backend for backend in able if not backend.by_name_only]
             why_not |= {name: "is taken only where it is named" for name, one in known.items() if one.by_name_only}
         if not able:

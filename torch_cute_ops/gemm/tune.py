@@ -1,4 +1,4 @@
-"""Tuning of GEMMs: candidates, random operands, and checked and timed calls."""
+"""Tuning of GEMMs: estimates of all candidates, random operands, and calls that are checked and timed."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,18 +24,19 @@ from torch_cute_ops.runtime.tuner import Candidate, TuningTask
 
 SETTINGS = timing.Settings(max_sets=1024, graph_ms=1.0, max_rounds=15)
 SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
-"""Range of random FP4 scales, 1/16 to 1/2, with which sums stay far from the largest float16."""
+"""Range of the bytes of random FP4 scales. Their values are 1/16 to 1/2, so that sums stay far below the largest
+float16."""
 
 EXACT_SCALES = {"e4m3": (0x38, 8), "ue8m0": (127, 1)}
-"""Scale byte of the value 1, and the step to the byte of the value 2."""
+"""Byte of a scale with the value 1, and the step from this byte to the byte of the value 2."""
 
 Tensor = torch.Tensor
 Given = tuple[Any, tuple[Tensor | None, ...]]
-"""``Operands`` or ``GatedOperands``, and a tuple of results."""
+"""``Operands`` or ``GatedOperands`` of a call, and a tuple of its results."""
 
 
 def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
-    """Let the tuner choose for ``m`` rows on ``target``, if tuning is on."""
+    """If tuning is on, let the tuner choose a backend and tactic for ``m`` rows on ``target``."""
     key = key_of(problem, m, target)
     if key is not None and tuning.is_on():
         bench = bench_of(problem, bucket(m), target)
@@ -46,7 +47,7 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
 
 
 def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, float]:
-    """Return the estimated seconds of every candidate: infinite for backends that are selected by name only."""
+    """Return the estimated seconds of every candidate. They are infinite for backends that only their name selects."""
     return {
         Candidate(name, tactic): math.inf if backend.by_name_only else backend.estimate(problem, m, tactic, target)
         for name, backend in candidates(problem).items()
@@ -56,17 +57,17 @@ def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, f
 
 
 def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
-    """Return the ``Bench`` for problems of this kind."""
+    """Return the operands and functions with which candidates for this problem are checked and timed."""
     return (Bench if problem.gate is None else GatedBench)(problem, m, target)
 
 
 class Bench:
-    """Random operands on which candidates are checked and timed. The operands are created on first use.
+    """Random operands, on which candidates are checked and timed. They are created on first use.
 
     Args:
         problem: problem of the candidates.
-        m: number of rows; in the masked layout, number of rows of each expert.
-        target: device.
+        m: number of rows or, in the masked layout, number of rows of each expert.
+        target: device on which candidates run.
     """
 
     def __init__(self, problem: GemmProblem, m: int, target: Target) -> None:
@@ -76,7 +77,8 @@ class Bench:
         self._launchers: dict[Candidate, Launch] = {}
 
     def check(self, candidate: Candidate) -> str | None:
-        """Return a description of errors in the candidate's result, or None if it is within the error bound."""
+        """Run a candidate. Return a description of the errors in its result, or None if all errors are within the
+        bound."""
         _, (out,) = self._exact
         assert out is not None
         out.fill_(math.nan)  # so that unwritten elements are detected
@@ -85,7 +87,7 @@ class Bench:
             return error_bounds.difference(out.reshape(-1, self.problem.n), *self._expected)
 
     def time(self, candidates: Sequence[Candidate]) -> Mapping[Candidate, float]:
-        """Return the seconds of a call: the median over replays with a cold L2."""
+        """Return the seconds of a call for each candidate: the median over replays of CUDA graphs with a cold L2."""
         device, problem = self.target.device, self.problem
         least = min(estimates(problem, self.m, self.target)[candidate] for candidate in candidates)
         with torch.no_grad(), _on(device):
@@ -103,7 +105,8 @@ class Bench:
         return {candidate: timing.us * 1e-6 for candidate, timing in timings.items()}
 
     def free(self) -> None:
-        """Return the memory to the GPU: a server may measure its free memory afterwards."""
+        """Free all operands, and return their memory to the GPU, because a server may measure the free memory
+        afterwards."""
         names = ("_random", "_exact", "_expected")
         used = any(name in self.__dict__ for name in names)
         for name in names:
@@ -124,21 +127,22 @@ class Bench:
 
     @cached_property
     def _random(self) -> Given:
-        """Random operands, and results. Packed rows belong to random experts."""
+        """Random operands and results, on which candidates are timed. In the packed layout, rows belong to random
+        experts."""
         return self._made(exact=False)
 
     @cached_property
     def _exact(self) -> Given:
-        """Operands whose results are known.
+        """Operands and results, on which candidates are checked against known results.
 
-        For sums in fp32, the operands are random. FP8 tensor cores add the products of a k block with about 14 bits, so
-        their operands are whole numbers.
+        If sums are in fp32, these are the random operands. FP8 tensor cores add the products of a k block with about 14
+        bits, so FP8 operands are whole numbers, whose sums are exact.
         """
         return self._made(exact=True) if self.problem.a.is_fp8 else self._random
 
     def _made(self, *, exact: bool) -> Given:
         problem, device = self.problem, self.target.device
-        # Use a separate generator, so that tuning does not change the random numbers of a program.
+        # Use a separate generator, so that tuning does not change the random numbers that a program draws.
         generator = torch.Generator(device).manual_seed(0)
         over, layout = problem.grouping.over, problem.grouping.rows
         experts = problem.experts if over == "rows" else 1
@@ -153,8 +157,8 @@ class Bench:
         if over == "rows":
             ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
             if has_random_rows(problem) and not exact:
-                # With equal numbers of rows per expert, tuning would choose tiles that are too small for larger
-                # experts.
+                # Draw random numbers of rows per expert. With equal numbers, tuning would choose tiles that are too
+                # small for larger experts.
                 drawn = torch.randint(experts, (self.m,), device=device, generator=generator)
                 ends[1:] = torch.bincount(drawn, minlength=experts).cumsum(0)
             offsets = ends.to(torch.int32) if layout.has_offsets else None
@@ -165,14 +169,16 @@ class Bench:
         return operands, (out,)
 
     def _routed(self, generator: torch.Generator) -> Tensor:
-        """Return factors (M, E) as in servers: ``topk`` equally likely experts per token, whose weights sum to 1."""
+        """Return routing factors (M, E). Each token has ``topk`` experts, all equally likely, whose weights sum to
+        1."""
         shape = self.m, self.problem.experts
         scores = torch.rand(shape, dtype=torch.float32, device=generator.device, generator=generator)
         best = scores.topk(self.problem.topk, dim=1)
         return torch.zeros_like(scores).scatter_(1, best.indices, best.values.softmax(1))
 
     def _epilogue(self, generator: torch.Generator, exact: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return random values of ``alpha`` (with experts over K: the routing factors) and of the bias."""
+        """Return random values of ``alpha`` and of the bias. With experts over K, ``alpha`` holds the routing
+        factors."""
         problem, device = self.problem, generator.device
         epilogue, experts, n = problem.epilogue, problem.experts, problem.n
         shapes = {"one": (1,), "column": (n,), "expert": (experts,), "expert_column": (experts, n)}
@@ -189,22 +195,22 @@ class Bench:
 
     @cached_property
     def _expected(self) -> tuple[Tensor, Tensor]:
-        """Expected result and allowed error of the exact operands."""
+        """Expected result for ``_exact``, and allowed error of each element."""
         operands, (out,) = self._exact
         assert out is not None
         return error_bounds.expected(self.problem, operands, out.numel() // self.problem.n)
 
 
 class GatedBench(Bench):
-    """Random operands of GEMMs with experts over N and a gate. Only routed results are checked."""
+    """Random operands of a GEMM with experts over N and a gate. Only results of routed pairs are checked."""
 
     def check(self, candidate: Candidate) -> str | None:
-        """Return a description of errors in the candidate's routed results, or None."""
+        """Run a candidate. Return a description of the errors in the results of routed pairs, or None."""
         operands, (y, scale) = self._random
         assert y is not None
         for result in (y, scale):
             if result is not None:
-                result.view(torch.uint8).fill_(0xFF)  # as float: NaN; as codes: values that a result rarely has
+                result.view(torch.uint8).fill_(0xFF)  # NaN as a float, and a rare value as codes
         with torch.no_grad(), _on(self.target.device):
             self._run(candidate, self._random)
             value, lost = self._expected
@@ -232,7 +238,7 @@ class GatedBench(Bench):
 
         alpha = bias = global_scale = None
         if epilogue.alpha is not None:
-            # As in models, gates are of the order of 1.
+            # With this factor, gates are of the order of 1, as in models.
             alpha = filled(2 * problem.k**-0.5, *((experts,) if epilogue.alpha == "expert" else (experts, 2)))
         if epilogue.bias_dtype is not None:
             drawn = torch.randint(-2, 3, (experts, rows), device=device, generator=generator)
@@ -251,7 +257,7 @@ class GatedBench(Bench):
 
     @cached_property
     def _expected(self) -> tuple[Tensor, Tensor]:
-        """Expected values and allowed errors of the random operands before quantisation."""
+        """Expected values before quantisation, and their allowed errors, for the random operands."""
         return error_bounds.expected_gated(self.problem, self._random[0])
 
 

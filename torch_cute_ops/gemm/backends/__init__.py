@@ -1,1 +1,1 @@
-"""Backends of GEMMs, one per file."""
+"""GEMM backends. Each has its own file."""

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class FP4Backend(Backend):
-    """Base of backends with an FP4 weight, and activations in FP4 or 16 bits."""
+    """Base class of backends with an FP4 weight. The activations are FP4 or 16 bits."""
 
     groupings: ClassVar[tuple[str, ...]] = ("none",)
     """Supported values of ``Grouping.over``."""
@@ -32,14 +32,14 @@ class FP4Backend(Backend):
 
 
 class FP4KernelBackend(FP4Backend):
-    """Base of backends with a kernel that reads the weight's codes."""
+    """Base class of backends with a kernel that reads the weight's FP4 codes."""
 
     kernel: ClassVar[str]
     """Module and name of the kernel's class."""
     has_wgmma: ClassVar[bool] = True
-    """True if the kernel needs warpgroup MMA."""
+    """True if the kernel needs wgmma instructions."""
     adds_expert_bias: ClassVar[bool] = False
-    """True if the kernel adds a bias to the sum of each expert over K."""
+    """True if the kernel adds each expert's bias to the expert's sum over K."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         reason = reason_no_wgmma(target) if self.has_wgmma else reason_no_kernel(target)
@@ -49,7 +49,7 @@ class FP4KernelBackend(FP4Backend):
         return reason or self.reason_unfit(problem)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        """Return the reason that the kernel cannot compute a problem with aligned operands, or None."""
+        """Return the reason that the kernel cannot compute a problem whose operands are aligned, or None."""
         raise NotImplementedError
 
     def config(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
@@ -57,14 +57,14 @@ class FP4KernelBackend(FP4Backend):
         raise NotImplementedError
 
     def built(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
-        """Return the result of ``config``, which is cached because planning asks for it several times."""
+        """Return the result of ``config`` from a cache, because planning asks for it several times."""
         key = self.kernel, tactic, arch.name, settings.PDL
         if key not in problem.configs:
             problem.configs[key] = self.config(problem, tactic, arch)
         return problem.configs[key]
 
     def buildable(self, problem: GemmProblem, tactics: Iterable[T], target: Target) -> tuple[T, ...]:
-        """Return the tactics whose kernel can be built for the target: all of them if the target is no GPU."""
+        """Return those tactics whose kernels can be built for the target, or all of them if the target is no GPU."""
         arch = target.arch
         return tuple(one for one in tactics if arch is None or self.built(problem, one, arch) is not None)
 
@@ -79,7 +79,7 @@ class FP4KernelBackend(FP4Backend):
 
 
 class Tcgen05Backend(FP4KernelBackend):
-    """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
+    """Base class of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
 
     The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
     """
@@ -87,13 +87,13 @@ class Tcgen05Backend(FP4KernelBackend):
     name = "tcgen05"
     has_wgmma = False
     ramp_seconds: ClassVar[float] = 1.5e-6
-    """Time of a CTA to fill the pipeline, allocate tensor memory and store the last tile."""
+    """Time in seconds that a CTA takes to fill the pipeline, allocate tensor memory and store the last tile."""
     cluster_bytes_per_second: ClassVar[float] = 1.5e11
-    """Rate at which a CTA of a cluster exchanges and adds partial sums (the rate of an H200)."""
+    """Rate at which a CTA of a cluster exchanges and adds partial sums. The value was measured on an H200."""
     l2_rate: ClassVar[int] = 2
     """Bandwidth of L2, divided by the bandwidth of memory."""
     least_mma_n: ClassVar[int] = 64
-    """N of an MMA below which the MMA takes the same time, because it reads 128 rows of the other operand anyway."""
+    """N of an MMA below which the MMA does not become faster, because it reads 128 rows of the other operand anyway."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)

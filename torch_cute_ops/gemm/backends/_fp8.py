@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
-    """Return the arguments that the ``plan`` functions of all FP8 wgmma kernels take."""
+    """Return the arguments that the ``plan`` functions of all FP8 wgmma kernels have in common."""
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,
@@ -35,9 +35,9 @@ class FP8Tactic(NamedTuple):
     """Tactic of a wgmma backend.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
-        tile_n: rows of the weight in a tile.
-        split_k: CTAs of a cluster that share a tile, each with a range of K.
+        tile_m: number of rows of ``a`` in a tile.
+        tile_n: number of rows of the weight in a tile.
+        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
     """
 
     tile_m: int
@@ -46,16 +46,16 @@ class FP8Tactic(NamedTuple):
 
 
 class FP8Backend(Backend):
-    """Base of backends that launch one FP8 kernel, with or without experts over rows.
+    """Base class of backends that launch one FP8 kernel, with or without experts over rows.
 
-    Unless a subclass says otherwise, both operands have block scales.
+    Both operands have block scales, unless a subclass says otherwise.
     """
 
     tactic_type: ClassVar[Any] = FP8Tactic
 
     @abc.abstractmethod
     def tile(self, tactic: Any) -> Tile:
-        """Return the tile of a tactic."""
+        """Return the tile sizes of a tactic."""
 
     def handles(self, problem: GemmProblem) -> bool:
         has_blocks = problem.a.has_fp8_blocks and problem.b.has_fp8_blocks
@@ -75,7 +75,7 @@ class FP8Backend(Backend):
         return launch
 
     def compiled(self, problem: GemmProblem, tactic: Any, target: Target) -> tuple[Callable[..., None], int, bool]:
-        """Return the compiled function of a tactic, its number of CTAs, and True if it prefetches."""
+        """Return a tactic's compiled function, its number of CTAs, and True if the kernel prefetches."""
         assert target.arch is not None
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
@@ -86,7 +86,7 @@ class FP8Backend(Backend):
 
 
 class FP8FP4Backend(FP8Backend):
-    """Base of Hopper backends with FP8 activations and an FP4 weight."""
+    """Base class of the Hopper backends with FP8 activations and an FP4 weight."""
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")

@@ -1,4 +1,4 @@
-"""Parts that the Hopper backends for routed pairs of token and expert share."""
+"""Code that the two Hopper backends for routed (token, expert) pairs share."""
 
 import functools
 import math
@@ -9,13 +9,14 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 
 DECODE_CLOCKS = 0.0275
 TOKEN_CLOCKS = 0.0006
-"""SM clocks to decode one weight element, and for each row of an M tile beyond eight (measured on an H200)."""
+"""SM clocks to decode one weight element, and additional clocks per weight element for each row of an m tile beyond
+eight (measured on an H200)."""
 FIXED_SECONDS = 6e-6
-"""Time of both kernels of a call with almost no work (measured on an H200)."""
+"""Time in seconds of a call's two kernels with almost no work (measured on an H200)."""
 
 
 class RoutedBackend(FP4KernelBackend):
-    """Base of backends with two kernels: one lists the tokens of each expert, the other multiplies."""
+    """Base class of backends with two kernels: the first lists the tokens of each expert, the second multiplies."""
 
     name = "routed"
 
@@ -29,15 +30,15 @@ class RoutedBackend(FP4KernelBackend):
 
 
 def clocks_per_weight(tile_m: int) -> float:
-    """Return the SM clocks that one weight element takes in an M tile with ``tile_m`` rows."""
+    """Return the SM clocks that one weight element takes in an m tile of ``tile_m`` rows."""
     return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
 
 
 @functools.cache
 def mean_m_tiles(tokens: int, probability: float, tile_m: int) -> float:
-    """Return the mean number of M tiles of an expert, if each token is routed to it with this probability.
+    """Return the mean number of m tiles of an expert, if each token is routed to the expert with this probability.
 
-    This is the mean of ceil(X / tile_m) for a binomial random variable X.
+    The result is the mean of ceil(X / tile_m) for a binomial random variable X.
     """
     if probability >= 1:
         return float(-(-tokens // tile_m))

@@ -1,6 +1,9 @@
-"""GEMMs of FP4 operands by cuBLAS. Either operands are decoded to 16 bits in memory, which pays for many rows, when
-arithmetic dominates; or cuBLASLt multiplies NVFP4 codes, which needs FP4 tensor cores. No GPU with FP4 tensor cores was
-available: the calls that multiply codes passed only PyTorch's checks, and their estimates come from data sheets.
+"""GEMMs of FP4 operands by cuBLAS, in one of two ways.
+
+Operands may be decoded to 16 bits in memory, and then multiplied. With many rows, arithmetic dominates, and the
+decoding costs little. cuBLASLt may also multiply NVFP4 codes, which needs FP4 tensor cores. No GPU with FP4 tensor
+cores was available: the calls that multiply codes passed only PyTorch's checks, and their estimates come from data
+sheets.
 """
 
 import functools
@@ -33,17 +36,18 @@ DECODED: Final[Tactic] = ()
 BLOCK_SCALED: Final[Tactic] = ("block_scaled",)
 BLOCK_SCALED_N: Final = 16
 BLOCK_SCALED_K: Final = 32
-"""Divisors of N and K that PyTorch requires for a block-scaled GEMM."""
+"""Divisors that N and K must have in PyTorch's block-scaled GEMM."""
 BLOCK_SCALED_TILE: Final = 128
-"""Rows and columns of a CTA's tile of a block-scaled GEMM; pairs of CTAs double both (an assumption)."""
+"""Number of rows and of columns of a CTA's tile in a block-scaled GEMM. Pairs of CTAs double both (an assumption)."""
 RAMP_SECONDS: Final = 1.5e-6
-"""Pipeline fill and last epilogue of a block-scaled GEMM (an assumption)."""
+"""Time in seconds to fill the pipeline and to run the last epilogue of a block-scaled GEMM (an assumption)."""
 L2_RATE: Final = 2
 """Bandwidth of L2, divided by the bandwidth of memory (an assumption)."""
 FIRST_CUDA: Final = (12, 8)
 """First CUDA toolkit whose cuBLASLt multiplies FP4."""
 HAS_TWO_LEVELS: Final = hasattr(torch.nn.functional, "scaled_mm")
-"""True if PyTorch (2.10 or later) takes a scale of the whole tensor together with block scales, and so ``alpha``."""
+"""True if PyTorch (2.10 or later) accepts a scale of the whole tensor together with block scales. It can then apply
+``alpha``."""
 
 Tensor = torch.Tensor
 
@@ -51,7 +55,7 @@ Tensor = torch.Tensor
 class Cublas(FP4Backend):
     """Backend that calls cuBLAS. A tactic is ``DECODED`` or ``BLOCK_SCALED``.
 
-    Decoded operands are exact in 16 bits; sums are in fp32 and rounded once, after the epilogue.
+    16 bits represent the decoded operands exactly. Sums are fp32, and are rounded once, after the epilogue.
     """
 
     name = "cublas"
@@ -66,11 +70,11 @@ class Cublas(FP4Backend):
         acc_bytes = 4 * m * problem.n
         if tactic == BLOCK_SCALED:
             seconds = _block_scaled_seconds(problem, m, target)
-            if not _is_one_call(problem):  # the fp32 result is written and read again
+            if not _is_one_call(problem):  # other kernels read and write the fp32 result
                 return seconds + memory_seconds(2 * acc_bytes, 1, target)
-            # PyTorch first multiplies the scales of both tensors.
+            # PyTorch first multiplies the two scales of whole tensors, in a separate launch.
             return seconds + LAUNCH_SECONDS * (problem.epilogue.alpha is not None)
-        # Decoded operands and the fp32 result are written and read again.
+        # The decoded operands and the fp32 result are written to memory and read again.
         size = 2 * problem.k * (problem.n + (m if problem.a.is_fp4 else 0))
         decoding = memory_seconds(size + problem.bytes_moved(m), 1, target) / DECODING_EFFICIENCY
         multiplying = max(memory_seconds(size + acc_bytes, 1, target), tensor_core_seconds(problem.flops(m), target))
@@ -102,18 +106,18 @@ class Cublas(FP4Backend):
 
 
 def _dtype(problem: GemmProblem) -> torch.dtype:
-    """Return the dtype of decoded operands: the dtype of 16-bit activations if it represents the weight exactly, else
-    bfloat16."""
+    """Return the dtype to which operands are decoded: the dtype of 16-bit activations if it represents the weight
+    exactly, else bfloat16."""
     return torch.bfloat16 if problem.a.is_fp4 else sixteen_bit_dtype(problem)
 
 
 def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
-    """Return ``a @ weight.T`` in fp32: with a 16-bit result, cuBLAS may round partial sums to 16 bits."""
+    """Return ``a @ weight.T`` in fp32. With a 16-bit result, cuBLAS might round partial sums to 16 bits."""
     return torch.mm(a, weight.t(), out_dtype=torch.float32)
 
 
 def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
-    """Apply the epilogue to fp32 sums, which are overwritten."""
+    """Apply the epilogue to fp32 sums and store the result in ``out``. ``acc`` is overwritten."""
     if given.alpha is not None:
         acc = acc.mul_(given.alpha)
     if given.bias is not None:
@@ -129,13 +133,14 @@ def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 def _cuda_multiplies_codes() -> bool:
     """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA compiles kernels for another machine, whose toolkit is assumed to have these GEMMs.
+    A PyTorch without CUDA only compiles kernels for another machine, whose toolkit is assumed to have these GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
 
 def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
-    """Return True if cuBLASLt can multiply the codes: NVFP4 codes with 128x4 scales."""
+    """Return True if cuBLASLt can multiply the codes of both operands: NVFP4 codes with 128x4 scales, on FP4 tensor
+    cores."""
     layout = SCALE_LAYOUTS["128x4"]
     return (
         target.arch is not None
@@ -149,9 +154,10 @@ def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
 
 
 def _is_one_call(problem: GemmProblem) -> bool:
-    """Return True if cuBLASLt applies the whole epilogue: one ``alpha`` in fp32 before the rounding, and no bias.
+    """Return True if cuBLASLt applies the whole epilogue: at most one ``alpha``, in fp32 before the rounding, and no
+    bias.
 
-    It takes a bias only in the dtype of the result.
+    cuBLASLt takes a bias only in the dtype of the result, which is not precise enough.
     """
     epilogue = problem.epilogue
     return epilogue.bias_dtype is None and epilogue.alpha in ((None, "one") if HAS_TWO_LEVELS else (None,))
@@ -166,7 +172,7 @@ def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float
         side = BLOCK_SCALED_TILE * ctas
         row_tiles, column_tiles = -(-m // side), -(-problem.n // side)
         waves = -(-row_tiles * column_tiles // (target.sms // ctas))
-        # Per CTA. Tiles that run together read the weight from memory once.
+        # These are the bytes per CTA. Tiles that run at the same time read the weight from memory once.
         weight_bytes = BLOCK_SCALED_TILE * row_bytes / min(row_tiles, L2_RATE)
         activation_bytes = min(m, side) // ctas * row_bytes / L2_RATE
         read = (weight_bytes + activation_bytes) / (bytes_per_second(target) / target.sms)
@@ -195,15 +201,16 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """Return a function of codes, block scales, a factor or None, and a result in ``dtype``, which multiplies the
-    codes."""
+    """Return a function that multiplies FP4 codes. Its arguments are codes, block scales, a factor or None, and a
+    result in ``dtype``."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out
         )
     from torch.nn.functional import ScalingType, SwizzleType
 
-    # ``torch.nn.functional.scaled_mm`` calls this private function, but takes no output tensor.
+    # Call the private function, because ``torch.nn.functional.scaled_mm``, which calls it, has no argument for an
+    # output.
     call = torch._scaled_mm_v2
     blocks, tiles = [ScalingType.BlockWise1x16.value], [SwizzleType.SWIZZLE_32_4_4.value]
     both = [*blocks, ScalingType.TensorWise.value], [*tiles, SwizzleType.NO_SWIZZLE.value]
@@ -218,7 +225,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # keep no tensor that is created in a capture: it exists only in the capture's replays
+                one = unit  # not in a capture: such a tensor exists only in replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

@@ -1,6 +1,7 @@
-"""GEMMs with FP4 weights by ``mma.sync``, for few rows, when the time is limited by reading the weight.
+"""GEMMs with an FP4 weight by ``mma.sync``. They are for few rows, when reading the weight limits the speed.
 
-The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, codes are
+The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, the codes
+are multiplied without decoding.
 multiplied instead.
 """
 
@@ -30,25 +31,26 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 SPLIT_K = (1, 2, 3, 4, 6, 8)
 CTAS_PER_SM = (1, 2)
 EFFICIENCY = 0.25
-"""Tensor-core rate, divided by the rate of a good large GEMM: every warp reads all activations of its CTA (180 TFLOP/s
-with 64 rows, measured on an H200)."""
+"""Rate of the tensor cores, divided by their rate in a good large GEMM. Every warp reads all activations of its CTA, so
+it is low (180 TFLOP/s with 64 rows, measured on an H200)."""
 DECODE_CLOCKS = 0.035
 """SM clocks to decode one weight element (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6
-"""Time of a CTA for its first copies and its last partial sums (measured on an H200)."""
+"""Time in seconds of a CTA's first copies and last partial sums (measured on an H200)."""
 FP4_RATE = 4
-"""Tensor-core rate of FP4, divided by the rate of 16 bits (by data sheet, not measured)."""
+"""Rate of the tensor cores with FP4 operands, divided by their rate with 16-bit operands (from the data sheet, not
+measured)."""
 DECODE_SECONDS = 5e-6
-"""Time of the kernel that decodes FP4 activations, including its launch (measured on an H200)."""
+"""Time in seconds of the kernel that decodes FP4 activations, including its launch (measured on an H200)."""
 
 
 class MmaSyncTactic(NamedTuple):
     """Tactic of ``FP4MmaSync``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
-        split_k: CTAs of a cluster that share a tile, each with a range of K.
-        ctas_per_sm: CTAs that share an SM.
+        tile_m: number of rows of ``a`` in a tile.
+        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
+        ctas_per_sm: number of CTAs that run on an SM at the same time.
     """
 
     tile_m: int
@@ -57,7 +59,7 @@ class MmaSyncTactic(NamedTuple):
 
 
 class FP4MmaSync(FP4KernelBackend):
-    """Backend for every GPU that multiplies with ``mma.sync``."""
+    """Backend that multiplies with ``mma.sync``, on every GPU."""
 
     name = "mma_sync"
     tactic_type = MmaSyncTactic
@@ -79,12 +81,12 @@ class FP4MmaSync(FP4KernelBackend):
         ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tile_m) * split_k
         slots = cost.places(target.sms * ctas_per_sm, split_k)
         waves = -(-ctas // slots)
-        # A partial wave takes as long as a full wave, because each CTA is assumed to read at an equal share of the
-        # bandwidth.
+        # A partial wave takes as long as a full wave, because the model assumes that a CTA's share of the bandwidth is
+        # fixed.
         weight_bytes = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
         by_codes = target.arch is not None and _multiplies_codes(problem, target.arch)
         row_bytes = problem.a.row_bytes(problem.k) if by_codes else 2 * problem.k
-        activation_bytes = 0.5 * tile_m * row_bytes  # from L2, at about twice the bandwidth of memory
+        activation_bytes = 0.5 * tile_m * row_bytes  # halved, because L2 has about twice the bandwidth of memory
         read = (weight_bytes + activation_bytes) / split_k
         flops = 2 * fp4_mma.TILE_N * tile_m * problem.k // split_k
         multiplied = cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY

@@ -1,4 +1,4 @@
-"""Both operands in FP4 on the block-scaled tensor cores of data-center Blackwell: ``kernels/fp4_tcgen05``."""
+"""GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell, by ``kernels/fp4_tcgen05``."""
 
 from typing import Final, NamedTuple
 
@@ -17,16 +17,16 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
 STORE_BYTES_PER_CLOCK: Final = 32
-"""Rate at which a CTA stores results while no MMA runs."""
+"""Number of bytes per clock at which a CTA stores results while no MMA runs."""
 
 
 class Tcgen05Tactic(NamedTuple):
     """Tactic of ``FP4Tcgen05``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
-        cta_group: CTAs that share an MMA, 1 or 2; each CTA computes 128 rows of the weight.
-        split_k: CTAs of a cluster that share a tile, each with a range of K.
+        tile_m: number of rows of ``a`` in a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
+        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
     """
 
     tile_m: int
@@ -35,7 +35,7 @@ class Tcgen05Tactic(NamedTuple):
 
 
 class FP4Tcgen05(Tcgen05Backend):
-    """Backend that multiplies the codes of both operands."""
+    """Backend that multiplies the FP4 codes of both operands by ``tcgen05.mma``."""
 
     tactic_type = Tcgen05Tactic
     kernel = fp4_tcgen05.KERNEL
@@ -43,7 +43,7 @@ class FP4Tcgen05(Tcgen05Backend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05Tactic, ...]:
         k_tiles = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_tcgen05.TILES_M[1], m)
-        # Each of several narrow tiles would read the weight again.
+        # Several narrow m tiles would each read the weight again, so smaller tiles are useful only for few rows.
         least = min(widest, self.least_mma_n)
         every = [
             Tcgen05Tactic(tile_m, cta_group, split_k)
@@ -60,7 +60,7 @@ class FP4Tcgen05(Tcgen05Backend):
         tiles = -(-problem.n // (MMA_M * cta_group)) * m_tiles
         ctas_per_tile = cta_group * split_k
         waves = -(-tiles // (cost.places(target.sms, ctas_per_tile) // ctas_per_tile))
-        # Per CTA and k tile. M tiles that run together read the weight from memory once.
+        # These are the bytes per CTA and k tile. M tiles that run at the same time read the weight from memory once.
         row_bytes = problem.b.row_bytes(K_TILE)
         weight_bytes = MMA_M * row_bytes / min(m_tiles, self.l2_rate)
         activation_bytes = tile_m // cta_group * row_bytes / self.l2_rate
@@ -69,7 +69,7 @@ class FP4Tcgen05(Tcgen05Backend):
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-k_tiles // split_k) * cost.overlapped(computed, read, order=8)
         stored = MMA_M * tile_m * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
-        # Tensor memory has room for only one accumulator of 256 rows, so no MMA runs while the accumulator is stored.
+        # With 256 rows, tensor memory has room for only one accumulator. So no MMA runs while it is stored.
         seconds += stored * (waves if tile_m > MMA_M else 1)
         if split_k > 1:
             seconds += waves * 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second

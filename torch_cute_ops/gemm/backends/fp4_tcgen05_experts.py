@@ -1,4 +1,4 @@
-"""FP4 GEMMs with experts over K on the block-scaled tensor cores of data-center Blackwell, both operands in FP4:
+"""GEMMs of two FP4 operands with experts over K, on the block-scaled tensor cores of data-center Blackwell, by
 ``kernels/fp4_tcgen05_experts``."""
 
 from typing import Final, NamedTuple
@@ -20,22 +20,23 @@ from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 DENSE: Final = "dense"
 ROUTED: Final = "routed"
 ACC_CLOCKS: Final = 3.0
-"""Clocks in which a warp loads one column of an expert's accumulator and adds it to the sum over experts."""
+"""Number of clocks in which a warp loads one column of an expert's accumulator and adds it to the sum over experts."""
 STEP_SECONDS: Final = 1e-6
-"""Time from one kernel of a call to the next, which has started by then (a guess)."""
+"""Time in seconds from the end of one kernel of a call until the next kernel, already started, continues (a guess)."""
 MAX_WORK_TILES: Final = 16
-"""Work tiles per SM beyond which experts are not divided into classes: that would only cost memory."""
+"""Number of work tiles per SM beyond which experts are not divided into classes, because partial sums would only cost
+memory traffic."""
 
 
 class Tcgen05ExpertsTactic(NamedTuple):
     """Tactic of ``FP4Tcgen05Experts``.
 
     Attributes:
-        tile_n: rows of the weight in a tile.
+        tile_n: number of rows of the weight in a tile.
         classes: number of classes into which experts are divided. A work tile is one output tile, summed over one
             class.
-        mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute the experts to which a token of the tile is
-            routed.
+        mode: ``DENSE`` to compute all experts, or ``ROUTED`` to compute only the experts to which some token of the
+            tile is routed.
     """
 
     tile_n: int
@@ -44,7 +45,7 @@ class Tcgen05ExpertsTactic(NamedTuple):
 
 
 class FP4Tcgen05Experts(Tcgen05Backend):
-    """Backend for experts over K that multiplies the codes of both operands."""
+    """Backend for experts over K that multiplies the FP4 codes of both operands by ``tcgen05.mma``."""
 
     tactic_type = Tcgen05ExpertsTactic
     kernel = fp4_tcgen05_experts.KERNEL
@@ -69,11 +70,12 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         experts = work_tiles * problem.experts / classes
         if mode == ROUTED:
             routed = 1 - (1 - problem.topk / problem.experts) ** tile_m
-            # Classes differ in their numbers of routed experts. A CTA computes several classes, which evens this out.
+            # Classes have unequal numbers of routed experts. A CTA computes several classes, which reduces the
+            # differences.
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5
-        # Per expert. M tiles that run together read the weight from memory once.
+        # These are the bytes per expert. M tiles that run at the same time read the weight from memory once.
         row_bytes = problem.b.row_bytes(problem.expert_k)
         weight_bytes = tile_n * row_bytes / min(m_tiles, self.l2_rate)
         activation_bytes = tile_m * row_bytes / self.l2_rate
@@ -85,7 +87,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         if mode == ROUTED:
             seconds += STEP_SECONDS
         if classes > 1:
-            # Partial sums are written once and read once, in L2.
+            # Each partial sum is written once and read once, in L2.
             size = 2 * 4 * m * problem.n * classes
             seconds += STEP_SECONDS + size / (self.l2_rate * cost.bytes_per_second(target))
         return cost.LAUNCH_SECONDS + self.ramp_seconds + seconds
@@ -120,5 +122,5 @@ class FP4Tcgen05Experts(Tcgen05Backend):
 
 
 def _work_tiles(problem: GemmProblem, m: int, tile_n: int, classes: int) -> int:
-    """Return the number of work tiles of all CTAs."""
+    """Return the number of work tiles of a call."""
     return -(-m // MMA_M) * -(-problem.n // tile_n) * classes

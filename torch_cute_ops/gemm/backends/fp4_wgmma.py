@@ -1,4 +1,5 @@
-"""FP4 weights by Hopper's warpgroup MMA, decoded in registers, for any number of rows: ``kernels/fp4_wgmma``."""
+"""GEMMs with an FP4 weight that is decoded in registers, by Hopper's wgmma, for any number of rows:
+``kernels/fp4_wgmma``."""
 
 from typing import NamedTuple
 
@@ -18,44 +19,48 @@ from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 
 STREAM_K = 0
-"""Value of ``split_k`` for stream-K: one CTA per SM, each with equal work, which may begin and end within a tile."""
+"""Value of ``split_k`` for stream-K: one CTA per SM, each with the same number of k tiles. A CTA's work may begin and
+end inside a tile."""
 EXPERT_SPLIT_K = (1, 2, 3, 4)
-"""Supported numbers of CTAs per N tile, with experts over K."""
+"""Supported numbers of CTAs per n tile, with experts over K."""
 DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0265, 0.0245, 0.013
-"""SM clocks to decode one weight element: in tiles of several rows, in tiles of one row, and in tiles of one row whose
-codes are multiplied."""
+"""SM clocks to decode one weight element, in three cases: tiles of several rows, tiles of one row, and tiles of one row
+whose codes are multiplied."""
 MMA_FACTOR, EXPERTS_MMA_FACTOR = 0.8, 1.0
 """Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM: without experts, and
 with experts over K."""
 READ_ORDER, EXPERTS_READ_ORDER = 4.0, 8.0
-"""Order of the norm by which reading and computing overlap (``cost.overlapped``)."""
+"""Order of the norm that models how reading and computing overlap (``cost.overlapped``): without experts, and with
+experts over K."""
 L2_FACTOR = 0.45
-"""Time to read a weight byte again from L2, for another M tile, divided by the time to read it from memory."""
+"""Time to read a weight byte again from L2, for another m tile, divided by the time to read it from memory."""
 MAX_WORKSPACE_BYTES = 2**28
-"""Limit on the partial sums of a call."""
+"""Largest number of bytes of a call's partial sums."""
 RAMP_SECONDS = 8e-7
-"""Time of a CTA to fill and drain the pipeline."""
+"""Time in seconds that a CTA takes to fill and drain the pipeline."""
 REARRANGE_SECONDS = 1.9e-6
-"""Time of the kernel that rearranges the activations."""
+"""Time in seconds of the kernel that rearranges the activations."""
 REARRANGE_FP4_SECONDS = {1: 2e-8, 8: 5e-7, 16: 4.5e-7, 32: 7e-7}
 REARRANGE_16_BIT_SECONDS = {1: 2.2e-7, 8: 7e-7, 16: 7.7e-7, 32: 1e-6}
-"""Time of a CTA to rearrange one k tile of FP4 or 16-bit activations, keyed by ``tile_m``."""
+"""Time in seconds that a CTA takes to rearrange one k tile, keyed by ``tile_m``: of FP4 activations, and of 16-bit
+activations."""
 GATE_SECONDS = 6e-8
-"""Additional time of a CTA to gate one row of a k tile.
+"""Additional time in seconds that a CTA takes to gate one row of a k tile.
 
 With this value, a GEMM with 8 rows of 4,096 × 14,336 uses one launch on an H100, where one launch is faster than two,
 and two launches on an H200, where one launch is slower (measured in a layer). Two special-function operations per
 element alone would take 2.4e-8 s in three warps."""
 QUANTISE_SECONDS = 3e-8
-"""Additional time of a CTA to quantise one row of a k tile (a guess by instructions)."""
+"""Additional time in seconds that a CTA takes to quantise one row of a k tile (a guess from the number of
+instructions)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's accumulator to the sum over experts (measured on an H200)."""
 SEND_SECONDS = 4e-7
-"""Time by which a cluster ends sooner if its CTAs send their partial sums instead of reading each other's."""
+"""Time in seconds that a cluster saves if its CTAs send their partial sums to each other, instead of reading them."""
 CLUSTER_BYTES_PER_SECOND = 4.1e10
 """Rate at which a CTA of a cluster exchanges and adds partial sums."""
 CLUSTER_SECONDS = 9e-8
-"""Fixed time of that exchange, for each CTA of the cluster after the first."""
+"""Fixed time in seconds of this exchange, for each CTA of the cluster after the first."""
 COLLECT_BYTES_PER_SECOND = 3e10
 """Rate at which a CTA adds partial sums from the workspace."""
 
@@ -64,10 +69,10 @@ class WgmmaTactic(NamedTuple):
     """Tactic of ``FP4Wgmma``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
-        tile_n: rows of the weight in a tile.
-        split_k: CTAs that share a tile, each with a range of K, or ``STREAM_K``. They are a cluster except with experts
-            over K. With small ``tile_m`` they rearrange the activations themselves.
+        tile_m: number of rows of ``a`` in a tile.
+        tile_n: number of rows of the weight in a tile.
+        split_k: number of CTAs that compute a tile, each over a range of K, or ``STREAM_K``. They form a cluster,
+            except with experts over K. With small ``tile_m``, they rearrange the activations themselves.
     """
 
     tile_m: int
@@ -92,7 +97,7 @@ class FP4Wgmma(FP4KernelBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[WgmmaTactic, ...]:
         sizes = fp4_wgmma.EXPERT_TILES_M if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES_M)
         widest = fp4_wgmma.mma_n(cost.smallest_tile(sizes, m))
-        # A tile of one row reads the weight for that row alone.
+        # A tile of one row is useful only for a call of one row, because each tile reads the whole weight.
         is_row = m == 1 and fp4_format(problem) == NVFP4
         if problem.prologue_quant is not None:
             widest = min(widest, fp4_wgmma.MAX_QUANTISED_M) if m <= fp4_wgmma.MAX_QUANTISED_M else 0
@@ -107,7 +112,7 @@ class FP4Wgmma(FP4KernelBackend):
         return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: WgmmaTactic, target: Target) -> float:
-        """Return the seconds of a call.
+        """Estimate the time of a call in seconds.
 
         The constants are fitted to all tactics of 18 layers' matrices with 1 to 64 rows on an H100 and an H200, and of
         12 layers' matrices with 96 to 1,024 rows on an H100. On these two sets, the chosen tactic takes on average 1.0
@@ -122,7 +127,8 @@ class FP4Wgmma(FP4KernelBackend):
         weights = tile_n * K_TILE
         over_k = problem.grouping.over == "k"
         factor, order = (EXPERTS_MMA_FACTOR, EXPERTS_READ_ORDER) if over_k else (MMA_FACTOR, READ_ORDER)
-        # Per k tile. Decoding and MMAs alternate in a warpgroup; the other warpgroup fills half of the gaps.
+        # This is the time per k tile. In a warpgroup, decoding and MMAs alternate. The other warpgroup fills half of
+        # the gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, _decode_clocks(problem, tile_m, tile_n)),
             factor * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_n(tile_m), target, sms=1),
@@ -135,21 +141,22 @@ class FP4Wgmma(FP4KernelBackend):
             computed = cost.overlapped(computed, rearranged, order=4)
         if over_k:
             computed += cost.weight_seconds(tile_n * tile_m, EXPERT_CLOCKS) * K_TILE / problem.expert_k
-        # The CTAs of a wave share the bandwidth, even if they are few. An N tile is read from memory once.
+        # The CTAs of a wave share the bandwidth, even if they are few. Each n tile is read from memory once, then from
+        # L2.
         readers = min(target.sms, ctas / waves) * (1 + (m_tiles - 1) * L2_FACTOR) / m_tiles
         read = readers * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
         wave = RAMP_SECONDS + k_tiles * cost.overlapped(computed, read, order=order)
         seconds = cost.LAUNCH_SECONDS + waves * wave
         if not schedule.rearranges:
-            # A gate doubles the bytes of the activations.
+            # With a gate, the activations have twice as many bytes.
             seconds += REARRANGE_SECONDS + cost.memory_seconds(m * (problem.a_width - problem.k) * 2, 0, target)
         if schedule.has_clusters:
             seconds += waves * CLUSTER_SECONDS * (split_k - 1)
             seconds += waves * 2 * schedule.acc_bytes / CLUSTER_BYTES_PER_SECOND if split_k > 1 else 0.0
             seconds -= waves * SEND_SECONDS if fp4_wgmma.sends(tile_m, split_k) else 0.0
         elif schedule.has_partial_sums:
-            # CTAs that share a tile write partial sums; the last CTA waits for the others, and reads their partial sums
-            # in sequence.
+            # The CTAs of a tile write partial sums. The last CTA waits for all others, and reads their partial sums in
+            # sequence.
             others = max(1.0, schedule.num_ctas / max(1, schedule.n_tiles) - 1)
             seconds += cost.LAUNCH_SECONDS + waves * others * schedule.acc_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
@@ -196,14 +203,14 @@ class FP4Wgmma(FP4KernelBackend):
 
 
 class _Schedule(NamedTuple):
-    """Division of one M tile among CTAs.
+    """Division of the work of one m tile among CTAs.
 
     Attributes:
-        n_tiles, k_tiles: number of N tiles, and number of k tiles of an N tile.
+        n_tiles, k_tiles: number of n tiles, and number of k tiles of an n tile.
         num_ctas: number of CTAs.
-        has_clusters: True if the CTAs of an N tile are a cluster.
-        rearranges: True if the CTAs rearrange the activations.
-        acc_bytes: size of a CTA's accumulators.
+        has_clusters: True if the CTAs of an n tile form a cluster.
+        rearranges: True if the CTAs rearrange the activations themselves.
+        acc_bytes: bytes of a CTA's accumulators.
         has_partial_sums: True if CTAs exchange partial sums through the workspace.
     """
 
@@ -220,20 +227,20 @@ def _schedule(problem: GemmProblem, tactic: WgmmaTactic, target: Target) -> _Sch
     tile_m, tile_n, split_k = tactic
     n_tiles, k_tiles = -(-problem.n // tile_n), -(-problem.k // K_TILE)
     has_clusters = _has_clusters(problem, tactic)
-    # At least one k tile per CTA, because the kernel waits for the partial sums of every CTA.
+    # Give each CTA at least one k tile, because the kernel waits for the partial sums of every CTA.
     num_ctas = max(1, min(target.sms, n_tiles * k_tiles) if split_k == STREAM_K else n_tiles * split_k)
     rearranges, has_partial_sums = _rearranges(problem, tile_m, split_k), not has_clusters and num_ctas != n_tiles
     return _Schedule(n_tiles, k_tiles, num_ctas, has_clusters, rearranges, 4 * tile_n * tile_m, has_partial_sums)
 
 
 def _rearranges(problem: GemmProblem, tile_m: int, split_k: int) -> bool:
-    """Return True if the CTAs of the GEMM rearrange the activations."""
+    """Return True if the CTAs of the GEMM rearrange the activations, False if a separate kernel does."""
     return problem.grouping.over == "none" and fp4_wgmma.rearranges(tile_m, split_k)
 
 
 def _has_clusters(problem: GemmProblem, tactic: WgmmaTactic) -> bool:
-    """Return True if the CTAs of an N tile are a cluster. A single CTA that rearranges the activations is a cluster,
-    too."""
+    """Return True if the CTAs of an n tile form a cluster. A single CTA that rearranges the activations counts as a
+    cluster."""
     if problem.grouping.over != "none":
         return False
     return tactic.split_k > 1 or fp4_wgmma.rearranges(tactic.tile_m, tactic.split_k)
@@ -254,10 +261,10 @@ def _splits(problem: GemmProblem, tile_m: int) -> tuple[int, ...]:
 
 
 def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Target) -> tuple[int, ...]:
-    """Return the values of ``tile_n`` to try: the largest, and the value with the least work per SM.
+    """Return the values of ``tile_n`` to try: the largest value, and the value with the least work per SM.
 
-    Only clusters that rearrange the activations have a choice. Some values of ``tile_n`` let the kernel multiply codes
-    without decoding them. For tiles of one row, the value with the least work among these is tried, too.
+    Only clusters that rearrange the activations may use several values. With some values, the kernel multiplies codes
+    without decoding them. For tiles of one row, the value with the least work among these is tried too.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):
@@ -274,7 +281,7 @@ def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Ta
 
 
 def _is_useful(problem: GemmProblem, m: int, tactic: WgmmaTactic, target: Target) -> bool:
-    """Return True if every CTA has work, and the workspace for partial sums stays small."""
+    """Return True if every CTA has work, and the workspace for partial sums is not too large."""
     schedule = _schedule(problem, tactic, target)
     if tactic.split_k > schedule.k_tiles:
         return False

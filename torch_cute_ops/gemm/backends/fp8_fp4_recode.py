@@ -1,7 +1,9 @@
-"""FP8 activations and an FP4 weight on Hopper, for many rows: ``kernels/fp8_fp4_recode`` writes the weight to memory in
-FP8, and then multiplies as with an FP8 weight. The first kernel writes either all weight rows before the GEMM starts,
-or only the rows that the GEMM's first tiles need. In the second case, another launch of few CTAs, each on a separate
-SM, writes the other rows while the GEMM runs; tiles of the GEMM wait for their rows.
+"""GEMMs of many rows of FP8 activations and an FP4 weight on Hopper, by ``kernels/fp8_fp4_recode``.
+
+A first kernel writes the weight to memory in FP8. The GEMM then multiplies as with an FP8 weight. The first kernel
+writes either all weight rows before the GEMM starts, or only the rows that the GEMM's first tiles need. In the second
+case, another launch writes the other rows while the GEMM runs. It consists of few CTAs, each on a separate SM. Tiles of
+the GEMM wait for their rows.
 """
 
 from dataclasses import replace
@@ -25,31 +27,31 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 RECODE_SECONDS = 3e-6
-"""Time of the recoding kernel with almost no work (measured on an H200)."""
+"""Time in seconds of the recoding kernel with almost no work (measured on an H200)."""
 RECODE_RATE = 0.82
-"""Rate of reading and writing of the recoding kernel, divided by the rate of a copy (measured on an H200)."""
+"""Rate at which the recoding kernel reads and writes, divided by the rate of a copy (measured on an H200)."""
 RECODE_SMS: Final = (8, 12)
-"""Numbers of SMs that may recode while the GEMM runs."""
+"""Supported numbers of SMs that recode while the GEMM runs."""
 MIN_SMS_PER_RECODE_SM: Final = 4
-"""Least number of all SMs for each SM that recodes."""
+"""Smallest number of SMs of the GPU for each SM that recodes."""
 OVERLAPPED_RATE = 40e9
-"""Bytes per second that such an SM reads and writes (measured on an H100)."""
+"""Bytes per second that an SM reads and writes while it recodes during the GEMM (measured on an H100)."""
 AFTER_SLOWDOWN, OVERLAPPED_SLOWDOWN = 1.07, 1.04
-"""Time of the GEMM after the recoding kernel, or while it runs, divided by the time on as many SMs with an FP8 weight
-(measured on an H200; on an H100 1.17 and 1.04)."""
+"""Time of the GEMM, divided by its time on the same number of SMs with an FP8 weight: if it runs after the recoding
+kernel, and if both overlap (measured on an H200; on an H100 1.17 and 1.04)."""
 WAVES_FIRST = 2
-"""Waves of the GEMM's tiles whose weight rows are recoded before the GEMM starts."""
+"""Number of waves of the GEMM's tiles whose weight rows are recoded before the GEMM starts."""
 LEAST_OVERLAPPED = 0.75
-"""Least share of the weight recoded during the GEMM for which overlapping is offered."""
+"""Smallest fraction of the weight that must be recoded during the GEMM. If it is less, the tactic is not offered."""
 
 
 class RecodeTactic(NamedTuple):
     """Tactic of ``FP8FP4Recode``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile of the GEMM.
-        tile_n: rows of the weight in a tile.
-        recode_sms: SMs that recode while the GEMM runs, or 0 to recode the whole weight before the GEMM.
+        tile_m: number of rows of ``a`` in a tile of the GEMM.
+        tile_n: number of rows of the weight in a tile.
+        recode_sms: number of SMs that recode while the GEMM runs, or 0 to recode the whole weight before the GEMM.
     """
 
     tile_m: int
@@ -64,7 +66,7 @@ class FP8FP4Recode(FP8FP4Backend):
     tactic_type = RecodeTactic
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RecodeTactic, ...]:
-        """Return the tactics. Recoding overlaps the GEMM only without experts.
+        """Return the tactics. With experts, recoding never overlaps the GEMM.
 
         The host does not know the experts' numbers of rows. If only a few experts had rows, all CTAs would wait for the
         few SMs that recode.
@@ -85,7 +87,7 @@ class FP8FP4Recode(FP8FP4Backend):
         else:
             first = first_tiles(problem, m, target) / max(weight_tiles(problem), 1)
             recode = (1 - first) * weight_bytes / (OVERLAPPED_RATE * sms)
-            # The first strip of M tiles needs the whole weight.
+            # The first strip of m tiles needs the whole weight, so recoding ends before the other strips begin.
             strips = -(-m // (MANY * fp8_fp4_recode.RASTER))
             multiply *= OVERLAPPED_SLOWDOWN
             multiply = max(multiply, recode + multiply * (strips - 1) / strips)
@@ -134,11 +136,12 @@ class FP8FP4Recode(FP8FP4Backend):
 
 
 def weight_tiles(problem: GemmProblem) -> int:
-    """Return the number of N tiles of all experts."""
+    """Return the number of n tiles of all experts together."""
     return problem.experts * -(-problem.n // fp8_fp4_recode.NOTE_ROWS)
 
 
 def first_tiles(problem: GemmProblem, m: int, target: Target) -> int:
-    """Return the number of N tiles that are recoded before a GEMM of ``m`` rows starts, if the others overlap it."""
+    """Return the number of n tiles that are recoded before a GEMM of ``m`` rows starts, if recoding of the others
+    overlaps the GEMM."""
     rows = min(-(-m // MANY), fp8_fp4_recode.RASTER)
     return min(weight_tiles(problem), WAVES_FIRST * -(-target.sms // max(1, rows)))

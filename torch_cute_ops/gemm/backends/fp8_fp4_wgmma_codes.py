@@ -1,5 +1,5 @@
-"""GEMMs of few rows of FP8 activations with codes of an MXFP4 weight, by Hopper's warpgroup MMA, plain or grouped by
-rows: ``kernels/fp8_fp4_wgmma_codes``."""
+"""GEMMs of few rows of FP8 activations and an MXFP4 weight, whose codes are multiplied without decoding, by Hopper's
+wgmma. Plain or grouped by rows: ``kernels/fp8_fp4_wgmma_codes``."""
 
 from typing import Any, ClassVar
 
@@ -11,8 +11,11 @@ from torch_cute_ops.kernels import fp8_fp4_wgmma_codes
 
 
 class FP8FP4WgmmaCodes(FP8FP4WgmmaSS):
-    """Backend whose kernel multiplies undecoded codes. Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few rows.
-    ``block_clocks`` were measured on an H200, except for 24 rows, which is interpolated."""
+    """Backend whose kernel multiplies undecoded MXFP4 codes.
+
+    Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few rows. ``block_clocks`` were measured on an H200, except
+    for 24 rows, which is interpolated.
+    """
 
     name = "wgmma_codes"
     tiles: ClassVar = fp8_fp4_wgmma_codes.TILES

@@ -1,4 +1,4 @@
-"""GEMMs of few rows of FP8 activations with an NVFP4 weight decoded to registers, by Hopper's warpgroup MMA, plain or
+"""GEMMs of few rows of FP8 activations and an NVFP4 weight that is decoded to registers, by Hopper's wgmma. Plain or
 grouped by rows: ``kernels/fp8_fp4_wgmma_rs``."""
 
 from typing import Any, ClassVar
@@ -11,8 +11,11 @@ from torch_cute_ops.kernels import fp8_fp4_wgmma_rs
 
 
 class FP8FP4WgmmaRS(FP8FP4WgmmaSS):
-    """Backend whose kernel decodes the weight to registers. Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few
-    rows. ``block_clocks`` were measured on an H200, except for 24 rows, which is interpolated."""
+    """Backend whose kernel decodes the weight to registers.
+
+    Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few rows. ``block_clocks`` were measured on an H200, except
+    for 24 rows, which is interpolated.
+    """
 
     name = "wgmma_rs"
     tiles: ClassVar = fp8_fp4_wgmma_rs.TILES

@@ -1,4 +1,4 @@
-"""GEMMs of FP8 activations with an FP4 weight decoded to shared memory, by Hopper's warpgroup MMA, plain or grouped by
+"""GEMMs of FP8 activations and an FP4 weight that is decoded to shared memory, by Hopper's wgmma. Plain or grouped by
 rows: ``kernels/fp8_fp4_wgmma_ss``."""
 
 import itertools
@@ -16,20 +16,21 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 1200.0, 256: 1080.0}
-"""SM clocks per k tile, keyed by ``tile_m``: measured on an H200; 80 and 96 on an H100; 48 interpolated.
+"""SM clocks per k tile, keyed by ``tile_m``: measured on an H200, for 80 and 96 on an H100; 48 is interpolated.
 
-Most clocks decode the weight, which hides transfers. The two CTAs of a tile of 256 rows share that work."""
+Decoding the weight takes most of the clocks and hides transfers. The two CTAs of a tile of 256 rows share this work."""
 NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
-"""Factor on these clocks for tiles of half the columns (measured on an H100; 48 interpolated)."""
+"""Factor on ``BLOCK_CLOCKS`` for tiles with half of the columns, keyed by ``tile_m`` (measured on an H100; 48 is
+interpolated)."""
 MANY_SHARED = 0.88
-"""Factor on these clocks for tiles of 128 rows that two CTAs share; ``MANY_SHARE_CLOCKS`` are separate (measured on an
+"""Factor on ``BLOCK_CLOCKS`` for tiles of 128 rows that two CTAs share. ``MANY_SHARE_CLOCKS`` are added (measured on an
 H100)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
-"""Clocks to add the partial sums of a tile, for each CTA of the cluster after the first: fixed, and per row (measured
-on an H100)."""
+"""SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first: fixed clocks, and clocks
+per row (measured on an H100)."""
 MANY_SHARE_CLOCKS = 7400.0
-"""Clocks of a tile of 128 rows, shared by two CTAs, that do not depend on K: until the first k tile arrives, to
+"""SM clocks of a tile of 128 rows that two CTAs share, apart from the k tiles: until the first k tile arrives, to
 exchange partial sums, and to store (measured on an H100)."""
 
 
@@ -42,16 +43,16 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
     kernel: ClassVar = fp8_fp4_wgmma_ss.KERNEL
 
     def plan(self, problem: GemmProblem, **given: Any) -> Any:
-        """Return the configuration of the kernel."""
+        """Return the configuration of the kernel for these tile sizes, or None if it does not fit."""
         return fp8_fp4_wgmma_ss.plan(fmt=fp4_format(problem), **given)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
         rows = rows_of_expert(problem, m)
         sizes = sorted({tile_m for tile_m, _, _ in self.tiles})
-        # Under random routing most experts have less than twice the mean number of rows.
+        # With random routing, most experts own less than twice the mean number of rows.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tile_m for tile_m in sizes if tile_m >= most), sizes[-1])
-        # GEMMs with experts have enough tiles, and tiles of half the columns are slower.
+        # With experts there are enough tiles, so tiles with half of the columns, which are slower, are not needed.
         return tuple(
             tactic
             for tactic in itertools.starmap(FP8Tactic, self.tiles)
@@ -80,8 +81,8 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
 def _may_split(problem: GemmProblem, tile_m: int, rows: int) -> bool:
     """Return True if CTAs may split the K of tiles of ``tile_m`` rows.
 
-    Each M tile reads the weight again. Splitting pays for up to two M tiles of 128 rows, and for one smaller M tile.
-    GEMMs with experts have enough tiles without it.
+    Each m tile reads the weight again. Splitting makes a GEMM faster for up to two m tiles of 128 rows, or one smaller
+    m tile. GEMMs with experts have enough tiles without it.
     """
     if tile_m < MANY:
         return rows <= tile_m

@@ -21,7 +21,7 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = 340.0
 MACS_PER_CLOCK = 3400.0
-"""Fixed SM clocks per 128-wide K block, and multiply-adds per SM and clock beyond them (a guess, not measured)."""
+"""Fixed SM clocks per k tile of 128 elements, and additional multiply-adds per SM and clock (guesses, not measured)."""
 CTAS_PER_SM = 2
 
 
@@ -29,14 +29,14 @@ class FP8MmaTactic(NamedTuple):
     """Tactic of ``FP8MmaSync``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
+        tile_m: number of rows of ``a`` in a tile.
     """
 
     tile_m: int
 
 
 class FP8MmaSync(FP8Backend):
-    """Backend for every GPU that multiplies with ``mma.sync``."""
+    """Backend that multiplies with ``mma.sync``, on every GPU."""
 
     name = "mma_sync"
     tactic_type = FP8MmaTactic
@@ -46,8 +46,8 @@ class FP8MmaSync(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         if target.arch is not None and target.arch.has_wgmma:
-            # Warpgroup MMA is faster at any size. The estimates of this backend are guesses, and must not compete with
-            # measured estimates of warpgroup MMA.
+            # wgmma is faster at any size. This backend's estimates are guesses, and must not compete with wgmma's
+            # estimates, which are measured.
             return math.inf
         tile = self.tile(tactic)
         clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
@@ -64,10 +64,10 @@ class FP8MmaSync(FP8Backend):
 
 
 class FP8TokenMmaSync(FP8MmaSync):
-    """Backend for experts with per-token and per-channel scales, by the kernel for block scales.
+    """Backend for experts with per-token and per-channel scales, which uses the kernel for block scales.
 
-    The scale of a row is repeated for its blocks of K, block scales of the weight are 1, and the per-channel scales are
-    the kernel's ``alpha``.
+    The scale of a row is repeated for all its blocks of K. The block scales of the weight are 1. The per-channel scales
+    are passed as the kernel's ``alpha``.
     """
 
     def handles(self, problem: GemmProblem) -> bool:
@@ -94,6 +94,6 @@ class FP8TokenMmaSync(FP8MmaSync):
 
 
 def with_block_scales(problem: GemmProblem) -> GemmProblem:
-    """Return the problem with block scales, and with the per-channel scales as ``alpha``."""
+    """Return an equivalent problem with block scales, in which ``alpha`` holds the per-channel scales."""
     epilogue = replace(problem.epilogue, alpha=scale_kind(problem))
     return replace(problem, a=Operand(FP8_BLOCK128, COLUMN), b=Operand(FP8_BLOCK128), epilogue=epilogue)

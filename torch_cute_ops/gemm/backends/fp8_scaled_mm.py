@@ -15,12 +15,13 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 MULTIPLE: Final = 16
-"""Required divisor of N in PyTorch's scaled GEMM."""
+"""Divisor that N must have in PyTorch's scaled GEMM."""
 RATES: Final = {False: 1.8, True: 1.9}
-"""Rate of FP8 GEMMs relative to 16-bit GEMMs, keyed by ``fast_accum`` (three sizes with 4,096 rows on an H200: 1.75 to
-1.91, and 1.86 to 1.94)."""
+"""Rate of FP8 GEMMs, divided by the rate of 16-bit GEMMs, keyed by ``fast_accum`` (three sizes with 4,096 rows on an
+H200: 1.75 to 1.91, and 1.86 to 1.94)."""
 RAMP_SECONDS: Final = 6e-6
-"""Fixed time of a call in addition to its bytes or operations (fitted to calls with 256 rows on an H200)."""
+"""Fixed time in seconds of a call, in addition to the time for its bytes or operations (fitted to calls with 256 rows
+on an H200)."""
 
 Tensor = torch.Tensor
 
@@ -28,9 +29,9 @@ Tensor = torch.Tensor
 class FP8ScaledMM(Backend):
     """Backend that calls ``torch._scaled_mm``, which runs a kernel of cuBLASLt or CUTLASS.
 
-    PyTorch applies all scales and the bias if both are in its supported dtypes; otherwise it computes sums in fp32, and
-    separate kernels apply scales and bias. If N is no multiple of 16, operands are decoded to bfloat16 in each call,
-    which is exact.
+    If PyTorch supports the dtypes of the scales and of the bias, it applies them. Otherwise it computes sums in fp32,
+    and separate kernels apply scales and bias. If N is no multiple of 16, operands are decoded to bfloat16 in each
+    call, which is exact.
     """
 
     name = "scaled_mm"
@@ -53,7 +54,7 @@ class FP8ScaledMM(Backend):
         if problem.n % MULTIPLE:
             decoded = 2 * problem.k * (problem.n + m)
             seconds = tensor_core_seconds(flops, target) + memory_seconds(moved + 2 * decoded, 3, target)
-        # The fp32 sums are written, and read and written twice.
+        # The fp32 sums are written once by the GEMM, then read and written by two other kernels.
         return seconds + memory_seconds(5 * acc_bytes, 3, target)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:

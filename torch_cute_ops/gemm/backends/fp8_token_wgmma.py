@@ -20,26 +20,27 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 FEW_K_TILE_CLOCKS = 150.0
 FEW_ROW_CLOCKS = 4.8
-"""SM clocks per k tile for tiles of up to 64 rows: fixed, and per row (measured on an H200)."""
+"""SM clocks per k tile for tiles of up to 64 rows: fixed clocks, and clocks per row (measured on an H200)."""
 K_TILE_CLOCKS = 205.0
 COLUMN_CLOCKS = 4.3
-"""SM clocks per k tile for tiles of 128 rows: fixed, and per column, of which tensor cores take 4 (fitted to calls with
-256 and 4,096 rows on an H200)."""
+"""SM clocks per k tile for tiles of 128 rows: fixed clocks, and clocks per column, of which tensor cores take 4 (fitted
+to calls with 256 and 4,096 rows on an H200)."""
 ONE_GROUP = 0.69
-"""Factor on these clocks if one warpgroup computes all rows of a tile, as for block scales."""
+"""Factor on these clocks if a single warpgroup computes all rows of a tile. The value is the one for block scales."""
 FEW_WAIT = 0.5
 WAIT = 0.345
-"""Share of a k tile's transfer time that the MMAs wait, for tiles of up to 64 rows and for larger ones; as for block
-scales."""
+"""Fraction of a k tile's transfer time that the MMAs wait: for tiles of up to 64 rows, and for larger tiles. The values
+are those for block scales."""
 READ_AGAIN = 0.2
-"""Share of the weight that small M tiles side by side read once more in a layer, as for block scales."""
+"""Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer. The value is the
+one for block scales."""
 SHARE_CLOCKS = 1500.0
-"""Clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
+"""SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
 
 
 class FP8TokenWgmma(FP8Backend):
-    """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
-    scales."""
+    """Backend for FP8 operands without block scales: per-token or per-tensor scales of the activations, per-channel or
+    per-tensor scales of the weight."""
 
     name = "wgmma"
 
@@ -58,7 +59,8 @@ class FP8TokenWgmma(FP8Backend):
             and (tactic.tile_m == MANY or tactic.tile_n == K_TILE or is_plain)
             and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
-        # The first of equal estimates wins: the fewest rows, the widest tile, the fewest CTAs.
+        # Of tactics with equal estimates, the first is chosen. So sort: fewest rows first, then widest tile, then
+        # fewest CTAs.
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:
@@ -92,12 +94,12 @@ class FP8TokenWgmma(FP8Backend):
 
 
 def has_token_scales(problem: GemmProblem) -> bool:
-    """Return True for a GEMM of FP8 matrices without block scales."""
+    """Return True if the problem multiplies FP8 matrices without block scales."""
     return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
 
 
 def scale_kind(problem: GemmProblem) -> AlphaKind:
-    """Return the kind of the weight's scales as factors of the epilogue."""
+    """Return the kind of the epilogue's ``alpha`` that holds the weight's scales."""
     has_one = problem.b.format == FP8_TENSOR
     if problem.grouping.over == "rows":
         return "expert" if has_one else "expert_column"

@@ -1,4 +1,4 @@
-"""FP8 GEMMs with block scales by Hopper's warpgroup MMA, plain or grouped by rows: ``kernels/fp8_wgmma``."""
+"""GEMMs of FP8 matrices with block scales by Hopper's wgmma, plain or grouped by rows: ``kernels/fp8_wgmma``."""
 
 import itertools
 
@@ -15,27 +15,29 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 BLOCK_CLOCKS = 314.0
 """Fixed SM clocks per k tile, for tiles of 128 rows (fitted to tiles of 64 and 128 columns on an H200)."""
 MACS_PER_CLOCK = 5600.0
-"""Additional multiply-adds per SM and clock, for tiles of 128 rows (the same fit, not the tensor cores' rate)."""
+"""Multiply-adds per SM and clock, in addition to the fixed clocks, for tiles of 128 rows (from the same fit; this is
+not the tensor cores' rate)."""
 ONE_GROUP = 0.69
-"""Factor on these clocks if one warpgroup computes all rows of a tile (measured on an H200)."""
+"""Factor on these clocks if a single warpgroup computes all rows of a tile (measured on an H200)."""
 FEW_BLOCK_CLOCKS = 225.0
 FEW_ROW_CLOCKS = 4.8
-"""SM clocks per k tile for smaller ``tile_m``: fixed, and per row (measured on an H200)."""
+"""SM clocks per k tile for tiles of fewer than 128 rows: fixed clocks, and clocks per row (measured on an H200)."""
 WAIT = 0.345
 FEW_WAIT = 0.5
-"""Share of a k tile's transfer time that the MMAs wait, for tiles of 128 rows and for smaller ones (measured on an
+"""Fraction of a k tile's transfer time that the MMAs wait: for tiles of 128 rows, and for smaller tiles (measured on an
 H200)."""
 READ_AGAIN = 0.2
-"""Share of the weight that small M tiles side by side read once more in a layer, where CTAs do not start together.
+"""Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer, where CTAs do
+not start together.
 
-On an H100, gate and up of a 70B model take 200 µs for 32 rows by two tiles of 16, and 169 µs for 64 rows by one tile.
+On an H100, gate and up of a 70B model take 200 µs for 32 rows in two tiles of 16, and 169 µs for 64 rows in one tile.
 """
 SHARE_CLOCKS = 1500.0
-"""Clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
+"""SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
 
 
 class FP8Wgmma(FP8Backend):
-    """Backend for FP8 activations and an FP8 weight."""
+    """Backend for FP8 activations and an FP8 weight, both with block scales."""
 
     name = "wgmma"
 
@@ -44,15 +46,16 @@ class FP8Wgmma(FP8Backend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
         rows, is_plain = rows_of_expert(problem, m), problem.grouping.rows.is_plain
-        # If CTAs split K while M tiles run side by side, the weight is read more than once, and the GEMM is 10 %
-        # slower. GEMMs with experts have enough tiles, so that narrow tiles of few rows gain nothing.
+        # If CTAs split K and several m tiles run at the same time, the weight is read more than once, and the GEMM is
+        # 10 % slower. With experts there are enough tiles, so narrow tiles of few rows do not make the GEMM faster.
         useful = [
             tactic
             for tactic in itertools.starmap(FP8Tactic, fp8_wgmma.TILES)
             if (rows > MANY // 4 if tactic.tile_m == MANY else tactic.tile_n == K_TILE or is_plain)
             and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
-        # The first of equal estimates wins, so the tiles are sorted: first few rows, then wide tiles, then few CTAs.
+        # Of tactics with equal estimates, the first is chosen. So sort: fewest rows first, then widest tile, then
+        # fewest CTAs.
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:
@@ -70,7 +73,7 @@ class FP8Wgmma(FP8Backend):
 
 
 def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:
-    """Return the time of a call in tiles of 128 rows of ``a``."""
+    """Estimate the time of a call in seconds, in tiles of 128 rows of ``a``."""
     clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
     if rows_of_expert(problem, m) <= MANY // 2:
         clocks *= ONE_GROUP

@@ -1,4 +1,4 @@
-"""The executable specification as a backend: correct on every device, and slow."""
+"""Backend that calls the ops' references. It is correct on every device, and slow."""
 
 import functools
 
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Reference(Backend):
-    """The references of the ops, which accumulate in float64."""
+    """Backend that calls the references of the ops, which accumulate in float64."""
 
     name = "reference"
     by_name_only = True
@@ -42,7 +42,7 @@ class Reference(Backend):
         return ((),)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        # The estimate assumes about the rate of float64 units; it exceeds every other backend's estimate.
+        # Assume about the rate of float64 units, so that this estimate exceeds every other backend's estimate.
         return 1e-3 + problem.flops(m) * 1e-12
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -95,12 +95,13 @@ def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
 
 
 def unrounded_activations(problem: GemmProblem, rows: Tensor) -> Tensor:
-    """Return the activations that a prologue computes from the rows of a call, in fp32, before they are rounded."""
+    """Return the activations that a prologue computes from the rows of a call, in fp32, not yet rounded."""
     return silu_mul_rows(rows) if problem.prologue_gate else rows.float()
 
 
 def round_activations(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return unrounded activations in their 16-bit dtype and None, or quantised with their block scales."""
+    """Round activations to their 16-bit dtype and return them with None, or quantise them and return them with their
+    block scales."""
     operand = problem.without_prologue.a
     if not isinstance(operand.format, FP4Format):
         assert isinstance(operand.format, torch.dtype)

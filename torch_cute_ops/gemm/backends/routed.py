@@ -1,4 +1,4 @@
-"""FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
+"""FP4 GEMMs with experts over K that compute only routed (token, expert) pairs, by ``kernels/fp4_experts``."""
 
 from typing import NamedTuple
 
@@ -18,21 +18,22 @@ from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 
 HALF_K_TILE_SLOWDOWN = 1.2
-"""Slowdown of k tiles of half the width (measured on an H200)."""
+"""Factor on the time if k tiles have half the width (measured on an H200)."""
 K_WARPS_SLOWDOWN = 1.3
-"""Slowdown if warps split the K of a work tile (measured on an H200)."""
+"""Factor on the time if warps split the K of a work tile (measured on an H200)."""
 PARTIAL_SUMS_SECONDS = 3e-6
 PARTIAL_SUMS_PASSES = 4
-"""Time to exchange partial sums through the workspace: fixed, and passes over them (measured on an H200)."""
+"""Time to exchange partial sums through the workspace: fixed seconds, and number of passes over the partial sums
+(measured on an H200)."""
 
 
 class RoutedTactic(NamedTuple):
     """Tactic of ``Routed``.
 
     Attributes:
-        tile_m: rows of ``a`` that an expert's work tile multiplies at a time.
-        token_block: tokens whose results a CTA accumulates.
-        classes: number of classes into which experts are divided. Each CTA of an N tile sums over one class.
+        tile_m: number of rows of ``a`` in a work tile of an expert.
+        token_block: number of tokens whose results a CTA accumulates.
+        classes: number of classes into which experts are divided. Each CTA of an n tile sums over some of the classes.
     """
 
     tile_m: int
@@ -41,7 +42,7 @@ class RoutedTactic(NamedTuple):
 
 
 class Routed(RoutedBackend):
-    """Backend for experts over K that multiplies only routed pairs."""
+    """Backend for experts over K that multiplies only routed (token, expert) pairs."""
 
     tactic_type = RoutedTactic
     kernel = fp4_experts.KERNEL
@@ -55,8 +56,8 @@ class Routed(RoutedBackend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RoutedTactic, ...]:
         widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
-        # Accumulators of 512 tokens leave little shared memory for pipeline stages: two blocks of 256 tokens may be
-        # faster.
+        # Accumulators of 512 tokens leave little shared memory for pipeline stages. So also try two blocks of 256
+        # tokens.
         token_blocks = [size for size in (256, widest) if size <= widest] if widest > 256 else [widest]
         every = [
             RoutedTactic(tile_m, token_block, classes)
@@ -77,7 +78,7 @@ class Routed(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         m_tiles = problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m)
         n_tiles, num_ctas = -(-problem.n // tile_n), config.num_ctas(problem.n, target.sms)
-        # Work of the slowest CTA, as a number of N tiles.
+        # ``most`` is the work of the slowest CTA, as a number of n tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
         computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m))
@@ -116,6 +117,6 @@ class Routed(RoutedBackend):
 
 
 def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
-    """Return the numbers of classes to try: several only if that keeps more SMs busy."""
+    """Return the numbers of classes to try. Several classes are tried only if they make more SMs busy."""
     divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.TILE_N) < target.sms
     return (1, fp4_experts.CLASSES) if divides else (1,)

@@ -1,4 +1,5 @@
-"""Gated FP4 GEMMs over experts that compute only routed pairs of token and expert: ``kernels/fp4_gated_experts``."""
+"""FP4 GEMMs over experts with a gate that compute only routed (token, expert) pairs, by
+``kernels/fp4_gated_experts``."""
 
 import math
 from dataclasses import dataclass
@@ -28,16 +29,16 @@ from torch_cute_ops.runtime.arch import Arch
 
 @dataclass(frozen=True)
 class Model:
-    """Constants of the estimates.
+    """Constants with which the time of a call is estimated.
 
     Attributes:
-        fixed_seconds: time of both kernels of a call with almost no work.
+        fixed_seconds: time of a call's two kernels with almost no work.
         decode_clocks: SM clocks to decode one weight element.
-        token_clocks: additional clocks per row of an M tile beyond eight.
-        handover_seconds: time from the end of a CTA's share of a work tile until the next CTA has the CTA's partial
+        token_clocks: additional SM clocks per weight element for each row of an m tile beyond eight.
+        handover_seconds: time from the end of a CTA's part of a work tile until the next CTA has received its partial
             sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
-        order: order of the norm by which decoding, memory and L2 overlap.
+        order: order of the norm that models how decoding, memory and L2 overlap (``cost.overlapped``).
     """
 
     fixed_seconds: float = FIXED_SECONDS
@@ -49,20 +50,20 @@ class Model:
 
 
 MODEL = Model()
-"""Clocks and seconds of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s (measured on an H200);
-``handover_seconds`` is a guess."""
+"""Constants of the estimates. They are the values of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s
+(measured on an H200). ``handover_seconds`` is a guess."""
 COLUMN_MULTIPLE = 64
-"""Divisor of an expert's columns: N tiles of up to 128 weight rows are full."""
+"""Divisor that an expert's number of columns must have, so that n tiles of up to 128 weight rows are full."""
 
 
 class GatedTactic(NamedTuple):
     """Tactic of ``RoutedGated``.
 
     Attributes:
-        tile_n: rows of the weight in a work tile, half of them of the gate.
-        tile_m: rows of ``a`` in a work tile.
-        split_k: number of equal ranges of K by which CTAs may share a work tile.
-        token_block: tokens whose work tiles are listed together.
+        tile_n: number of weight rows in a work tile. Half of them belong to the gate.
+        tile_m: number of rows of ``a`` in a work tile.
+        split_k: number of equal ranges of K. CTAs that share a work tile divide these ranges.
+        token_block: number of tokens whose work tiles are listed together.
     """
 
     tile_n: int
@@ -72,7 +73,7 @@ class GatedTactic(NamedTuple):
 
 
 class RoutedGated(RoutedBackend):
-    """Backend for experts over N with a gate that multiplies only routed pairs."""
+    """Backend for experts over N with a gate, which multiplies only routed (token, expert) pairs."""
 
     tactic_type = GatedTactic
     kernel = fp4_gated_experts.KERNEL
@@ -106,18 +107,18 @@ class RoutedGated(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         n_tiles = 2 * problem.expert_n // tile_n
         work_tiles = blocks * problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m) * n_tiles
-        # Each CTA computes whole K ranges of work tiles. At the end, a CTA idles for the time of half a range on
-        # average.
+        # Each CTA computes whole ranges of K of work tiles. On average, a CTA is idle at the end for the time of half a
+        # range.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
         clocks = MODEL.decode_clocks + MODEL.token_clocks * (tactic.tile_m - 8)
         computed = most * weight_seconds(tile_n * problem.k, clocks)
-        # CTAs that share a work tile wait for each other in turn.
+        # CTAs that share a work tile wait for each other, one after the other.
         handed_over = (math.ceil(min(1.0 / most, split_k)) - 1) * MODEL.handover_seconds
         token_bytes = config.k_tiles * config.arranged.token_bytes
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
-        # Bytes read from L2, once per N tile: the weight's scales, in whole tiles, and the activations of each routed
-        # pair.
+        # ``l2_bytes`` are read from L2 once per n tile: codes and scales of the weight, and the activations of each
+        # routed pair.
         l2_bytes = work_tiles * config.k_tiles * 2 * config.weight_tile.size_bytes
         l2_bytes += n_tiles * m * problem.topk * token_bytes
         rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory

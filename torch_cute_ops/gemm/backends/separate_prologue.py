@@ -1,4 +1,4 @@
-"""GEMMs with a prologue (``GemmProblem.has_prologue``) whose activations another launch computes first."""
+"""GEMMs with a prologue (``GemmProblem.has_prologue``), whose activations a separate launch may compute first."""
 
 from collections.abc import Callable
 from typing import Final
@@ -18,16 +18,17 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 SEPARATE: Final = "separate"
-"""First element of a tactic that computes the activations in a launch of their own."""
+"""First element of a tactic that computes the activations in a separate launch."""
 
 Activations = tuple[torch.Tensor, torch.Tensor | None]
-"""Activations, and their block scales or None."""
+"""Type of activations: a tensor, and its block scales or None."""
 
 
 class SeparatePrologue(Backend):
-    """Backend that runs another backend, with the prologue as a separate kernel or as part of the other backend's
-    kernel. If a tactic begins with ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant``
-    runs first. Otherwise the other backend's kernel computes the prologue. Both give the same results.
+    """Backend that adds a prologue to another backend.
+
+    If a tactic begins with ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant`` runs
+    first. Otherwise the other backend's kernel computes the prologue itself. Both give the same results.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -77,7 +78,7 @@ class SeparatePrologue(Backend):
         return multiplied.has_prologue and self.backend.checks_operands(multiplied, own)
 
     def _multiplied(self, problem: GemmProblem, tactic: Tactic) -> tuple[GemmProblem, Tactic]:
-        """Return the problem and the tactic of the other backend."""
+        """Return the problem and the tactic that are passed to the other backend."""
         if tactic[:1] != (SEPARATE,):
             return problem, self.backend.named(tactic)
         _, *own = tactic
@@ -85,7 +86,8 @@ class SeparatePrologue(Backend):
 
 
 def prologue_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
-    """Return the kernel of the op ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant`` that does the prologue."""
+    """Return the kernel that computes the prologue: the kernel of ``silu_mul``, ``fp4_quantize`` or
+    ``silu_mul_fp4quant``."""
     given = activation_dtype(problem), problem.k
     if problem.prologue_quant is None:
         rows = row_quant.RowQuantSpec.for_gated_rows(*given)
@@ -98,7 +100,7 @@ def prologue_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
 
 
 def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, torch.Tensor | None], Activations]:
-    """Return a function that computes the activations (M, K) from the rows and the global scale of a call, on a GPU."""
+    """Return a function that computes the activations (M, K) on a GPU, from the rows and the global scale of a call."""
     assert target.arch is not None
     kernel = prologue_kernel(problem, target.arch)
     function, max_ctas = compile_kernel(kernel, target.arch), target.sms * kernel.config.waves
