@@ -1,4 +1,4 @@
-"""Values of narrow formats, computed by torch's conversions."""
+"""Conversions of narrow formats, computed by torch, which the tests compare with the emulator."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def scale_value(byte: np.ndarray, name: str) -> np.ndarray:
 
 
 def e4m3(value: np.ndarray) -> np.ndarray:
-    """Encode numbers in e4m3, saturating; NaN is 0x7F."""
+    """Encode numbers in e4m3, with saturation. NaN becomes 0x7F."""
     numbers = torch.from_numpy(np.asarray(value, np.float32))
     codes = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     return np.where(np.isnan(value), np.uint8(0x7F), codes)

@@ -1,4 +1,4 @@
-"""A small GEMM of warp-level instructions: ``cp.async`` in stages, ``ldmatrix``, ``mma``."""
+"""A small CuTe DSL kernel: a GEMM that uses ``cp.async`` with several stages, ``ldmatrix`` and ``mma``."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Config(NamedTuple):
 
 
 class GemmKernel:
-    """``C = A @ B``: A ``(m, k)`` of at most 32 rows, B ``(k, 32)``, or ``(32, k)`` and ``transposed``, C of fp32."""
+    """``C = A @ B`` in fp32: A is (m, k) with at most 32 rows. B is (k, 32), or (32, k) if ``transposed``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -37,17 +37,17 @@ class GemmKernel:
 
     @cute.jit
     def __call__(self, a, b, c, stream):
-        # CuTe takes (n, k) in any stride order.
+        # CuTe expects B as (n, k), with any strides. So transpose the view.
         if const_expr(not self.config.transposed):
             b = cute.make_tensor(b.iterator, cute.select(b.layout, [1, 0]))
-        # Two warps next to each other, 16 columns each, so one ldmatrix.x4 loads B for both MMAs.
+        # Two warps next to each other compute 16 columns each, so that one ldmatrix.x4 loads B for both MMAs of a warp.
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)),
             cute.make_layout((1, 2, 1)),
             permutation_mnk=(16, 32, 16),
         )
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128)
-        # Each thread copies 16 bytes along the contiguous dimension.
+        # Each thread copies 16 bytes along the contiguous dimension, which is k or n.
         k_first = cute.make_tiled_copy_tv(atom, cute.make_layout((32, 2), stride=(2, 1)), cute.make_layout((1, 8)))
         n_first = cute.make_tiled_copy_tv(atom, cute.make_layout((4, 16), stride=(1, 4)), cute.make_layout((8, 1)))
         copy_b = k_first if const_expr(self.config.transposed) else n_first
@@ -65,7 +65,7 @@ class GemmKernel:
         s_a = smem.allocate_tensor(self.dtype, k_first, 16)
         s_b = smem.allocate_tensor(self.dtype, k_first if transposed else n_first, 16)
 
-        # From global to shared memory, with zeros for rows beyond A.
+        # Copy from global to shared memory. Rows beyond A are filled with zeros.
         copy_a, copy_b = copy_a.get_slice(tid), copy_b.get_slice(tid)
         from_a = copy_a.partition_S(cute.local_tile(a, (TILE, DEPTH), (0, None)))
         from_b = copy_b.partition_S(cute.local_tile(b, (TILE, DEPTH), (0, None)))
@@ -74,7 +74,7 @@ class GemmKernel:
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1, 1)), cutlass.Boolean)
         exists[0] = cute.elem_less(place[0][0], a.shape[0])
 
-        # From shared memory to registers
+        # Load from shared memory to registers.
         load_a = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         load_b = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=not transposed, num_matrices=4), self.dtype)
         load_a = cute.make_tiled_copy_A(load_a, mma).get_slice(tid)
@@ -92,7 +92,7 @@ class GemmKernel:
                 stage = step % STAGES
                 cute.copy(copy_a, from_a[None, None, None, step], to_a[None, None, None, stage], pred=exists)
                 cute.copy(copy_b, from_b[None, None, None, step], to_b[None, None, None, stage])
-            # Commit even an empty group: the wait counts newer groups.
+            # Commit even if nothing was copied, because the wait counts the groups.
             cute.arch.cp_async_commit_group()
             if const_expr(step >= STAGES - 1):
                 stage = (step - STAGES + 1) % STAGES
@@ -101,7 +101,7 @@ class GemmKernel:
                 cute.copy(load_a, load_a.partition_S(s_a)[None, None, None, stage], load_a.retile(r_a))
                 cute.copy(load_b, load_b.partition_S(s_b)[None, None, None, stage], load_b.retile(r_b))
                 cute.gemm(mma, r_c, r_a, r_b, r_c)
-                # All threads have read the stage before it is refilled.
+                # Wait until all threads have read the stage, before the next copy overwrites it.
                 cute.arch.sync_threads()
 
         place = thread.partition_C(cute.local_tile(cute.make_identity_tensor(c.shape), (TILE, TILE), (0, 0)))

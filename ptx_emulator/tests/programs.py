@@ -17,7 +17,8 @@ SEEDS = range(4)
 
 
 def entry(body: str, shared: int = 0, params: int = 2) -> str:
-    """Return a kernel with pointers ``p0``, ``p1``, … in %rd0, %rd1, …, shared memory ``buf``, and tid in %r0."""
+    """Return a kernel with pointers ``p0``, ``p1``, … in %rd0, %rd1, …, shared memory ``buf``, and the thread index in
+    %r0."""
     names = ", ".join(f".param .u64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.u64 %rd{i}, [p{i}];" for i in range(params))
     memory = f".shared .align 128 .b8 buf[{shared}];" if shared else ""
@@ -46,7 +47,7 @@ def launch(
     seed: int | None = 0,
     **kwargs: Any,
 ) -> list[np.ndarray]:
-    """Run a kernel on copies of the buffers and return their contents."""
+    """Run a kernel on copies of ``buffers``. Return the contents of the copies after the launch."""
     memory = GlobalMemory()
     addresses = [memory.allocate(f"p{i}", b.view(np.uint8)) for i, b in enumerate(buffers)]
     params = [struct.pack("<Q", address) for address in addresses]
@@ -60,12 +61,13 @@ def zeros(count: int) -> np.ndarray:
 
 
 AT = "mul.wide.u32 %rd8, %r0, 4; add.s64 %rd9, %rd0, %rd8;"
-"""Code that computes the address of the thread's word of p0 into %rd9."""
+"""Code that computes the address of this thread's word of ``p0`` in %rd9."""
 SLOT = "shl.b32 %r8, %r0, 2; mov.u32 %r9, buf; add.s32 %r9, %r9, %r8;"
-"""Code that computes the address of the thread's word of ``buf`` into %r9."""
+"""Code that computes the address of this thread's word of ``buf`` in %r9."""
 
 HALVES = {
     "bf16": (torch.bfloat16, (8, -126, 127), [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC1]),
     "f16": (torch.float16, (11, -14, 15), [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3C01, 0x7BFF, 0x7C00, 0x7E01]),
 }
-"""By 16-bit format: dtype; significant bits, smallest and largest exponent; bits of special values."""
+"""For each 16-bit format: its dtype; its significant bits, smallest and largest exponent; and bits of special
+values."""

@@ -1,4 +1,4 @@
-"""A GEMM that CuTe DSL compiles, run through the adapter: right results, and injected faults that are found."""
+"""Run a GEMM that CuTe DSL compiles through the adapter: results are right, and injected faults are found."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 def gemm(config: tuple, rows: int, seed: int | None, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of the small DSL kernel and of torch."""
+    """Return two results of a GEMM: from the small DSL kernel in the emulator, and from torch."""
     config = Config(*config)
     dtype = {"Float16": torch.float16, "BFloat16": torch.bfloat16}[config.dtype]
     a, b = torch.randint(-16, 17, (rows, config.k)).to(dtype), torch.randint(-16, 17, (config.k, 32)).to(dtype)
@@ -44,7 +44,7 @@ def test_wrong_matrix_products_of_the_dsl(config: tuple) -> None:
         return edit
 
     wait, barrier, group = r"cp\.async\.wait_group\s+1;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
-    # Barriers before a stage is read, and before it is refilled.
+    # Remove barriers that order stores of a stage before its loads, and loads before the next copy to the stage.
     for pattern, which in ((wait, 1), (barrier, 0), (barrier, 1), (barrier, 2), (barrier, 3), (group, 1)):
         for seed in (None, 0, 1):
             with pytest.raises(Race, match=r"cp\.async"):

@@ -1,4 +1,4 @@
-"""Single arithmetic instructions."""
+"""Test single arithmetic instructions against independent computations."""
 
 from fractions import Fraction
 from typing import Any
@@ -16,7 +16,7 @@ from ptx_emulator.values import TYPES
 
 
 def compute(opcode: str, *operands: Any) -> np.ndarray:
-    """Execute one instruction on arrays of its types."""
+    """Execute one instruction on ``operands``, which are arrays of the instruction's types."""
     parts = opcode.split(".")
     name = next(".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in PURE)
     rest = parts[name.count(".") + 1 :]
@@ -34,7 +34,7 @@ def f32(bits: int) -> np.float32:
 def rounded(
     exact: Fraction, significand: int, min_exponent: int, max_exponent: int, toward_zero: bool = False
 ) -> float:
-    """Round to the nearest value of a format, ties to even, or toward zero."""
+    """Round to the nearest value of a format, with ties to even, or toward zero if ``toward_zero``."""
     if exact == 0:
         return 0.0
     magnitude = abs(exact)
@@ -88,11 +88,12 @@ def test_conversion_to_halves(values: list) -> None:
 
 @pytest.mark.parametrize("name", HALVES)
 def test_packed_halves(name: str) -> None:
-    """Sums and products round like torch's, for random bits and all pairs of special values; fma rounds once."""
+    """Sums and products are rounded as in torch, for random bits and all pairs of special values. ``fma`` rounds
+    once."""
     dtype, form, special = HALVES[name]
     some = np.array([*special, *(bits | 0x8000 for bits in special)], np.uint16)
     random = np.random.default_rng(0).integers(1 << 16, size=(3, 1 << 16), dtype=np.uint16)
-    # Also operands of similar magnitude.
+    # Also test operands of similar magnitude, where sums cancel.
     random[1, ::2] = random[0, ::2] ^ (random[2, ::2] & 0x83FF)
     a, b = np.concatenate([np.stack(np.meshgrid(some, some)).reshape(2, -1), random[:2]], 1)
     a, b, c = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b, np.roll(a, 3) ^ 0x0101))
@@ -139,7 +140,7 @@ def test_e4m3_to_halves() -> None:
 
 
 def test_e2m1_to_halves() -> None:
-    """Convert each byte of a word in turn, as kernels decode weights."""
+    """Convert each byte of a word to two halves, as kernels that decode weights do."""
     body = f"""
     .reg .b8 %b<4>; {AT} ld.global.b32 %r1, [%rd9];
     mov.b32 {{%b0, %b1, %b2, %b3}}, %r1;
@@ -150,7 +151,7 @@ def test_e2m1_to_halves() -> None:
     (_, out) = launch(entry(body), bytes_ | 0x2200, zeros(512), block=256)
     nibbles = np.stack([bytes_ & 15, bytes_ >> 4], 1)
     want = e2m1_value(nibbles).astype(np.float16)
-    # Both codes of the second byte are 1.
+    # Both codes of the second byte are 1, so its halves are the same for every input.
     assert np.array_equal(out.reshape(-1, 2).view(np.float16).reshape(-1, 2, 2), np.stack([want, want], 1))
     assert (np.signbit(out.view(np.float16).reshape(-1, 2, 2)[:, 0]) == (nibbles >= 8)).all()
 
@@ -210,7 +211,7 @@ def test_subnormals() -> None:
 
 @pytest.mark.parametrize("table", [0x00, 0x3A, 0x6A, 0x96, 0xCA, 0xE8, 0xEA, 0xF8, 0xFF])
 def test_lop3(table: int) -> None:
-    """Every combination of input bits selects its bit of the table."""
+    """For every combination of three input bits, ``lop3`` returns the corresponding bit of its table."""
     given = f"{AT} ld.global.b32 %r1, [%rd9];"
     body = f"{given} lop3.b32 %r2, %r1, 0xCCCCCCCC, 0xAAAAAAAA, {table}; st.global.b32 [%rd9], %r2;"
     (out,) = launch(entry(body, params=1), np.uint32([0xF0F0F0F0, 0x0F0F0F0F]), block=2)
@@ -262,7 +263,7 @@ def test_comparisons_of_nan() -> None:
 
 
 def test_integers_above_zero() -> None:
-    """``relu`` clamps minima and maxima at zero."""
+    """With ``relu``, minima and maxima of integers are clamped at zero."""
     a, b = np.int32([-5, 3, 7]), np.int32([2, 4, -9])
     assert compute("min.relu.s32", a, b).tolist() == [0, 3, 0]
     assert compute("max.relu.s32", a, b).tolist() == [2, 4, 7]
@@ -278,7 +279,7 @@ PAIRS = """
 
 @pytest.mark.parametrize("name", ["add.rn.f32x2", "sub.f32x2", "mul.rn.ftz.f32x2", "fma.rn.f32x2"])
 def test_pairs_of_floats(name: str) -> None:
-    """Both halves give the result of the scalar instruction."""
+    """In both halves of a pair, the result is the result of the scalar instruction."""
     count = 3 if name.startswith("fma") else 2
     operands = np.random.default_rng(0).standard_normal((32, 3, 2)).astype(np.float32)
     operands[:4] *= np.float32(2.0**-100)  # products underflow

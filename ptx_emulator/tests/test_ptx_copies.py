@@ -1,4 +1,4 @@
-"""Small programs with mbarriers, bulk copies, ``cp.async`` and clusters."""
+"""Test mbarriers, bulk copies, ``cp.async`` and clusters in small programs."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,8 @@ STARTED:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_copies_tell_of_themselves_alone(seed: int | None) -> None:
-    """Waiting for a copy orders stores before its thread's arrival, not stores between arrival and copy."""
+    """A wait for a copy orders the stores before the issuing thread's arrival, but not its stores between arrival and
+    copy."""
     store = "mov.u32 %r4, 9; st.shared.u32 [%r3], %r4;"
     before, after = (
         entry(TOLD.format(AT=AT, WAIT=WAIT, BEFORE=one, AFTER=other), 272) for one, other in ((store, ""), ("", store))
@@ -89,7 +90,8 @@ def test_wrong_bulk_copies() -> None:
 
 
 def test_bulk_prefetches() -> None:
-    """A prefetch takes whole 16-byte pieces of one tensor, initialised or not, and nothing else."""
+    """A prefetch accepts whole 16-byte pieces of one tensor, initialised or not, and raises a fault for other sizes or
+    addresses."""
 
     def prefetch(source: str, size: str) -> None:
         body = "setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, 256; mov.u32 %r2, 0; mov.u64 %rd2, 64;"
@@ -114,9 +116,10 @@ READ = "cp.async.bulk.wait_group.read 0;"
 
 
 def stored(before: str = FENCE, after: str = "", wait: str = READ, end: str = "") -> str:
-    """Return a program in which thread 0 copies the stores of all threads.
+    """Return a program in which all threads store words, and thread 0 copies these words to global memory.
 
-    ``before`` and ``after`` are instructions around the barrier, such as fences; all threads execute ``end``.
+    ``before`` and ``after`` are instructions, such as fences, before and after the barrier. All threads execute
+    ``end``.
     """
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 33; mov.u32 %r1, buf;
@@ -140,7 +143,8 @@ def test_bulk_store(seed: int | None) -> None:
         stored(),
         stored("fence.proxy.async;", wait="cp.async.bulk.wait_group 0;"),
         stored("fence.proxy.async.shared::cluster;"),
-        # Fenced by the thread that copies, or by a thread before the barrier.
+        # The thread that copies may execute the fence after the barrier, or other threads may execute it before the
+        # barrier.
         stored("", FENCE),
         stored("", f"@!%p0 {FENCE}"),
         stored("", f"@%p1 {FENCE} bar.sync 0;"),
@@ -151,7 +155,7 @@ def test_bulk_store(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_need_a_fence(seed: int | None) -> None:
-    """The fence must cover shared memory, after the stores and before the copy."""
+    """The fence must cover shared memory. It must follow the stores and precede the copy."""
     for fences in (
         ("",),
         ("fence.proxy.async.global;",),
@@ -168,7 +172,7 @@ def test_bulk_stores_need_a_fence(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_must_have_read(seed: int | None) -> None:
-    """Copies must have read before their source is overwritten and before their threads end."""
+    """A bulk copy must have read its source before the source is overwritten, and before its thread ends."""
     again = "bar.sync 0; st.shared.u32 [%r9], %r0;"
     later = "mov.u32 %r4, 0; L: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 300; @%p2 bra L;"
     launch(stored(end=again), zeros(64), block=64, seed=seed)
@@ -176,7 +180,7 @@ def test_bulk_stores_must_have_read(seed: int | None) -> None:
         launch(stored(wait="", end=again), zeros(64), block=64, seed=seed)
     for bad in (
         stored(wait="cp.async.bulk.wait_group.read 1;", end=again),
-        # Another thread waits, or the wait comes too late.
+        # The wrong thread waits, or the right thread waits too late.
         stored(wait="", end=f"@%p1 {READ} {again}"),
         stored(wait="", end=f"bar.sync 0; {READ} {later} st.shared.u32 [%r9], %r0;"),
         stored(end="st.shared.u32 [%r9], %r0;"),
@@ -229,7 +233,7 @@ def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
     for part, error in {FENCE: Race, READ: Race, "cp.async.bulk.wait_group 0;": EmulationError}.items():
         with pytest.raises(error):
             launch(entry(STREAM.replace(part, ""), 264), zeros(192), data, block=64, seed=seed)
-    # Bytes that no thread has accessed need no fence.
+    # Without accesses by threads, the bytes need no fence.
     unchanged = STREAM.replace("ld.shared.u32 %r5, [%r9]; add.u32 %r5, %r5, 1;", "")
     unchanged = unchanged.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
     assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
@@ -244,7 +248,8 @@ def gathered(
     partner: int = 32,
     after: str = "",
 ) -> str:
-    """Return a program in which every thread reads the word that thread ``tid ^ partner`` copied."""
+    """Return a program in which every thread copies a word and then reads the word that thread ``tid ^ partner``
+    copied."""
     body = f"""
     {AT} {SLOT} setp.lt.u32 %p0, %r0, 32;
     add.s64 %rd10, %rd1, %rd8;
@@ -267,10 +272,10 @@ def test_cp_async(seed: int | None) -> None:
         (gathered(), 32),
         (gathered(between="cp.async.wait_all; bar.sync 0;"), 32),
         (gathered("cp.async.ca.shared.global [%r9], [%rd9], 4;", "cp.async.wait_all; bar.sync 0;"), 32),
-        # Within a warp, and within a thread, less synchronisation is enough.
+        # Within a warp, bar.warp.sync is enough. Within a thread, no barrier is needed.
         (gathered(between="cp.async.wait_group 0; bar.warp.sync -1;", partner=1), 1),
         (gathered(between="cp.async.wait_group 0;", partner=0), 0),
-        # The newer group is empty.
+        # The newest group is empty, so waiting for all except this group is enough.
         (gathered(between="cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;"), 32),
         (gathered(after="bar.sync 0; cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.wait_all;"), 32),
     ):
@@ -288,7 +293,7 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
         gathered(between=wait, partner=1),
         gathered(between=f"bar.sync 0; {wait}"),
         gathered(between="cp.async.wait_group 1; bar.sync 0;"),
-        # The group is not committed, or some threads do not wait.
+        # The group was not committed, or some threads do not wait.
         gathered(copy, f"{wait} bar.sync 0;"),
         gathered(between=f"@%p0 {wait} bar.sync 0;"),
     ):
@@ -298,7 +303,8 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cp_async_must_not_overwrite(seed: int | None) -> None:
-    """``cp.async`` must not overwrite bytes that others may still read, and nothing may store where it still writes."""
+    """``cp.async`` must not overwrite bytes that other threads may still read. No thread may store to bytes that it
+    still writes."""
     again = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
     with pytest.raises(Race, match=r"write of .* thread \d+ of CTA 0 read unordered; .*cp\.async\.ca"):
         launch(gathered(after=f"{again} cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
@@ -314,7 +320,7 @@ def test_cp_async_must_not_overwrite(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_groups_of_cp_async(seed: int | None) -> None:
-    """The older of two groups completes first."""
+    """A wait for all groups except the newest is enough for the older of two groups, but not for the newer one."""
     two = """
     cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.commit_group;
     cp.async.ca.shared.global [%r9+256], [%rd9], 4; cp.async.commit_group;
@@ -326,7 +332,7 @@ def test_groups_of_cp_async(seed: int | None) -> None:
         launch(gathered(two, wait + newer, after="cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
     wait = wait.replace("1", "0")
     assert (launch(gathered(two, wait + newer), WORDS, zeros(64), block=64, seed=seed)[1]).all()
-    # A bulk copy reads fenced bytes.
+    # A bulk copy may read bytes that cp.async wrote if the issuing threads executed a fence.
     stored = f"""
     {wait} {FENCE} bar.sync 0; setp.ne.u32 %p2, %r0, 0; @%p2 bra END; mov.u32 %r1, buf;
     cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1+256], 256;
@@ -351,7 +357,7 @@ COPIES = """
 
 
 def copied(copy: str, data: np.ndarray) -> np.ndarray:
-    """Run ``copy`` into bytes of 0xFF and return the row of each of 32 threads."""
+    """Run ``copy`` in 32 threads, with target bytes of 0xFF, and return the target bytes of each thread."""
     size = data.shape[1]
     kind, value = {4: ("b32", "%r4"), 8: ("v2.b32", "{%r4, %r5}"), 16: ("v4.b32", "{%r4, %r5, %r6, %r7}")}[size]
     start = "mov.b32 %r4, -1; mov.b32 %r5, -1; mov.b32 %r6, -1; mov.b32 %r7, -1;"
@@ -376,7 +382,7 @@ def test_sizes_of_cp_async(size: int) -> None:
         (f"{ca} {at}, %p1;", some, 0),
         (f"@%p0 {ca} {at};", some, 0xFF),
     ):
-        # A copy that reads nothing may be out of bounds.
+        # A copy that reads no bytes may have an address out of bounds.
         found = copied(copy, data[:20] if reads is some else data)
         assert (found == np.where(reads, data, otherwise)).all(), copy
         if reads is some:
@@ -426,7 +432,7 @@ SENT:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cluster(seed: int | None) -> None:
-    """Each CTA sends a word to both CTAs."""
+    """Each of two CTAs sends a word to itself and to the other CTA."""
     (out,) = launch(entry(CLUSTER, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == [100101] * 128
     early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
@@ -435,7 +441,7 @@ def test_cluster(seed: int | None) -> None:
 
 
 def waits(order: str, fence: str = "") -> str:
-    """Return ``WAIT`` with another order of memory, followed by a fence."""
+    """Return ``WAIT`` with other memory semantics ``order``, followed by ``fence``."""
     return WAIT.replace("try_wait.parity", f"try_wait.parity{order}") + fence
 
 
@@ -484,7 +490,8 @@ SENT:
     ],
 )
 def test_words_of_another_cta_are_acquired_at_cluster_scope(wait: str, suffices: bool) -> None:
-    """Check the scope of a wait for a word that the other CTA sends. Without ``scoped``, any scope will do."""
+    """A wait for a word that another CTA sends needs cluster scope if ``scoped``. Without ``scoped``, any scope
+    suffices."""
     text = entry(SENT.replace("WAIT", wait), 72, 1)
     want = ([101] * 32 + [100] * 32) * 2
     for seed in (None, *SEEDS):
@@ -539,7 +546,8 @@ READY:
     ],
 )
 def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: str, suffices: bool) -> None:
-    """Check the scope of the arrival of threads whose words the other CTA loads."""
+    """If another CTA loads words that threads have stored, the threads must arrive with release semantics at cluster
+    scope."""
     arrival = f"{fence} mbarrier.arrive{order}.shared::cluster.b64 _, [%r6];"
     text = entry(ARRIVED.replace("ARRIVE", arrival), 136, 1)
     for seed in (None, *SEEDS):
@@ -552,7 +560,7 @@ def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: 
 
 
 def test_stores_after_a_release_fence_are_not_released() -> None:
-    """Check that a relaxed arrival tells of accesses before the thread's fence only."""
+    """A relaxed arrival releases only the accesses before the thread's release fence."""
     arrival = f"{RELEASE} st.shared.u32 [%r9], %r7; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r6];"
     with pytest.raises(Race, match="wrote unordered"):
         launch(entry(ARRIVED.replace("ARRIVE", arrival), 136, 1), zeros(128), grid=4, cluster=2, scoped=True)
@@ -577,7 +585,7 @@ PEER = f"""
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
-    """The fault is found regardless of the order of execution."""
+    """A CTA must not end before its peers have read its memory. The fault is found in every order of execution."""
     (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
@@ -612,7 +620,8 @@ SECOND:
 
 
 def refilled(between: str, seed: int | None = None) -> None:
-    """Load from a stage, then refill it; ``between`` orders the two."""
+    """Run a kernel that loads from a stage and then overwrites it by a bulk copy. ``between`` is the code between the
+    two."""
     data = np.arange(64, dtype=np.uint32) * 7
     kernel = entry(REFILLED.replace("BETWEEN", between), 520)
     assert (launch(kernel, zeros(64), data, block=64, seed=seed)[0] == 2 * data).all()
@@ -636,7 +645,7 @@ def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
     ],
 )
 def test_what_waits_for_loads(between: str) -> None:
-    """An instruction that cannot be delayed and needs the value of this or a later load completes the load."""
+    """A load is complete if an instruction that cannot be moved needs the value of this load or of a later load."""
     refilled(between)
 
 
@@ -665,7 +674,7 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
 
 
 def peek(before: str, after: str, seed: int | None) -> list[int]:
-    """Return whether a wait succeeded, and how often the next wait timed out."""
+    """Run two waits. Return whether the first succeeded, and how often the second timed out."""
     program = entry(PEEK.format(AT=AT, BEFORE=before, AFTER=after), 16)
     return launch(program, zeros(2), zeros(2), seed=seed)[0].tolist()
 
@@ -673,14 +682,14 @@ def peek(before: str, after: str, seed: int | None) -> list[int]:
 def test_a_wait_may_time_out_once() -> None:
     for seed in (None, *SEEDS):
         assert peek(ARRIVE, "", seed) == [1, 0]
-        # The phase completes through the thread's own arrival after its first wait.
+        # Here the thread itself arrives only after its first wait, so this wait times out.
         assert peek("", ARRIVE, seed) == [0, 0]
         with pytest.raises(Deadlock):
             peek("", "", seed)
 
 
 def test_waits_time_out_at_random() -> None:
-    """A wait in a loop times out at most once, and without a seed only if nothing else can run."""
+    """A wait in a loop times out at most once. Without a seed, it times out only if nothing else can run."""
     body = PEEK.format(AT=AT, BEFORE="", AFTER="").replace(
         "mbarrier.try_wait.parity.shared.b64 %p1",
         "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
@@ -694,7 +703,7 @@ def test_waits_time_out_at_random() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_copy_that_is_held(seed: int | None) -> None:
-    """A held copy is executed last of two to the same address, and a wait for it still completes."""
+    """If one of two copies to the same address is ``held``, it is executed last, and a wait for it still completes."""
     start = "cp.async.bulk.global.shared::cta.bulk_group [%rd0],"
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, buf;

@@ -1,4 +1,4 @@
-"""Matrix loads and MMAs of warps and warpgroups."""
+"""Test matrix loads, and MMAs of warps and warpgroups."""
 
 import re
 
@@ -11,7 +11,7 @@ from ptx_emulator import Deadlock, EmulationError, Misaligned, OutOfBounds, Race
 
 
 def lane_words(count: int, pointer: str = "%rd0") -> str:
-    """Compute the address of the thread's first of ``count`` words into %rd9."""
+    """Return code that computes the address of the first of this thread's ``count`` words in %rd9."""
     return f"mul.wide.u32 %rd8, %r0, {4 * count}; add.s64 %rd9, {pointer}, %rd8;"
 
 
@@ -23,7 +23,8 @@ STORE = f"st.global.v4.b32 [%rd9], {registers(30, 34)};"
 
 
 def product(k: int, half: str, before: str = "", after: str = "", store: str = STORE) -> str:
-    """Return a program in which each warp multiplies. A lane's words of A, B and C are in p0, results go to p1."""
+    """Return a program in which each warp multiplies matrices. A lane's words of A, B and C are in ``p0``; results go
+    to ``p1``."""
     b, c = 10 + k // 4, 10 + k // 4 + k // 8
     loads = "".join(f"ld.global.b32 %r{10 + i}, [%rd9+{4 * i}];" for i in range(c - 6))
     body = f"""
@@ -39,7 +40,7 @@ def product(k: int, half: str, before: str = "", after: str = "", store: str = S
 
 
 def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
-    """Return the words of each lane, following the tables of the PTX ISA."""
+    """Distribute matrices to the words of each lane, following the tables of the PTX ISA."""
     words = []
     for lane in range(32):
         group, pair = lane >> 2, lane % 4
@@ -55,7 +56,7 @@ def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
 
 
 def matrices(k: int, half: str) -> tuple[torch.Tensor, ...]:
-    """Return random integer matrices, so that every sum is exact."""
+    """Return random matrices of integers, so that every sum is exact."""
     dtype = HALVES[half][0]
     a, b = torch.randint(-100, 101, (16, k)).to(dtype), torch.randint(-100, 101, (k, 8)).to(dtype)
     return a, b, torch.randint(-(2**20), 2**20, (16, 8)).float()
@@ -74,19 +75,19 @@ def test_mma(k: int, half: str) -> None:
     words = np.concatenate([fragments(*warp) for warp in warps])
     (_, out) = launch(product(k, half), words, zeros(3 * 128), block=96)
     assert torch.equal(of_lanes(out), torch.stack([a.float() @ b.float() + c for a, b, c in warps]))
-    # Also fractions, which are rounded once, infinities and NaN.
+    # Also test fractions, whose sums are rounded once, infinities and NaN.
     a, b, c = (torch.randn_like(x) for x in warps[0])
     a[3, 2], c[5, 1] = torch.inf, torch.nan
     want = a.double() @ b.double() + c.double()
     (_, out) = launch(product(k, half), fragments(a, b, c), zeros(128))
     assert torch.equal(of_lanes(out)[0].nan_to_num(7.0), want.float().nan_to_num(7.0))
-    # An element of b may be 0, and infinity times it is NaN too.
+    # Infinity times an element of b that is 0 is NaN too.
     words = out[np.isnan(out.view(np.float32))]
     assert words.tolist() == [0x7FFFFFFF] * int(want.isnan().sum())
 
 
 def test_mma_of_bytes() -> None:
-    """Lane 4 g + t holds elements 4 t to 4 t + 3."""
+    """In an MMA of bytes, lane 4 g + t holds elements 4 t to 4 t + 3."""
     a, b, c = (torch.randint(-8, 9, shape).float() for shape in ((16, 32), (32, 8), (16, 8)))
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     words = []
@@ -108,7 +109,7 @@ def test_wrong_products() -> None:
         launch(product(16, "f16"), np.tile(words, 2), zeros(256), block=48)
     with pytest.raises(Deadlock, match=r"31 threads .*mma\.sync"):
         launch(product(16, "f16", "setp.eq.u32 %p0, %r0, 5; @%p0 bra END;", "END:"), words, zeros(128))
-    # Lanes at two instructions do not meet.
+    # Lanes at two different mma instructions do not meet, so both groups wait forever.
     mma = re.search(r"mma[^;]*;", product(16, "f16"))[0]
     with pytest.raises(Deadlock, match=r"16 threads .*mma\.sync.*\n.*16 threads .*mma\.sync"):
         two = product(16, "f16", "setp.lt.u32 %p0, %r0, 16; @%p0 bra OTHER;", f"bra END; OTHER: {mma} END:")
@@ -122,7 +123,8 @@ def test_wrong_products() -> None:
     ("register", "lane", "results", "lanes"), [(11, 13, (2, 3), range(12, 16)), (15, 9, (0, 2), range(1, 32, 4))]
 )
 def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple, lanes: range) -> None:
-    """A missing word of A makes only row 11 undefined, a missing word of B only column 2."""
+    """An uninitialised word of A makes only row 11 undefined. An uninitialised word of B makes only column 2
+    undefined."""
     words = fragments(*matrices(16, "f16"))
     hole = f"{SLOT} setp.eq.u32 %p0, %r0, {lane}; @%p0 ld.shared.b32 %r{register}, [%r9];"
     for result in range(4):
@@ -137,10 +139,10 @@ def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple,
 
 
 def test_warpgroup_products_of_what_nobody_wrote() -> None:
-    """A missing row of B makes its column undefined, and nothing else.
+    """An uninitialised row of B makes only its column of the result undefined.
 
-    The sixth of eight rows is missing in one matrix, and the third in a second matrix whose products are added. The
-    third and second lane of a quad hold these columns, 5 and 2.
+    The first MMA lacks row 5 of B. A second MMA, which adds to the same accumulators, lacks row 2 of its B. In each
+    quad of lanes, the third lane holds column 5, and the second lane holds column 2.
     """
     sums, ones = registers(30, 34), "{" + ", ".join(["%r20"] * 4) + "}"
     multiply = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, {ones}, %rd9, %p2, 1, 1, 0;"
@@ -168,7 +170,7 @@ def test_warpgroup_products_of_what_nobody_wrote() -> None:
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 def test_a_warp_of_a_warpgroup_races(row: int) -> None:
-    """The error names the warp that multiplies a row which its own thread stored without a fence."""
+    """If a thread stores a row without a fence, the error names the warp that multiplies this row."""
     sums, writer = registers(30, 34), row // 16 * 32 + 9
     body = f"""
     mov.u32 %r9, buf; mad.lo.u32 %r8, %r0, 80, %r9;
@@ -187,9 +189,9 @@ def test_a_warp_of_a_warpgroup_races(row: int) -> None:
 
 
 def matrix_loads(form: str, between: str = "bar.warp.sync -1;", after: str = "", offset: int = 0) -> str:
-    """Return a program in which each warp stores 32 rows of 16 bytes and loads matrices.
+    """Return a program in which each warp stores 32 rows of 16 bytes and then loads matrices from them.
 
-    Lane ``i`` holds the address of row ``5 i + 3``.
+    Lane ``i`` passes the address of row ``5 i + 3`` to ``ldmatrix``.
     """
     count = int(form[1])
     body = f"""
@@ -223,13 +225,15 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
-    # Lanes that meet there, or at an MMA, do not learn of each other's stores.
+    # Without a barrier between stores and ldmatrix, this is a race. An mma between them, which all lanes execute
+    # together, does not order the stores either.
     product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
     product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
     for between in ("", product):
         with pytest.raises(Race, match=r"read of .*ldmatrix"):
             launch(matrix_loads("x4.shared", between), data, zeros(256), block=64, seed=seed)
-    # Lane 0 holds the address of row 3; lane 8 the address of row 11, which x1 does not read.
+    # With x1, only lanes 0 to 7 pass addresses. Lane 0 passes the address of row 3, which is read. Lane 8 passes the
+    # address of row 11, which is not read.
     again = "setp.ne.u32 %p0, %r0, LANE; @%p0 bra END; st.shared.u32 [%r9], %r0; END:"
     with pytest.raises(Race, match=r"write of .* thread 0 of CTA 0 read"):
         launch(matrix_loads("x1.shared", after=again.replace("LANE", "3")), data, zeros(256), block=64, seed=seed)
@@ -255,7 +259,7 @@ def test_wrong_ldmatrix() -> None:
 
 @pytest.mark.parametrize(("form", "lanes"), [("x1.shared", range(12, 16)), ("x1.trans.shared", range(1, 32, 4))])
 def test_matrices_that_nobody_wrote(form: str, lanes: range) -> None:
-    """Row 3 of the matrix is missing; lanes that do not depend on it may store their results."""
+    """Row 3 of the matrix is uninitialised. Lanes whose results do not depend on this row may store them."""
     data = np.arange(32 * 4, dtype=np.uint32)
     program = matrix_loads(form).replace("st.shared.v4", "setp.ne.u32 %p1, %r0, 18; @%p1 st.shared.v4")
     for lane in (0, 1, 5, 11, 12, 15, 16, 30):

@@ -1,4 +1,4 @@
-"""Tensor memory and tensor cores (``tcgen05``) in small programs."""
+"""Test tensor memory and tensor cores (``tcgen05``) in small programs."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitiali
 
 N, K = 16, 64
 ACCUMULATOR, A_SCALES, B_SCALES = 0, 32, 36
-"""Columns relative to the allocation's first."""
+"""Columns of tensor memory, relative to the first allocated column."""
 A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 4608, 5120, 5632
 FULL, READY, DONE, FREE, POINTER = (BYTES + 8 * i for i in range(5))
-"""Offsets in shared memory of mbarriers and of the allocation's address; operands come first."""
+"""Offsets in shared memory of four mbarriers, and of the address of the allocated tensor memory. The operands come
+before."""
 
 
 def wait(offset: int, parity: int) -> str:
@@ -26,7 +27,7 @@ DONE: }}"""
 
 
 def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
-    """Build a descriptor without swizzle: 8 rows of 16 bytes are consecutive."""
+    """Build a descriptor of an operand without swizzle, in which 8 rows of 16 bytes are contiguous."""
     constant = 1 << 46 | stride >> 4 << 32 | leading >> 4 << 16
     start = f"add.u32 %r4, %r1, {offset}; shr.u32 %r4, %r4, 4; cvt.u64.u32 {target}, %r4;"
     return f"{start} or.b64 {target}, {target}, {constant};"
@@ -49,7 +50,8 @@ WAIT_LD = "tcgen05.wait::ld.sync.aligned;"
 
 
 def epilogue(kind: Kind, turn: int) -> str:
-    """Return code in which all threads store their row of the accumulator and release it to the next MMA."""
+    """Return code in which each thread stores its row of the accumulator, and then allows the next MMA to overwrite
+    it."""
     stores = " ".join(f"st.global.v4.b32 [%rd9+{4 * i}], {{{', '.join(WORDS[i : i + 4])}}};" for i in range(0, N, 4))
     return f"""
     {wait(DONE, turn)}
@@ -81,7 +83,8 @@ def copy(kind: Kind, column: int, source: str) -> str:
 
 
 def program(kind: Kind) -> str:
-    """Return a program that stores D = A @ B, then D + A @ B. Each CTA holds 128 rows of A, part of B, and scales."""
+    """Return a program that stores D = A @ B, and then D + A @ B. Each CTA holds 128 rows of A, some rows of B, and
+    scales."""
     together = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""
     mov.u32 %r1, buf; mov.u32 %r20, %cluster_ctarank; mov.u32 %r21, 0;
@@ -135,7 +138,7 @@ END:
 
 
 class Operands(NamedTuple):
-    """Bytes that each CTA copies, one row a CTA, and the product."""
+    """Bytes of the operands that each CTA copies, one row per CTA, and the expected product."""
 
     data: np.ndarray
     product: np.ndarray
@@ -148,7 +151,7 @@ def in_rows_of_8(codes: np.ndarray) -> np.ndarray:
 
 
 def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
-    """Arrange scales as 128x4: byte ``16 (r % 32) + 4 (r // 32) + block`` of row r. Padding is NaN."""
+    """Arrange scales in the 128x4 layout: byte ``16 (r % 32) + 4 (r // 32) + block`` of row r. Padding is NaN."""
     blocks = np.full(512, 0xFF, np.uint8)
     for row, some in enumerate(scales):
         start = 16 * (row % 32) + 4 * (row // 32)
@@ -244,7 +247,7 @@ def test_faults_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no wait::ld", "no fence before the barrier", "no fence behind the barrier"])
 def test_lenient_rules(name: str) -> None:
-    """``lenient`` accepts omissions of NVIDIA's kernels."""
+    """With ``lenient``, the emulator accepts omissions that NVIDIA's own kernels contain."""
     before, after, _, _ = FAULTS[name]
     product = operands(NVFP4).product
     assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])
@@ -310,7 +313,7 @@ def move(wait: str = "tcgen05.wait::st.sync.aligned;", first: int = 4) -> np.nda
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_stored_rows_are_loaded_as_fragments(half: int) -> None:
-    """Lane 4 i + j receives columns 2 j and 2 j + 1 of rows i and i + 8, in each half of its warp's rows."""
+    """In each half of its warp's rows, lane 4 i + j receives columns 2 j and 2 j + 1 of rows i and i + 8."""
     lane = np.arange(32)
     rows = (lane // 4 + 16 * half)[:, None] + [0, 0, 8, 8]
     columns = (2 * (lane % 4))[:, None] + [0, 1, 0, 1]

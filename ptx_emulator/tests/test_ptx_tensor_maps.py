@@ -1,4 +1,4 @@
-"""Copies by tensor map in small programs."""
+"""Test TMA copies by tensor map in small programs."""
 
 import itertools
 import struct
@@ -17,7 +17,8 @@ TYPES = {4: 11, 8: 0, 16: 6, 32: 7}
 
 
 class Map(NamedTuple):
-    """Sizes and box in elements, innermost first; strides of the other dimensions in bytes."""
+    """Sizes of a tensor and of its box in elements, innermost dimension first, and strides of the outer dimensions in
+    bytes."""
 
     bits: int
     sizes: tuple[int, ...]
@@ -45,8 +46,8 @@ class Map(NamedTuple):
 
 
 def box(map: Map, data: np.ndarray, at: tuple[int, ...]) -> np.ndarray:
-    """Return the bytes of a box in the order of shared memory, with zeros outside the tensor."""
-    digits = np.zeros(int(np.prod(map.box)) * map.bits // 4, np.uint8)  # of 4 bits
+    """Return the expected bytes of a box in the order of shared memory, with zeros outside of the tensor."""
+    digits = np.zeros(int(np.prod(map.box)) * map.bits // 4, np.uint8)  # digits of 4 bits
     given = np.stack([data & 15, data >> 4], -1).reshape(-1)
     per = map.bits // 4
     for i, place in enumerate(itertools.product(*(range(extent) for extent in map.box[::-1]))):
@@ -99,7 +100,8 @@ EXPECT = "mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {SIZE};"
 def copied(
     map: Map, at: tuple[int, ...], mods: str = "", more: str = "", ctas: int = 1, to: str = "[%r2]", **kwargs
 ) -> np.ndarray:
-    """Return each CTA's shared memory after a copy by CTA 0, or by all CTAs if ``mods`` is not a multicast."""
+    """Return each CTA's shared memory after CTA 0 has copied a box. If ``mods`` is not a multicast, each CTA copies
+    it."""
     copy = f"""cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{mods}
         [%r1], [%rd2, {{{joined(at)}}}], {to}{more};"""
     guard = "@%p2 bra STARTED;" if "multicast" in mods else ""
@@ -160,7 +162,8 @@ COPY:
 
 
 def test_a_pair_counts_on_one_mbarrier() -> None:
-    """With ``cta_group::2`` the copy may arrive at the other CTA's mbarrier; other mbarriers order nothing."""
+    """With ``cta_group::2``, a copy may arrive at the mbarrier of the other CTA of the pair. Other mbarriers then order
+    nothing."""
     twice = ALL_TO_ONE.replace("{EXPECTED}", str(2 * CUBE.box_bytes))
     own = {"to": "[%r7]", "ctas": 2, "start": twice}
     with pytest.raises((Race, Uninitialised)):
@@ -171,7 +174,7 @@ def test_a_pair_counts_on_one_mbarrier() -> None:
     assert copied(CUBE, (4, 0, 1), ".cta_group::2", ctas=2, start=both).all()
     one = "mov.u32 %r7, %r2;" + EXPECT + "@%p2 bra STARTED; {COPY}"
     pairs = {"mods": ".multicast::cluster.cta_group::2", "more": ", 3", "ctas": 2}
-    # Both boxes arrive at CTA 0's mbarrier: CTA 1 waits in vain for its own.
+    # Both boxes arrive at CTA 0's mbarrier, so CTA 1, which waits for its own, waits forever.
     with pytest.raises((EmulationError, Deadlock)):
         copied(CUBE, (4, 0, 1), start=one, **pairs)
 
@@ -208,7 +211,7 @@ END:
 
 
 def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Return the tensor after a box was stored, and the box in shared memory."""
+    """Store a box of shared memory to a tensor. Return the tensor after the store, and the box in shared memory."""
     text = STORE.format(SIZE=map.box_bytes, RANK=len(at), AT=joined(at))
     size = sum((extent - 1) * stride for extent, stride in zip(map.sizes[1:], map.strides, strict=True))
     tensor = np.zeros(size + map.sizes[0] * map.bits // 8, np.uint8)
@@ -219,7 +222,7 @@ def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> 
 
 @pytest.mark.parametrize(("map", "at"), [MAPS[1], MAPS[2], MAPS[3], MAPS[6], MAPS[7]])
 def test_stored_boxes(map: Map, at: tuple[int, ...]) -> None:
-    """A load of the same box gives the stored bytes, except outside the tensor."""
+    """A load of a box that was stored gives the stored bytes, except outside of the tensor."""
     tensor, source = stored(map, at)
     there = box(map, np.full_like(tensor, 0xFF), at)
     assert np.array_equal(box(map, tensor, at), source & there)
