@@ -1,10 +1,11 @@
 """Run a kernel of a PTX file: ``python -m ptx_emulator kernel.ptx --grid 2 --block 128 --param randn:f4:64 --param 7``.
 
-Each ``--param`` is one parameter of the kernel, in order: ``zeros:DTYPE:COUNT``, ``ones:…``, ``arange:…``, ``randn:…``
-or ``FILE.npy`` for a pointer to a buffer, or a number, which is stored in the parameter's size. DTYPE is a NumPy dtype
-such as f4, float16 or uint8. The kernel runs once with all warps in step and once with each seed, each time on fresh
-buffers. Exit status 0: no fault, and the same bits in every run; 1: a fault, which is printed with instruction, thread
-and address; 2: wrong arguments, or an instruction that the emulator does not implement.
+Each ``--param`` is one parameter of the kernel, in order. For a pointer to a buffer, it is ``zeros:DTYPE:COUNT``,
+``ones:…``, ``arange:…``, ``randn:…`` or ``FILE.npy``. DTYPE is a NumPy dtype such as f4, float16 or uint8. Otherwise it
+is a number, which is converted to the parameter's size. The kernel runs once with all warps in lockstep and once with
+each seed, each time on fresh buffers. Exit status 0: no fault, and the same bits in every run. Exit status 1: a fault,
+which is printed with instruction, thread and address. Exit status 2: wrong arguments, or an instruction that the
+emulator does not implement.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def dims(text: str) -> tuple[int, int, int]:
 
 
 def buffer_of(text: str) -> np.ndarray[Any, Any] | None:
-    """Return the buffer that a parameter points to, or None if the parameter is a number."""
+    """Create the buffer that a ``--param`` describes, or return None if the text is a number."""
     if text.endswith(".npy"):
         return np.load(text)
     name, *rest = text.split(":")
@@ -48,14 +49,14 @@ def buffer_of(text: str) -> np.ndarray[Any, Any] | None:
 
 
 def number_of(text: str, size: int) -> bytes:
-    """Encode a number as a parameter of ``size`` bytes. A number with a point or an exponent is a float."""
+    """Encode a number as a parameter of ``size`` bytes. A number with a decimal point or an exponent is a float."""
     if any(character in text.lower() for character in ".en") and not text.lower().startswith("0x"):
         return struct.pack({4: "<f", 8: "<d"}[size], float(text))
     return (int(text, 0) % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def run(program: Program, given: argparse.Namespace, seed: int | None) -> list[np.ndarray[Any, Any]]:
-    """Execute one launch on fresh buffers and return the buffers' contents."""
+    """Execute one launch on fresh buffers. Return the contents of the buffers after the launch."""
     memory, params, buffers = GlobalMemory(), [], []
     for text, param in zip(given.param, program.params, strict=True):
         buffer = buffer_of(text)
@@ -71,7 +72,7 @@ def run(program: Program, given: argparse.Namespace, seed: int | None) -> list[n
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="ptx_emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

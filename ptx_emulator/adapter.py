@@ -34,9 +34,9 @@ class Compiled:
     """A compiled kernel.
 
     Attributes:
-        programs: Parsed device programs by name.
+        programs: Parsed device programs, keyed by name.
         ptx: Text of the PTX.
-        module: MLIR module with the host function.
+        module: MLIR module that contains the host function.
         resources: Registers, spills and shared memory of each program, as ptxas reports them; empty if
             ``CUTE_DSL_LINEINFO`` is set.
     """
@@ -51,7 +51,7 @@ _compiled: dict[Any, Compiled] = {}
 
 
 def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile ``kernel`` for ``arch``, once in a process."""
+    """Compile ``kernel`` for ``arch``. The result is cached in this process."""
     key = key_of(kernel, arch)
     if key not in _compiled:
         with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
             def keep_ptx(kernel: Any, arch: Arch, options: str = "") -> Any:
                 return trace_and_compile(kernel, arch, f"{options} --keep-ptx --dump-dir={folder}")
 
-            if os.environ.get("CUTE_DSL_LINEINFO"):  # compile_for leaves out line information
+            if os.environ.get("CUTE_DSL_LINEINFO"):  # compile_for would omit the line information
                 compiled, found = keep_ptx(kernel, arch), []
             else:
                 with mock.patch.object(resources, "trace_and_compile", keep_ptx):
@@ -70,7 +70,7 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
 
 
 def forget() -> None:
-    """Drop every compiled kernel and parsed program."""
+    """Clear the caches of compiled kernels and parsed programs."""
     _compiled.clear()
     programs_of.cache_clear()
     host.forget()
@@ -79,9 +79,9 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=2)
 def programs_of(ptx: str) -> dict[str, Program]:
-    """Return the programs of a PTX text by name.
+    """Parse a PTX text. Return its programs, keyed by name.
 
-    Only the last two texts are kept, because tests run one edited text after another, each with several seeds.
+    Only the last two texts are cached, because tests run one edited text after another, each with several seeds.
     """
     return {program.name: program for program in parse_all(ptx)}
 
@@ -100,26 +100,25 @@ def run_kernel(
     starved: Collection[int] = (),
     scoped: bool = False,
 ) -> list[Machine]:
-    """Execute a kernel's launches on CPU tensors, which receive the results.
+    """Execute all launches of a kernel call on CPU tensors. The results are written to the tensors.
 
     Args:
         kernel: Kernel of torch_cute_ops.
         arch: Architecture to compile for.
         arguments: Tensor, number or None for each entry of ``kernel.arguments()``. The host function computes grid and
             block from them.
-        seed: Seed of the order in which warps and copies proceed. With None, warps run in lockstep and copies run as
-            late as possible.
+        seed: Seed of the order in which warps and copies are executed. With None, warps run in lockstep, and copies are
+            executed as late as possible.
         max_steps: Number of executed instructions after which a launch is aborted.
         strict: True if only ``bar.warp.sync`` orders memory within a warp (see ``Machine``).
         lenient: True for kernels of other projects (see ``Machine``).
         edit: Function that changes the PTX before it runs, for tests that inject faults.
-        written_before: Tensors by argument number. The previous kernel writes a tensor's contents to that argument as
-            late as possible (see ``Machine``). Each launch of this kernel then also delays its writes as long as
-            possible for the kernel's later launches. None means that each launch starts when the previous launch has
-            ended.
-        held: Bulk copies of each launch that are executed as late as possible (see ``Machine``).
-        starved: Warps of each launch that run as late as possible (see ``Machine``).
-        scoped: True if the scopes of operations on mbarriers matter (see ``Machine``).
+        written_before: Tensors, keyed by argument number. The emulator acts as if the previous kernel wrote them to the
+            arguments as late as possible (see ``Machine``). Writes of each launch are also delayed for the kernel's
+            later launches. With None, each launch starts when the previous launch has ended.
+        held: Numbers of the bulk copies of each launch that are executed as late as possible (see ``Machine``).
+        starved: Numbers of the warps of each launch that run as late as possible (see ``Machine``).
+        scoped: True if the scopes of mbarrier operations limit which memory accesses they order (see ``Machine``).
 
     Returns:
         Machine of each launch.
@@ -150,7 +149,7 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # The previous kernel released its dependents only after its own wait, so all kernels before it are complete.
+        # All kernels before the previous one are complete: it waited for them before it released its dependents.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(
@@ -167,8 +166,8 @@ def run_kernel(
 def _flatten(
     specs: tuple, arguments: tuple, memory: GlobalMemory
 ) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
-    """Return the values that the host function takes for each argument, and a dict from argument numbers to (address,
-    tensor)."""
+    """Return the values that each argument adds to the host function's arguments, and a dict from argument numbers to
+    (address, tensor)."""
     if len(specs) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
     leaves: list[list[Any]] = []

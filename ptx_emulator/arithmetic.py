@@ -1,9 +1,9 @@
-"""Results of instructions without memory access or synchronisation, on arrays with one element per thread.
+"""Results of instructions that neither access memory nor synchronise, for arrays with one element per thread.
 
-``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function gets its operands as arrays of
-the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and returns the array of the
-target register. Where PTX defines the rounding, results have the same bits as on hardware. Instructions that PTX
-defines as approximate give the correctly rounded result.
+``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function takes its operands as arrays of
+the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``), and returns the array of the
+target register. If PTX defines the rounding, results have the same bits as on hardware. For instructions that PTX
+defines as approximate, the result is correctly rounded.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ IGNORED = frozenset({"uni", "L1", "relaxed", "weak"})
 
 @dataclass(frozen=True)
 class Op:
-    """A parsed opcode: its modifiers, and its types in the order of the text."""
+    """A parsed opcode: its modifiers, and its types in the order in which they occur."""
 
     opcode: str
     mods: frozenset[str]
@@ -48,11 +48,11 @@ class Op:
 
 @dataclass(frozen=True)
 class Operation:
-    """A function of arrays.
+    """The function that computes an instruction, with the types of its operands and its result.
 
-    ``ins`` and ``out`` name types: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and ``w`` has
-    twice the bits of ``t``. ``mods`` are the modifiers that the function supports; an instruction with any other
-    modifier is unknown.
+    ``ins`` and ``out`` name types by letters: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and
+    ``w`` is a type with twice the bits of ``t``. ``mods`` are the modifiers that the function supports. An instruction
+    with any other modifier is unknown.
     """
 
     function: Callable[..., Any]
@@ -65,7 +65,7 @@ PURE: dict[str, Operation] = {}
 
 
 def pure(names: str, ins: str, out: str = "t", mods: str = "") -> Callable[[Callable], Callable]:
-    """Add a function to the table under each of ``names``."""
+    """Register a function in ``PURE`` under each of ``names``."""
 
     def enter(function: Callable) -> Callable:
         for name in names.split():
@@ -76,7 +76,7 @@ def pure(names: str, ins: str, out: str = "t", mods: str = "") -> Callable[[Call
 
 
 def type_of(op: Op, name: str) -> Type:
-    """Return the type for which a letter of ``Operation.ins`` or ``Operation.out`` stands."""
+    """Return the type that a letter in ``Operation.ins`` or ``Operation.out`` names."""
     if name == "t":
         return op.type
     if name == "d":
@@ -87,7 +87,7 @@ def type_of(op: Op, name: str) -> Type:
 
 
 def on_floats(op: Op, function: Callable[..., Array], *values: Array) -> Array:
-    """Apply a function of float64 arrays to fp16 or bf16, packed or not, with one rounding at the end."""
+    """Apply a function of float64 arrays to fp16 or bf16 values, packed or not, and round the result once."""
     name = op.type.name
     if op.mods & {"ftz", "sat"}:
         raise NotImplementedError(op.opcode)
@@ -103,7 +103,7 @@ def on_floats(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
-    """Compute a float operation in float64 and round once; the result is correctly rounded."""
+    """Compute a float operation in float64, and round once. The result is correctly rounded."""
     if op.type.name == "f64":
         return function(*values)
     if op.type.name != "f32":
@@ -115,7 +115,7 @@ def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def finish(op: Op, result: Array) -> Array:
-    """Apply the opcode's modifiers, such as ``ftz`` and ``sat``, to an fp32 result."""
+    """Apply the opcode's modifiers (``ftz``, ``sat``) to an fp32 result."""
     if "ftz" in op.mods:
         result = flush(result)
     if "sat" in op.mods:
@@ -130,9 +130,8 @@ FLOAT_MODS = "rn ftz sat"
 
 def _binary(op: Op, function: Callable[..., Array], a: Array, b: Array) -> Array:
     if op.type.is_float:
-        # One operation in float64 followed by a rounding to at most 24 bits gives the correctly rounded result
-        # (Figueroa: 53 >= 2 * 24 + 2). Half precision needs fewer bits, and a subnormal sum of two half-precision
-        # numbers is exact.
+        # An operation in float64 that is then rounded to at most 24 bits is correctly rounded (Figueroa: 53 >= 2 * 24 +
+        # 2). Half precision needs fewer bits, and a subnormal sum of two half-precision numbers is exact.
         if op.type.name == "f32" and not op.mods & {"ftz", "sat"}:
             return canonical(function(a, b))
         return arithmetic(op, function, a, b)
@@ -252,7 +251,7 @@ def _extreme(op, largest: bool, a, b):
             result = np.maximum(x, y) if largest else np.minimum(x, y)
         else:
             result = np.fmax(x, y) if largest else np.fmin(x, y)
-        # PTX orders minus zero below plus zero.
+        # PTX orders minus zero below plus zero, but NumPy treats them as equal.
         zeros = (x == 0) & (y == 0)
         if not any_true(zeros):
             return result
@@ -276,7 +275,7 @@ def _min(op, a, b):
     return _extreme(op, False, a, b)
 
 
-# Functions. The approximate instructions are computed in float64 and rounded.
+# Functions. Approximate instructions are computed in float64 and then rounded.
 
 APPROX = "rn approx ftz"
 
@@ -324,7 +323,7 @@ def _not(op, a):
 
 
 def _shift(op, function, a, amount):
-    # PTX clamps the shift amount to the width; in NumPy, shifts by more than the width are undefined.
+    # PTX clamps the shift amount to the width. In NumPy, a shift by more than the width is undefined.
     bits = op.type.bits
     if not any_true(amount >= bits):
         return function(a, amount.astype(op.type.dtype))
@@ -357,7 +356,7 @@ def _shf(op, low, high, amount):
 def _bfe(op, a, start, length):
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     bits = op.type.bits
-    # In a 64-bit number with the sign extended, two shifts extract the field.
+    # Extend the number to 64 bits with its sign. Two shifts then extract the field.
     wide = a.astype(np.int64 if op.type.is_signed else np.uint64)
     moved = np.where(start >= bits, wide >> wide.dtype.type(63), wide >> np.minimum(start, 63).astype(wide.dtype))
     length = np.minimum(length, bits)
@@ -436,7 +435,7 @@ def compare(op: Op, a: Array, b: Array) -> Array:
     (name,) = op.mods & SETP_COMPARES
     if name in _COMPARE:
         result = _COMPARE[name](a, b)
-        # NumPy's != is true for NaN; PTX's ordered ne is false.
+        # For NaN, NumPy's != is true, but PTX's ordered ``ne`` is false.
         if name == "ne" and op.type.is_float:
             result = result & ~(np.isnan(a) | np.isnan(b))
         return result
@@ -451,7 +450,7 @@ SETP_COMPARES = frozenset(_COMPARE) | {"equ", "neu", "ltu", "leu", "gtu", "geu",
 
 @pure("setp", "t t pred", out="pred", mods=" ".join(SETP_COMPARES) + " and or xor ftz")
 def _setp(op, a, b, c=None):
-    """Compare two values. If the instruction names a second target, it receives the complement (see ``machine``)."""
+    """Compare two values. A second target, if any, receives the complement of the result (see ``machine``)."""
     result = compare(op, a, b)
     if "xor" in op.mods:
         return result ^ c
@@ -548,7 +547,7 @@ def _cvt_to_integer(op, target, source, a):
 
 
 def _cvt_packed(target, source, mode, a, b):
-    """Convert two operands to a packed pair; the first operand becomes the upper half."""
+    """Convert two operands and pack the results into a pair. The first operand becomes the upper half."""
     if target.name in TINY:
         if source.name == "f32":
             high, low = a, b
@@ -560,7 +559,7 @@ def _cvt_packed(target, source, mode, a, b):
         shift = target.bits // 2
         return (low | (high << np.uint16(shift))).astype(target.dtype)
     if target.name == "ue8m0x2":
-        # Conversion to ue8m0 rounds the exponent up (rp) or towards zero (rz); 0xFF is NaN.
+        # A conversion to ue8m0 rounds the exponent up (rp) or towards zero (rz). The code 0xFF is NaN.
         def exponent(value):
             wide = np.abs(value.astype(np.float64))
             _, e = np.frexp(wide)

@@ -1,4 +1,4 @@
-"""Barriers of CTAs and clusters, and mbarriers: arrivals and waiting threads."""
+"""Barriers of CTAs and clusters, and mbarriers, with their arrivals and waiting threads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 AT_WARP, AT_CLUSTER, FOR_COPIES, FOR_KERNEL = -1, -2, -3, -4
-"""Reasons why a thread waits (``Machine.wait``). A positive reason is the number of an instruction that whole warps
-execute together."""
+"""Reasons for which a thread waits (``Machine.wait``). A positive reason is the number of an instruction that the lanes
+of a warp execute together."""
 
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object: the arrivals and bytes that the current phase still expects."""
+    """An mbarrier: the arrivals and bytes that the current phase still expects."""
 
     expected: int
     pending: int
@@ -32,7 +32,7 @@ class Mbarrier:
 
 
 class Barriers:
-    """State of all barriers of one launch."""
+    """State of all barriers during one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -42,8 +42,8 @@ class Barriers:
         self.cluster_phase = np.zeros(machine.threads, np.int32)
         self.cluster_phases = np.zeros(machine.clusters, np.int32)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        # mbarrier.try_wait times out at most once per (thread, CTA, offset, phase). This set contains the waits that
-        # have timed out.
+        # For each (thread, CTA, offset, phase), mbarrier.try_wait times out at most once. ``timed_out`` contains those
+        # that have timed out.
         self.random = None if machine.random is None else machine.random.spawn(1)[0]
         self.timed_out: set[tuple[int, int, int, int]] = set()
         self.times_out = np.zeros(machine.threads, bool)
@@ -51,8 +51,11 @@ class Barriers:
     # CTA barriers
 
     def arrive_at_cta(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
-        """Execute ``bar.sync`` or ``bar.arrive``. No thread passes immediately: when the last thread arrives, all
-        waiting threads resume."""
+        """Execute ``bar.sync`` or ``bar.arrive``. Waiting threads resume when the last thread arrives.
+
+        Return a mask of the threads that continue at once: all threads for ``bar.arrive``, no threads for ``bar.sync``
+        (``waits``).
+        """
         number = of_each(number, threads).astype(np.int64)
         expected = of_each(self.machine.cta_threads if count is None else count, threads).astype(np.int64)
         if waits:
@@ -151,9 +154,10 @@ class Barriers:
         relaxed: bool = False,
         cluster: bool = False,
     ) -> Array:
-        """Expect ``expected`` more bytes, then arrive ``count`` times. Return the phase.
+        """Let threads arrive at an mbarrier: expect ``expected`` more bytes, then arrive ``count`` times. Return the
+        phase.
 
-        ``relaxed`` and ``cluster`` are True for relaxed operations, and for operations at cluster scope.
+        ``relaxed`` is True for a relaxed operation, and ``cluster`` for an operation at cluster scope.
         """
         ctas, offsets = self.machine.shared_place(space, threads, address)
         counts, bytes_ = of_each(count, threads), of_each(expected, threads)
@@ -175,7 +179,7 @@ class Barriers:
         return phases
 
     def arrive_later(self, cta: int, offset: int) -> None:
-        """Arrive once for an asynchronous operation."""
+        """Arrive once at the mbarrier at ``offset``, for an asynchronous operation that has completed."""
         barrier = self._found(0, cta, offset)
         barrier.pending -= 1
         if barrier.pending < 0:
@@ -207,10 +211,10 @@ class Barriers:
         relaxed: bool = False,
         cluster: bool = False,
     ) -> tuple[Array, Array]:
-        """Test whether a phase, identified by its parity or its number, is complete.
+        """Test if a phase of an mbarrier is complete. Its parity or its number identifies the phase.
 
-        If ``waits``, a thread whose phase is not complete waits, unless its wait times out, which happens at most once
-        per thread and phase. ``relaxed`` and ``cluster`` are as in ``arrive``.
+        If ``waits``, a thread waits for an incomplete phase, unless its wait times out. This happens at most once per
+        thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.
@@ -241,7 +245,8 @@ class Barriers:
         return done, complete
 
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
-        """Return a mask of the threads that continue although the phase is not complete."""
+        """Return a mask of the threads whose wait times out, so that they continue although the phase is not
+        complete."""
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)
@@ -252,8 +257,8 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Let every wait that has not timed out before time out now, because nothing else can run. Return True if a
-        wait timed out."""
+        """Let all waits time out that have not timed out before, because nothing else can run. Return True if a wait
+        timed out."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:
@@ -267,7 +272,7 @@ class Barriers:
         return found
 
     def waited_for(self) -> list[str]:
-        """Describe the mbarriers at which threads wait: phase, missing arrivals and missing bytes."""
+        """Describe the mbarriers at which threads wait: their phase, missing arrivals and missing bytes."""
         return [
             f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
             for (cta, offset), b in self.mbarriers.items()

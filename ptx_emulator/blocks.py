@@ -1,4 +1,4 @@
-"""Static analysis of a program: basic blocks, live registers, and loads from shared memory."""
+"""Static analysis of a program: basic blocks, live registers, and loads that may read shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ptx_emulator.values import TYPES
 
 @dataclass
 class Block:
-    """A basic block: its steps, and the registers that are live at its start and end.
+    """A basic block: its steps, and the registers that are live at its start and at its end.
 
-    ``polls`` is True if the block reads a value that another thread stores (``ld.acquire``).
+    ``polls`` is True if the block contains ``ld.acquire``, by which a thread polls a value that another thread stores.
     """
 
     steps: list[Step]
@@ -29,7 +29,7 @@ class Block:
 
 
 def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
-    """Return the blocks of a program in program order. The last block ends a thread."""
+    """Divide a program into basic blocks, in program order. The last block ends a thread."""
     steps = [decoder.decode(instruction) for instruction in program.instructions]
     leaders = {0, *program.labels.values()}
     for i, step in enumerate(steps):
@@ -46,7 +46,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
             block.target = number.get(block.steps[-1].target, len(leaders))
         block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
         blocks.append(block)
-    # Add a step for threads that reach the end of the program: they end.
+    # A thread that reaches the end of the program ends, so add a step for it.
     blocks.append(Block([decoder.end()], len(blocks)))
     return blocks
 
@@ -61,11 +61,11 @@ class Flow:
 
 
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
-    """Annotate steps and blocks, and return the number of loads that may read shared memory.
+    """Annotate the steps and blocks of a program. Return the number of loads that may read shared memory.
 
-    The analysis is cached for each program, because it takes longer than decoding. Two things depend on the launch: in
-    clusters, addresses of shared memory are registers; and ``griddepcontrol.wait`` ends a block if a previous kernel is
-    running.
+    The analysis is cached for each program, because it takes longer than decoding. It depends on the launch in two
+    ways. In clusters, addresses of shared memory are registers. If a previous kernel is running,
+    ``griddepcontrol.wait`` ends a block.
     """
     key = in_clusters, *(len(block.steps) for block in blocks)
     flow = program.flows.get(key)
@@ -84,7 +84,7 @@ def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
 
 
 def find_live_registers(blocks: list[Block]) -> None:
-    """Find the registers that are live at the start and end of each block, as bit sets."""
+    """Find the registers that are live at the start and the end of each block. They are stored as bit sets."""
     reads, writes = [], []
     for block in blocks:
         read = written = 0
@@ -121,7 +121,7 @@ def find_live_registers(blocks: list[Block]) -> None:
 
 
 def _numbers(bits: int) -> list[int]:
-    """Return the numbers of the bits that are set."""
+    """Return the indices of the bits that are set in ``bits``."""
     numbers = []
     while bits:
         lowest = bits & -bits
@@ -134,15 +134,15 @@ ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen
 
 
 def find_loads(blocks: list[Block]) -> int:
-    """Number the loads that may read shared memory, and find the instructions that need their results.
+    """Number all loads that may read shared memory, and find the instructions that need their results.
 
-    The compiler may move any instruction except instructions that synchronise, branch or access memory. Only these
-    fixed instructions need a load's result at a definite point of the program. A fixed instruction needs a load if it
-    uses the load's result, directly or through other instructions. ``mma`` may move: ptxas 13 was seen to move an
+    The compiler may move any instruction except those that synchronise, branch or access memory. Only these fixed
+    instructions need a load's result at a definite point of the program. A fixed instruction needs a load if it uses
+    the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 was seen to move an
     ``mma`` after a later arrival.
     """
     loads = 0
-    origins: Counter[int] = Counter()  # by register, the loads on which its value depends, as a bit set
+    origins: Counter[int] = Counter()  # for each register, a bit set of the loads on which its value depends
     passing, staying = [], []
     for step in (step for block in blocks for step in block.steps):
         name, *parts = step.instruction.opcode.split(".")

@@ -1,4 +1,4 @@
-"""Decode instructions into steps; arguments and results of the functions in ``ptx_emulator.instructions``."""
+"""Decode instructions into steps, and the types that the functions in ``ptx_emulator.instructions`` take and return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Source:
-    """An operand: its register, or None, and a function that reads the operand's array from all registers."""
+    """An operand: its register or None, and a function that computes the operand's array from all registers."""
 
     slot: int | None
     value: Callable[[dict[int, Array]], Array]
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass
 class Target:
-    """A register that receives a result."""
+    """A register to which an instruction writes its result, with the result's type."""
 
     slot: int
     width: int
@@ -41,7 +41,7 @@ class Target:
         self.dtype: np.dtype = UNSIGNED[self.width]
 
     def store(self, value: Array) -> Array:
-        """Return the bits to store in the register."""
+        """Convert a result to the bits that are stored in the register."""
         if value.dtype is self.dtype or value.dtype == self.dtype:
             return value
         bits = 8 * value.itemsize
@@ -63,15 +63,15 @@ class Step:
     """One decoded instruction.
 
     Attributes:
-        kind: ``"warp"`` if the step runs only when all lanes of ``mask`` have arrived; ``"block"`` if the step may make
+        kind: ``"warp"`` if the step runs only when all lanes of ``mask`` have arrived. ``"block"`` if the step may make
             threads wait, and returns a mask of the threads that may continue.
         run: Function ``run(threads, *sources)`` that returns one array for each target.
-        undefined: Handling of sources that come from uninitialised memory: ``load`` and ``store`` need a defined
-            address, and a store to global memory a defined value.
+        undefined: What happens if a source depends on uninitialised memory. For example, ``load`` and ``store`` need a
+            defined address, and a store to global memory needs a defined value.
         orders: True if a ``warp`` step orders the memory accesses of its lanes (see ``Machine``).
-        load: Number of the load, if it may read shared memory.
+        load: Number of the load, if the step may read shared memory.
         needs: Numbers of the loads whose results the step needs.
-        simple: True if the step is unguarded and depends on registers only.
+        simple: True if the step is unguarded and depends only on registers.
     """
 
     instruction: Instruction
@@ -91,7 +91,7 @@ class Step:
     simple: bool = False
 
     def compute(self, threads: Array, values: dict[int, Array]) -> None:
-        """Apply a simple step to the registers."""
+        """Run a simple step, and store its results in ``values``."""
         results = self.run(threads, *[value(values) for value in self.values])
         for target, result in zip(self.targets, results, strict=True):
             if target is not None:
@@ -112,7 +112,8 @@ def effect(names: str) -> Callable[[Effect], Effect]:
 
 
 class Decoded:
-    """Register numbers and launch-independent steps, shared by the decoders of a program and of its edited copies.
+    """Register numbers, and decoded steps that do not depend on a launch. The decoders of a program and of its edited
+    copies share them.
 
     Without sharing, decoding took a tenth of the tests' time.
     """
@@ -135,13 +136,13 @@ def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
     operation = PURE[name]
     types = tuple(TYPES[part] for part in parts if part in TYPES)
     mods = frozenset(part for part in parts if part not in TYPES)
-    # Most functions use a single type.
+    # Most functions support only a single type.
     mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
     return None if mods - operation.mods or not types or mixed else Op(opcode, mods, types)
 
 
 class Decoder:
-    """Decoder for one machine. Constants of the launch become part of the steps."""
+    """Decoder for one machine. Constants of the launch, such as addresses, become part of the steps."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -153,7 +154,7 @@ class Decoder:
         self.shared_symbols: dict[int, Array] = {}
 
     def decode(self, instruction: Instruction) -> Step:
-        """Return the step of an instruction. Raises NotImplementedError if the instruction is unknown."""
+        """Decode an instruction into a step. Raise NotImplementedError if the instruction is unknown."""
         key = instruction.line, id(instruction.statement)
         step = self.decoded.steps.get(key)
         if step is None:
@@ -161,7 +162,7 @@ class Decoder:
             name = instruction.opcode.split(".")[0]
             if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
                 step.simple = step.guard is None
-                self.decoded.steps[key] = step  # also keeps the statement alive, so that its id stays unique
+                self.decoded.steps[key] = step  # this also keeps the statement alive, so that its id stays unique
         return step
 
     def _decode(self, instruction: Instruction) -> Step:
@@ -186,7 +187,7 @@ class Decoder:
         return step
 
     def end(self) -> Step:
-        """Return the step after the last instruction."""
+        """Return the step that follows the last instruction, and ends a thread."""
         return Step(
             Instruction("exit", [], None, "end of the kernel", 0),
             [],
@@ -235,7 +236,8 @@ class Decoder:
         return Target(self._slot(operand), operand.width, type.is_signed)
 
     def source(self, operand: Operand, type: Type) -> Source:
-        """Return an operand as arrays of ``type``, with one element per thread or a single element."""
+        """Return a source that reads an operand as arrays of ``type``, with one element per thread or a single
+        element."""
         if isinstance(operand, Reg):
             return self._register(operand, type)
         if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
@@ -249,7 +251,8 @@ class Decoder:
         return Source(None, lambda values: value)
 
     def _shared_symbol(self, offset: int, type: Type) -> Source:
-        """Return the address of a symbol in the thread's own CTA of a cluster, kept in a read-only register."""
+        """Return a source for the address of a symbol in the thread's own CTA of a cluster. The address is in a
+        read-only register."""
         slot = self._slot(Reg(f"%shared+{offset}.{type.bits}", type.bits))
         address = (self.machine.rank.astype(np.int64) << RANK_SHIFT) + offset
         self.shared_symbols[slot] = address.astype(UNSIGNED[type.bits])
@@ -286,7 +289,7 @@ class Decoder:
         raise NotImplementedError(f"{operand} as {type.name}")
 
     def address(self, operand: Operand) -> Source:
-        """Return an operand as int64 addresses."""
+        """Return a source that reads an operand as int64 addresses."""
         if not isinstance(operand, Mem):
             raise NotImplementedError(f"address {operand}")
         offset = np.int64(operand.offset)
@@ -307,7 +310,8 @@ def unknown(instruction: Instruction) -> NotImplementedError:
 
 
 def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[set[str], list[Type]]:
-    """Return modifiers and types. Raises NotImplementedError for a modifier that is not in ``known``."""
+    """Split the parts of an opcode into modifiers and types. Raise NotImplementedError for a modifier that is not in
+    ``known``."""
     types = [TYPES[part] for part in parts if part in TYPES]
     mods = {part for part in parts if part not in TYPES}
     if mods - set(known.split()) - IGNORED:
@@ -316,7 +320,7 @@ def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[s
 
 
 def acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
-    """Return a step without result registers that calls ``act(threads, *sources)``."""
+    """Return a step without results, which calls ``act(threads, *sources)``."""
 
     def run(threads: Array, *values: Array) -> tuple:
         act(threads, *values)

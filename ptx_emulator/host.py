@@ -1,7 +1,7 @@
-"""Evaluate the host function of a kernel that CuTe DSL compiled, to find the launches and their parameters.
+"""Evaluate the host function of a kernel that CuTe DSL compiled, to find its launches and their parameters.
 
-The host function is the part that the DSL compiles for the CPU: it computes grid and block, packs the parameters and
-calls the CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a separate memory.
+The DSL compiles the host function for the CPU. It computes grid and block, packs the parameters, and calls the CUDA
+runtime. The emulator evaluates its MLIR (LLVM dialect), in a separate memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ptx_emulator.layout import Launch
 
 
 def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[int]]) -> list[tuple[str, Launch]]:
-    """Return the launches of the host function in ``module``, each with the kernel's name.
+    """Return the launches of the host function in ``module``, as pairs of the kernel's name and a ``Launch``.
 
     Args:
         module: MLIR module of a compiled kernel.
-        leaves: Values of each argument except the stream: a number, or an address and its dynamic sizes and strides.
-        sizes: Sizes of each kernel's parameters in bytes, by the kernel's name.
+        leaves: Values of each argument except the stream: a number, or an address with its dynamic sizes and strides.
+        sizes: Sizes of each kernel's parameters in bytes, keyed by the kernel's name.
     """
     host = _Host(sizes)
     host.run(_host_function(module), leaves)
@@ -29,10 +29,10 @@ def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[in
 
 @dataclass
 class _Operation:
-    """An operation of the host function, read from MLIR once because reading takes longer than evaluating.
+    """An operation of the host function. It is read from MLIR only once, because reading takes longer than evaluating.
 
-    Values are identified by their hash, an address, because the DSL overloads their comparison. ``types`` are the types
-    of the operands.
+    Values are identified by their hash, which is an address, because the DSL overloads their comparison. ``types`` are
+    the types of the operands.
     """
 
     name: str
@@ -57,12 +57,12 @@ _host_functions: dict[Any, list[_Block]] = {}
 
 
 def forget() -> None:
-    """Drop every host function that has been read."""
+    """Clear the cache of host functions that were read from MLIR."""
     _host_functions.clear()
 
 
 def _host_function(module: Any) -> list[_Block]:
-    """Return the blocks of the host function: the function that ``_mlir_ciface_<name>`` calls."""
+    """Return the basic blocks of the host function, which is the function that ``_mlir_ciface_<name>`` calls."""
     if module not in _host_functions:
         functions = {}
         for op in module.body.operations:
@@ -96,7 +96,7 @@ def _read_operation(op: Any, blocks: list[Any]) -> _Operation:
 
 
 def layout_of(type: Any) -> tuple[int, int]:
-    """Return size and alignment of an LLVM type in bytes."""
+    """Return the size and the alignment of an LLVM type, in bytes."""
     text = str(type)
     if text.startswith("!llvm.ptr"):
         return 8, 8
@@ -126,7 +126,7 @@ def _array(type: Any) -> tuple[int, Any]:
 
 
 def _member(type: Any, index: int) -> tuple[int, Any]:
-    """Return offset and type of a member of a struct or array."""
+    """Return the offset and the type of a member of a struct or array."""
     if str(type).startswith("!llvm.array"):
         element = _array(type)[1]
         return index * layout_of(element)[0], element
@@ -175,7 +175,7 @@ _UNSIGNED: dict[str, Callable[[int, int], int]] = {
 
 
 class _Host:
-    """Evaluator of one function. Integers are signed; structs are represented by their bytes."""
+    """Evaluator of one host function. Integers are signed. Structs are represented by their bytes."""
 
     def __init__(self, sizes: dict[str, list[int]]) -> None:
         self.sizes = sizes
@@ -204,7 +204,7 @@ class _Host:
                 return
 
     def _argument(self, type: Any, parts: list[Any]) -> Any:
-        """Return a scalar, or the bytes of a struct whose members, in order, are ``parts``."""
+        """Build an argument of the host function: a scalar, or the bytes of a struct with the members ``parts``."""
         if not str(type).startswith("!llvm.struct"):
             (value,) = parts
             return value
@@ -269,7 +269,7 @@ class _Host:
         return bytes(self.memory[address : address + size])
 
     def _evaluate(self, op: _Operation, values: dict[int, Any]) -> tuple[int, list[Any]] | None:
-        """Evaluate one operation. A branch returns the number of the next block and the values of its arguments."""
+        """Evaluate one operation. For a branch, return the number of the next block and the values of its arguments."""
         name, attributes, type = op.name, op.attributes, op.type
         operands = [values.get(operand) for operand in op.operands]
         result: Any = None
@@ -296,7 +296,7 @@ class _Host:
             symbol = str(attributes["global_name"])
             if symbol not in self.globals:
                 address = self.globals[symbol] = self._allocate(256)
-                # The host function loads the kernel's handle from this address. The handle's value is the address.
+                # The host function loads the kernel's handle from this address. Use the address itself as the handle.
                 kernel = symbol.strip('@"').removeprefix("kernels_")
                 if kernel in self.sizes:
                     self.kernels[address] = kernel
@@ -371,7 +371,7 @@ class _Host:
         return data[:start] + encoded + data[start + len(encoded) :]
 
     def _call(self, callee: str, operands: list[Any]) -> int:
-        """Record a launch and return CUDA's status."""
+        """Evaluate a call of the CUDA runtime: record a launch, and return CUDA's status."""
         if callee != "_cudaLaunchKernelEx":
             raise NotImplementedError(f"host call of {callee}")
         config, handle, arguments = operands

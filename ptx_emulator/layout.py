@@ -1,4 +1,4 @@
-"""Positions of a launch's threads in grid and clusters, and addresses of its memory."""
+"""Positions of a launch's threads in the grid and in clusters, and addresses of the launch's memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class GlobalMemory:
         self.regions: list[Memory] = []
 
     def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
-        """Copy ``contents`` into a new allocation and return its address.
+        """Copy ``contents`` into a new allocation, and return the address of the allocation.
 
-        The address is a multiple of ``align``, and of no larger power of two. ``accessible`` is a mask of the bytes
-        that belong to the allocation; None means all bytes.
+        The address is a multiple of ``align`` but of no larger power of two, so that kernels cannot rely on more
+        alignment. ``accessible`` is a mask of the bytes that kernels may access. None means all bytes.
         """
         lead = align % 256
         memory = Memory(name, lead + len(contents))
@@ -64,10 +64,10 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Restore the earlier contents ``copies``. Return a function that restores the present contents in the bytes in
-        which they differ.
+        """Restore the contents ``copies``, which ``copies()`` returned earlier. Return a function that undoes this, and
+        so restores the present contents.
 
-        Allocations made after ``copies`` (for parameters of launches) keep their contents.
+        Allocations that were made after ``copies()``, for parameters of launches, are not changed.
         """
         changed = [
             (region.data, then, region.data.copy())
@@ -122,7 +122,7 @@ class Layout:
         self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
         self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
         self.clusters = self.ctas // self.cluster_ctas
-        # For each cluster and rank, the number of the CTA.
+        # ``cta_of_rank[cluster, rank]`` is the number of the CTA.
         self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
         self.cta_of_rank[self.cluster, self.rank] = self.cta
         self.cta_rank = self.rank[:: self.cta_threads]
@@ -158,7 +158,7 @@ class Layout:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # Instructions take the address of a tensor map, which is in parameter memory, so the map gets a global address.
+        # A kernel uses the address of a tensor map, which is a parameter, so copy the map to global memory.
         for variable in self.program.params:
             if variable.align == 64:
                 contents = np.frombuffer(self.params[variable.name], np.uint8)

@@ -1,28 +1,29 @@
-"""Execution of one launch: threads, scheduling and memory. Barriers are in ``barriers``, asynchronous operations in
-``under_way``.
+"""Execution of one launch: threads, scheduling and memory. ``barriers`` contains the barriers, and ``under_way`` the
+asynchronous operations.
 
-All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. Their threads with the
-lowest address run one basic block, so that diverged threads reconverge as early as possible. ``seed`` decides the order
-in which warps run. An asynchronous copy is executed at a random time after its start, at the latest when no thread can
-run.
+All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. The threads of these
+warps that have the lowest address run one basic block, so that diverged threads reconverge as early as possible.
+``seed`` determines the order in which warps run. An asynchronous copy is executed at a random time after its start, at
+the latest when no thread can run.
 
 Each of these faults raises an error with instruction, thread and address:
 
 - an access that is out of bounds or misaligned, or that reaches shared memory of a CTA that may have ended;
 - an address, or a value stored to global memory, that depends on uninitialised shared or local memory;
-- two accesses to a byte of shared memory that no barrier orders;
-- bulk copies from shared memory and warpgroup MMAs that read data stored without ``fence.proxy.async``, and bulk copies
-  to shared memory from which loads may still be in flight (see ``races``);
+- two accesses to the same byte of shared memory that no barrier orders;
+- bulk copies from shared memory, and warpgroup MMAs, that read data stored without ``fence.proxy.async``;
+- bulk copies to shared memory from which loads may still be in flight (see ``races``);
 - an access to unallocated tensor memory, or an unordered access to tensor memory (see ``tensor_memory``);
 - a thread that ends before its bulk copies have read their source, or before its ``cp.async`` copies have been written;
 - misuse of barriers, and threads that wait forever;
-- programmatic dependent launch: dependents released before the wait for the previous kernel, a launch in which no
-  thread waits, and stores to global memory before the previous kernel has ended, unless that kernel is known not to
-  access the memory.
+- programmatic dependent launch: dependents that are released before the wait for the previous kernel, a launch in which
+  no thread waits, and stores to global memory before the previous kernel has ended, unless it is known that this kernel
+  does not access the memory.
 
-Not modelled: any other memory ordering (other fences have no effect, and only the proxies above exist; accesses to
-global memory are not ordered), the registers of a warpgroup MMA or ``tcgen05.ld`` before it has completed, caches, and
-timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed`` it may time out once if nothing else can run.
+The emulator does not model any other memory ordering: other fences have no effect, only the proxies above exist, and
+accesses to global memory are not ordered. It does not model the registers of a warpgroup MMA or ``tcgen05.ld`` before
+the operation has completed, caches, and timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed``, it
+may time out once if nothing else can run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ FAR = np.iinfo(np.int32).max
 
 
 def _slice_of(threads: Array) -> Any:
-    """Return sorted ``threads`` as a slice if they are consecutive, since NumPy is faster with slices."""
+    """Return sorted ``threads`` as a slice if they are consecutive, because NumPy is faster with slices."""
     first, last = int(threads[0]), int(threads[-1])
     return slice(first, last + 1) if last - first < len(threads) else threads
 
@@ -70,31 +71,32 @@ def _slice_of(threads: Array) -> Any:
 class Machine(Layout):
     """One launch of ``program``.
 
-    After ``run``, ``steps`` is the number of executed instructions (one instruction runs for many threads), and
-    ``accessed`` contains the numbers of the allocations that the launch read or wrote.
+    After ``run``, ``steps`` is the number of executed instructions (an instruction that many threads execute together
+    counts once), and ``accessed`` contains the numbers of the allocations that the launch read or wrote.
 
     Args:
         program: Program to run.
         launch: Grid, block and parameters.
         memory: Global memory.
-        seed: Seed of the order in which warps and copies proceed. With None, all warps run in lockstep and copies run
-            as late as possible; threads that poll (``ld.acquire``) then continue when no other thread can, after a
-            pending copy has been executed.
+        seed: Seed of the order in which warps and copies are executed. With None, all warps run in lockstep, and copies
+            are executed as late as possible. Threads that poll (``ld.acquire``) then continue only when no other thread
+            can, after a pending copy has been executed.
         max_steps: Number of executed instructions after which the launch is aborted.
-        strict: True if within a warp only ``bar.warp.sync`` orders memory, as PTX specifies. Otherwise shuffles, votes
-            and elections do too, because lanes that execute an instruction together have issued all earlier
+        strict: True if only ``bar.warp.sync`` orders memory within a warp, as PTX specifies. If False, shuffles, votes
+            and elections order it too, because lanes that execute an instruction together have issued all earlier
             instructions.
-        scoped: True if the scope of an operation on an mbarrier limits the CTAs for which it orders memory, as PTX
-            specifies (see ``races``). Otherwise each operation orders memory for the whole cluster.
+        scoped: True if the scope of an mbarrier operation limits the CTAs for which it orders memory, as PTX specifies
+            (see ``races``). If False, each operation orders memory for the whole cluster.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
-            ``tensor_memory``), for calibration. Kernels of torch_cute_ops run without it.
-        before: Function that performs the remaining writes of the previous kernel. The previous kernel ends as late as
-            possible: when all threads wait at ``griddepcontrol.wait`` or poll. None means that it has ended.
-        accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). This launch
-            may store to other allocations before the previous kernel has ended. None means that the previous kernel may
-            access all allocations.
-        held: Numbers of bulk copies, in the order of their start, that are executed only when nothing else can run.
-        starved: Numbers of warps in the launch that run only when nothing else can, one block at a time.
+            ``tensor_memory``). This is for calibration. Kernels of torch_cute_ops run without it.
+        before: Function that performs the remaining writes of the previous kernel, or None if that kernel has ended.
+            The previous kernel ends as late as possible: when all threads wait at ``griddepcontrol.wait`` or poll.
+        accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). Before the
+            previous kernel has ended, this launch may store only to other allocations. With None, the previous kernel
+            may access all allocations.
+        held: Numbers of bulk copies that are executed only when nothing else can run. Copies are numbered in the order
+            of their start.
+        starved: Numbers of warps of the launch that run only when nothing else can run, one block at a time.
     """
 
     def __init__(
@@ -114,14 +116,14 @@ class Machine(Layout):
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
-        # Contents of allocations that must not change before the previous kernel has ended.
+        # These contents of allocations must not change before the previous kernel has ended.
         self.contents: dict[int, Array] = {}
         if before is not None:
             for number, region in enumerate(memory.regions, 1):
                 if accessed_before is None or number in accessed_before:
                     self.contents[number] = region.data.copy()
         self.accessed: set[int] = set()
-        self.prefetched: list[tuple[int, int]] = []  # addresses and sizes of bulk prefetches, in order
+        self.prefetched: list[tuple[int, int]] = []  # (address, size) of each bulk prefetch, in order
         self.has_waited = np.zeros(self.threads, bool)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
@@ -140,10 +142,10 @@ class Machine(Layout):
         self.state = np.full(self.threads, RUNNING, np.int8)
         self.polled = np.zeros(
             self.threads, bool
-        )  # threads that have polled since other threads continued; only without a seed
-        self.reason = np.zeros(self.threads, np.int32)  # reason that a thread waits, unless another array contains it
+        )  # threads that have polled since another thread continued; used without a seed
+        self.reason = np.zeros(self.threads, np.int32)  # reason for which a thread waits, unless another array says so
         self.step: Step | None = None
-        # Masks of the threads whose value depends on uninitialised memory, keyed by register.
+        # For each register, a mask of the threads whose value depends on uninitialised memory.
         self.undefined: dict[int, Array] = {}
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
@@ -154,7 +156,7 @@ class Machine(Layout):
     # Scheduling
 
     def run(self) -> None:
-        """Execute until every thread has ended.
+        """Execute the launch until every thread has ended.
 
         Raises:
             EmulationError: see ``memory``.
@@ -195,11 +197,11 @@ class Machine(Layout):
                 self._run_some(running & self.fed)
 
     def _all_poll(self, running: Array) -> bool:
-        """Return True if all threads that can run are polling."""
+        """Return True if all threads in ``running`` are polling."""
         return all(self.blocks[block].polls for block in distinct(self.block[running]))
 
     def _run_some(self, running: Array) -> None:
-        """Choose warps at random and run them for some blocks."""
+        """Choose warps at random, and run each for some blocks."""
         blocks = FAR
         if self.random is not None:
             if self.under_way.copies and self.random.random() < 0.3:
@@ -215,7 +217,7 @@ class Machine(Layout):
         self._run_blocks(among & self.fed, blocks)
 
     def _run_blocks(self, among: Array, blocks: int) -> None:
-        """Run ``blocks`` basic blocks, with the threads in ``among`` that can run."""
+        """Run ``blocks`` basic blocks, with the threads of the mask ``among`` that can run."""
         while blocks:
             blocks -= 1
             address = np.where(among & (self.state == RUNNING), self.block, FAR)
@@ -225,7 +227,7 @@ class Machine(Layout):
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
-                among[threads] = False  # otherwise these threads would poll, at a lower address, until the turn ends
+                among[threads] = False  # otherwise these threads, at the lowest address, would poll until the turn ends
                 self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
@@ -264,7 +266,7 @@ class Machine(Layout):
             elif step.kind == "exit":
                 self._end(threads if done is None else threads[done])
             elif step.kind == "block":
-                # A step that may block is executed separately: admitted threads continue, the other threads wait.
+                # Of the threads that execute this step, only those in ``done`` continue. The other threads wait.
                 where = threads = threads[done]
                 values = {slot: value if len(value) == 1 else value[done] for slot, value in values.items()}
         self.block[where] = following
@@ -281,8 +283,8 @@ class Machine(Layout):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
-        """Run one step and put its results into ``values``. Return the value that decides a branch, if the step is a
-        branch."""
+        """Run one step, and store its results in ``values``. If the step is a branch, return the value that decides
+        it."""
         if step.guard is not None:
             guard = values[step.guard.slot]
             taken = of_each(~guard if step.guard.negated else guard, threads)
@@ -339,7 +341,8 @@ class Machine(Layout):
     def _call(
         self, step: Step, threads: Array, arguments: list[Array], unknown: dict[int, Array]
     ) -> tuple[Any, list[Array | None] | None]:
-        """Return the results, and for each target a mask of values that depend on uninitialised memory."""
+        """Call a step's function. Return its results, and for each target a mask of the values that depend on
+        uninitialised memory."""
         self.unwritten = None
         if not unknown:
             return step.run(threads, *arguments), self.unwritten
@@ -363,8 +366,8 @@ class Machine(Layout):
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # Set undefined values to NaN and all other values to zero: the NaNs in the result show which results depend
-            # on undefined values. Predicates keep their values.
+            # Run the step again with NaN for undefined values and zero for all others. Results that are then NaN depend
+            # on undefined values. Predicates do not change.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
@@ -375,7 +378,7 @@ class Machine(Layout):
             a, b, c = (no if which is None else which for which in strange)
             return results, [np.where(arguments[2], a, b) | c]
         if step.undefined in ("and", "or"):
-            # A single operand may determine the result, for example 0 in an AND.
+            # One operand alone may determine the result, for example 0 in an AND. Then the result is defined.
             no = np.zeros(len(threads), bool)
             a, b = (no if which is None else which for which in strange)
             decides = arguments[0].dtype.type(0)
@@ -388,7 +391,7 @@ class Machine(Layout):
     # The previous kernel
 
     def wait_for_kernel(self, threads: Array) -> Array:
-        """Wait for the end of the previous kernel."""
+        """Let threads wait until the previous kernel has ended."""
         if self.before is not None:
             self.wait(threads, FOR_KERNEL)
             return np.zeros(len(threads), bool)
@@ -403,8 +406,8 @@ class Machine(Layout):
     def _check_waits(self) -> None:
         """Check that some thread has waited for the previous kernel.
 
-        Dependents start when every CTA has released them or ended. If a thread has waited, the previous kernel has
-        ended by then.
+        Later kernels start when every CTA of this launch has released its dependents or has ended. If a thread of this
+        launch has waited, the previous kernel has ended by then.
         """
         if self.overlaps and not any_true(self.has_waited):
             raise EmulationError("ended, and no thread has waited for the kernel before")
@@ -425,7 +428,7 @@ class Machine(Layout):
         for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
-        # Threads that have ended are no longer expected at the barrier of their cluster.
+        # A barrier of a cluster does not expect threads that have ended, so it may now be complete.
         for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
@@ -438,11 +441,12 @@ class Machine(Layout):
             raise self.error(fault.kind, thread, fault.message) from None
 
     def living(self, among: Array) -> Array:
-        """Return the threads in the mask ``among`` that have not ended."""
+        """Return the threads of the mask ``among`` that have not ended."""
         return positions(among & (self.state != ENDED))
 
     def wait(self, threads: Array, reason: int = 0) -> None:
-        """Let threads wait until ``retry`` or ``resume``. ``reason`` identifies the threads for ``retry_those``."""
+        """Let threads wait until ``retry`` or ``resume`` is called. ``reason`` selects the threads for
+        ``retry_those``."""
         self.state[threads] = WAITING
         self.reason[threads] = reason
 
@@ -451,21 +455,21 @@ class Machine(Layout):
         self.state[threads] = RUNNING
 
     def retry_those(self, among: Array, reason: int) -> None:
-        """Let the threads in ``among`` that wait for ``reason`` execute their instruction again."""
+        """Let the threads of the mask ``among`` that wait for ``reason`` execute their instruction again."""
         waiting = among[(self.state[among] == WAITING) & (self.reason[among] == reason)]
         self.reason[waiting] = 0
         self.retry(waiting)
 
     def resume(self, threads: Array) -> None:
-        """Let waiting threads continue after their instruction."""
+        """Let waiting threads continue with the instruction after the one at which they wait."""
         self.state[threads] = RUNNING
         for block in distinct(self.block[threads]):
             at = threads[self.block[threads] == block]
             self.block[at] = self.blocks[block].next
 
     def _meet(self, block: Block, threads: Array) -> Array:
-        """Let lanes arrive at an instruction that the lanes of a warp execute together. Return the lanes whose partners
-        have all arrived."""
+        """Let lanes arrive at an instruction that the lanes of a warp must execute together. Return the lanes whose
+        partners have all arrived."""
         step = block.steps[0]
         self.step = step
         if step.guard is not None:
@@ -475,8 +479,8 @@ class Machine(Layout):
         absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
-        # Lanes at any bar.warp.sync can meet lanes at another bar.warp.sync. At any other instruction, only lanes at
-        # the same instruction meet.
+        # Lanes at a bar.warp.sync can meet lanes at any other bar.warp.sync. At all other instructions, lanes meet only
+        # at the same instruction.
         reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
@@ -489,7 +493,7 @@ class Machine(Layout):
         self.reason[ready] = 0
         elsewhere = ready[self.block[ready] != block.first]
         if len(elsewhere):
-            # Lanes that wait at another bar.warp.sync have completed that instruction too.
+            # Lanes that wait at another bar.warp.sync have met their partners too, so they continue.
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
@@ -498,7 +502,7 @@ class Machine(Layout):
         return ready
 
     def _masks(self, block: Block, threads: Array) -> Array:
-        """Return the mask of each waiting lane."""
+        """Return, for each waiting lane, the mask of lanes that its instruction names."""
         masks = np.zeros(len(threads), np.int64)
         for number in distinct(self.block[threads]):
             at = self.block[threads] == number
@@ -531,8 +535,8 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """For each addressed memory, yield the positions of its accesses among ``threads``, the memory, the banks and
-        the offsets."""
+        """Divide accesses among memories. For each memory, yield the positions of its accesses in ``threads``, the
+        memory, the banks and the offsets."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
@@ -559,7 +563,7 @@ class Machine(Layout):
         return found
 
     def shared_place(self, space: str, threads: Array, address: Array) -> tuple[Array, Array]:
-        """Return the CTAs and the offsets of shared addresses."""
+        """Return the CTA and the offset that each shared-memory address names."""
         address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]
@@ -580,14 +584,15 @@ class Machine(Layout):
         return cta, address & ((1 << RANK_SHIFT) - 1)
 
     def ctas_of_mask(self, thread: int, mask: int) -> list[int]:
-        """Return the CTAs in a multicast's mask of ranks."""
+        """Return the CTAs that a multicast mask of ranks names."""
         ctas = self.cta_of_rank[self.cluster[thread]]
         if not mask or mask >> len(ctas):
             raise Fault(EmulationError, 0, f"mask {mask:#x} in a cluster of {len(ctas)} CTAs")
         return [int(cta) for rank, cta in enumerate(ctas) if mask >> rank & 1]
 
     def load(self, space: str, threads: Array, address: Array, width: int, count: int) -> list[Array]:
-        """Load ``count`` elements of ``width`` bytes. Sets ``self.unwritten`` to masks of uninitialised elements."""
+        """Load ``count`` elements of ``width`` bytes, and set ``self.unwritten`` to masks of the uninitialised
+        elements."""
         places = self.places(space, threads, address)
         results = [np.zeros(len(threads), UNSIGNED[8 * width]) for _ in range(count)]
         unwritten = [np.zeros(len(threads), bool) for _ in range(count)]

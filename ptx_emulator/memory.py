@@ -1,4 +1,4 @@
-"""Byte-addressed memory with checked accesses, and the errors of a launch."""
+"""Byte-addressed memory whose accesses are checked, and the errors that a launch may raise."""
 
 import functools
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ import numpy as np
 from ptx_emulator.values import UNSIGNED, Array, any_true, positions
 
 ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
-"""Flags of a byte: allocated, initialised, part of an mbarrier object."""
+"""Flags of a byte: it is allocated, it is initialised, it belongs to an mbarrier."""
 
 SHARED_BASE = 1024
 """First address of shared memory. As on hardware, lower addresses are reserved."""
 RANK_SHIFT = 24
-"""Bits of an offset in a ``shared::cluster`` address. The bits above are the CTA's rank in its cluster."""
+"""Number of bits of an offset in a ``shared::cluster`` address. The higher bits are the rank of the CTA in its
+cluster."""
 REGION_SHIFT = 36
-"""Bits of an offset in a global address. The bits above are the number of the allocation."""
+"""Number of bits of an offset in a global address. The higher bits are the number of the allocation."""
 SHARED_WINDOW, LOCAL_WINDOW = 0xF00 << REGION_SHIFT, 0xE00 << REGION_SHIFT
-"""Generic addresses of shared and local memory."""
+"""First generic addresses of shared and of local memory."""
 
 
 class EmulationError(RuntimeError):
-    """A fault of a launch."""
+    """A fault in a launch, such as a race or a misused barrier. Subclasses name some kinds of faults."""
 
 
 class OutOfBounds(EmulationError):
@@ -37,16 +38,16 @@ class Uninitialised(EmulationError):
 
 
 class Race(EmulationError):
-    """Two accesses to one byte of shared memory, at least one a write, that no barrier orders."""
+    """Two accesses to the same byte of shared memory, of which at least one is a write, and which no barrier orders."""
 
 
 class Deadlock(EmulationError):
-    """Threads wait, and no thread or copy can wake these threads."""
+    """Threads that wait although nothing that could still run would wake them."""
 
 
 @dataclass
 class Fault(Exception):
-    """A fault of one thread; ``position`` is the thread's index among the threads that execute the instruction."""
+    """A fault of one thread. ``position`` is the thread's index among the threads that execute the instruction."""
 
     kind: type[EmulationError]
     position: int
@@ -54,8 +55,8 @@ class Fault(Exception):
 
 
 class Memory:
-    """Memory that consists of ``banks`` separate banks of ``size`` bytes: one per CTA, one per thread, or a single
-    bank."""
+    """Memory that consists of ``banks`` separate banks of ``size`` bytes. There is one bank per CTA (shared memory),
+    one per thread (local memory), or a single bank (global memory)."""
 
     def __init__(self, name: str, size: int, banks: int = 1):
         self.name = name
@@ -66,7 +67,8 @@ class Memory:
         self._views = {width: (self.data.view(f"u{width}"), self.flags.view(f"u{width}")) for width in (1, 2, 4, 8)}
 
     def locate(self, bank: Array, offset: Array, width: int, count: int) -> Array:
-        """Check an access and return the index of the first of ``count`` elements of ``width`` bytes."""
+        """Check the bounds and the alignment of an access. Return the index of the first of ``count`` elements of
+        ``width`` bytes."""
         size = width * count
         bad = positions(offset % size)
         if len(bad):
@@ -77,8 +79,7 @@ class Memory:
         return (bank * self.stride + offset) // width
 
     def load(self, bank: Array, offset: Array, width: int, count: int) -> tuple[list[Array], list[Array] | None]:
-        """Return the elements, and masks of uninitialised elements; None instead of masks if all elements are
-        initialised."""
+        """Return the loaded elements, and masks of the uninitialised elements or None if all are initialised."""
         index = self.locate(bank, offset, width, count)
         data, flags = self._views[width]
         whole = _repeat(ALLOCATED | WRITTEN, width)
@@ -121,7 +122,7 @@ class Memory:
         flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
 
     def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
-        """Check one bulk copy and return its bytes as a slice."""
+        """Check the bounds and the flags of a bulk copy's bytes, and return their indices as a slice."""
         if offset % 16 or size % 16:
             raise Fault(Misaligned, 0, f"{self.name} offset {offset:#x}, {size} bytes in bulk")
         if offset < 0 or offset + size > self.size:

@@ -9,12 +9,12 @@ from typing import Any
 WIDTHS = {"pred": 1} | {
     f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
 }
-"""Size in bits of each type of variables and registers."""
+"""Number of bits of each type that variables and registers may have."""
 
 
 @dataclass(frozen=True)
 class Reg:
-    """A register. Its ``name`` is unique, even across scopes."""
+    """A register. Its ``name`` is unique in the program, even if several scopes declare the same name."""
 
     name: str
     width: int
@@ -31,7 +31,7 @@ class Imm:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable, label or special register. ``_`` discards a result."""
+    """A variable, a label or a special register. The name ``_`` stands for a result that is discarded."""
 
     name: str
 
@@ -58,8 +58,8 @@ Operand = Reg | Imm | Symbol | Vec | Mem
 class Instruction:
     """One instruction.
 
-    ``source`` is the kernel's source line if the PTX contains line information. All instructions with equal text and
-    registers, in all programs of one kernel, share one ``statement`` object.
+    ``source`` is the kernel's source line if the PTX contains line information. Instructions with the same text and
+    registers share one ``statement`` object, even if they belong to different programs of a kernel.
     """
 
     opcode: str
@@ -76,7 +76,7 @@ class Instruction:
 
 @dataclass
 class Variable:
-    """A variable in a state space. ``size`` is None if the launch decides it."""
+    """A variable in a state space. ``size`` is None if the launch determines it (dynamic shared memory)."""
 
     name: str
     size: int | None
@@ -86,7 +86,7 @@ class Variable:
 
 @dataclass
 class Program:
-    """One entry function."""
+    """One entry function: its parameters, variables, registers, labels and instructions."""
 
     name: str
     params: list[Variable]
@@ -109,13 +109,13 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
 
 
 def parse(text: str) -> Program:
-    """Return the only entry function of a module."""
+    """Parse a module that contains a single entry function, and return it."""
     (program,) = parse_all(text)
     return program
 
 
 def parse_all(text: str) -> list[Program]:
-    """Return the entry functions of a module.
+    """Parse a module, and return its entry functions.
 
     Raises:
         ValueError: If the module contains no entry function.
@@ -140,7 +140,7 @@ def parse_all(text: str) -> list[Program]:
     for entry, start, end in entries:
         params = [_variable(match) for match in _VARIABLE.finditer(entry[2] or "")]
         program = Program(entry[1], params)
-        # Debug sections come last and hold no variables.
+        # Debug sections come last and contain no variables. Remove them, because their text looks like declarations.
         for match in _VARIABLE.finditer(re.split(r"\.section\b", outside)[0]):
             program.variables.setdefault(match["space"], []).append(_variable(match))
         _Body(program, files).parse(text, start, end)
@@ -173,17 +173,18 @@ def _variable(match: re.Match) -> Variable:
 
 _Statement = tuple[str, list[Operand], Reg | None, str]
 _statements: dict[tuple, dict[str, _Statement]] = {}
-"""Parsed statements (opcode, operands, guard, text), shared by programs that differ in some statements. Operands depend
-on the key only: the program's name, and the registers that each open scope declares."""
+"""Cache of parsed statements (opcode, operands, guard, text). Programs that differ in only some statements share it.
+The operands depend only on the key: the program's name, and the registers that each open scope declares."""
 
 
 def forget() -> None:
-    """Drop all parsed statements."""
+    """Clear the cache of parsed statements."""
     _statements.clear()
 
 
 class _Body:
-    """Parser of a function's body. Scopes nest; each scope renames the registers and labels that it declares."""
+    """Parser of a function's body. Scopes may be nested. Each scope renames the registers and labels that it
+    declares."""
 
     def __init__(self, program: Program, files: dict[str, str]):
         self.program = program
@@ -191,7 +192,7 @@ class _Body:
         self.scopes: list[dict[str, str]] = [{}]
         self.scope_ids = [0]
         self.scope_count = 0
-        self.declared: list[tuple] = [(program.name,)]  # names declared in each open scope
+        self.declared: list[tuple] = [(program.name,)]  # program name, then the names that each open scope declares
         self.known: dict[str, _Statement] = {}
         self.source = ""
         self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []
@@ -277,7 +278,7 @@ class _Body:
         instruction = Instruction(opcode, [*operands], register, short, line, self.source, statement)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
-            # The target label may be declared later, in a scope that is still open.
+            # A label may be declared after the branch, in a scope that is still open, so resolve it at the end.
             self.branches.append((instruction, list(self.scopes)))
 
     def _resolve_labels(self) -> None:
@@ -293,7 +294,7 @@ class _Body:
         if text.startswith("["):
             address, *coordinates = _split(text[1:-1])
             if coordinates:
-                # The operand consists of a tensor map and the coordinates of the box.
+                # The operand consists of a tensor map and the coordinates of a box.
                 return Vec((self._address(address), *self._operand(coordinates[0]).items))
             return self._address(address)
         if "|" in text:
@@ -319,7 +320,7 @@ class _Body:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
+    """Split a text at the commas that are outside of brackets."""
     if "{" not in text and "[" not in text:
         return [part.strip() for part in text.split(",")]
     parts, depth = [""], 0

@@ -1,46 +1,47 @@
-"""A detector of data races in shared memory.
+"""A detector of data races in shared memory, by vector clocks.
 
-Each thread keeps a vector clock with one column per thread of its cluster, and one column for all asynchronous copies.
-For each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
-access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
-in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
-barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's
-mbarrier. Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
+Each thread has a vector clock with one column per thread of its cluster, and one column for all asynchronous copies. A
+thread *knows of* an access if the access happened before, which its clock shows. For each byte, the detector records
+the last writer and each warp's last reader, with the clocks of their accesses. An access races with an earlier
+conflicting access if the accessing thread does not know of the earlier access. The order in which the emulator executed
+the two accesses does not matter. A thread learns of another thread's accesses through barriers (``arrive``,
+``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's mbarrier. Only the last
+reader in each warp is recorded, so some races are missed, but every reported race is real.
 
-Loads. A barrier does not wait for loads. A load counts as performed once the thread has executed a fence, or once an
+Loads. A barrier does not wait for loads. A load has been *performed* when its thread has executed a fence, or when an
 instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
-thread. Use of the result in arithmetic or ``mma`` is not enough, because these instructions may complete after the
+thread. A use of the result in arithmetic or ``mma`` does not count, because these instructions may complete after the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
-performed. A third clock of each thread, besides the clocks of accesses and of fenced accesses (see below), records this
-knowledge.
+performed. Each thread has a separate clock for this knowledge.
 
 Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
 to the source of a copy to another CTA is not always detected.
 
-Scopes. With ``scoped``, an mbarrier orders memory as far as the scopes of both of its operations reach. An arrival from
-another CTA, and a copy of another CTA, tell nothing to a thread that waits at CTA scope; an arrival at CTA scope tells
-nothing to another CTA. So each mbarrier gathers knowledge under two keys: its own for the CTA that contains it, and a
-``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the thread's last release fence; a relaxed wait
-takes effect at the thread's next acquire fence. Commits of tensor cores have no scope.
+Scopes. With ``scoped``, an mbarrier orders memory only between threads that the scopes of both of its operations
+include. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a thread arrives
+at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects knowledge under two keys: one key for
+the CTA that contains it, and a ``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the thread's
+last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of tensor cores have no
+scope.
 
 Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
 must know of the access.
 
-``cp.async``. One more column per thread represents the thread's ``cp.async``; the clock in this column counts groups.
-No thread knows of the writes, not even the issuing thread, until the issuing thread has waited for the group.
+``cp.async``. One more column per thread represents the thread's ``cp.async`` copies. The clock in this column counts
+groups. No thread knows of the writes, not even the issuing thread, until the issuing thread has waited for the group.
 
 ``tcgen05``. One more column per thread that issues to a tensor core represents the thread's operations (see
-``tensor_memory``, whose records have the same form). An operation counts as reading shared memory until some thread has
-waited for a later commit.
+``tensor_memory``, whose records have the same structure). An operation counts as reading shared memory until some
+thread has waited for a later commit.
 
 Proxy fences. A bulk copy to global memory counts as reading shared memory until the issuing thread has waited for the
 copy's group. After a thread has written bytes, a ``fence.proxy.async`` must precede the copy that reads these bytes. A
-second clock of each thread records the fenced accesses. All three clocks are passed on together.
+separate clock of each thread records the fenced accesses. Barriers pass on all three clocks together.
 
-``lenient`` relaxes three rules, because NVIDIA's own kernels break them. A bulk copy may overwrite bytes before loads
-of the bytes have been performed. A lane arrives for its whole warp: kernels for sm_120a release a stage in this way,
-between ``ldmatrix`` and ``mma``. A commit passes on the earlier accesses of its thread: in this way, a CTA of a pair
-learns that the mbarriers of the other CTA have been initialised.
+``lenient`` relaxes three rules, because NVIDIA's own kernels break them. First, a bulk copy may overwrite bytes before
+loads of the bytes have been performed. Second, a lane arrives for its whole warp: kernels for sm_120a release a stage
+in this way, between ``ldmatrix`` and ``mma``. Third, a commit passes on the earlier accesses of its thread: in this
+way, a CTA of a pair learns that the mbarriers of the other CTA have been initialised.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 Key = tuple
 READING = 0xFFFF
-"""Clock of a read by a copy that no thread has waited for: later than any clock."""
+"""Clock of a copy's read that no thread has waited for. It is later than any clock."""
 PIPES = 8
 """Largest number of threads in a cluster that issue to tensor cores."""
 PERFORMED = 0xFFFF
@@ -68,7 +69,8 @@ PERFORMED = 0xFFFF
 
 @dataclass
 class Agent:
-    """An asynchronous copy, with the accesses that its issuer knew of, and its own clock."""
+    """An asynchronous copy: its thread, the clock of the accesses that the thread knew of at the start, and the copy's
+    own clock."""
 
     thread: int
     knows: Array
@@ -76,12 +78,12 @@ class Agent:
 
 
 def mbarrier_key(cta: int, offset: int, is_far: bool = False) -> Key:
-    """Return the key of an mbarrier, for knowledge of its own CTA or of other CTAs."""
+    """Return the key of the clocks that an mbarrier collects: for its own CTA, or for other CTAs if ``is_far``."""
     return ("far mbarrier" if is_far else "mbarrier", cta, offset)
 
 
 class Races:
-    """Clocks and records of one launch.
+    """Vector clocks of all threads, and records of all accesses to shared memory, in one launch.
 
     Args:
         machine: Machine that runs the launch.
@@ -94,7 +96,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # The next columns are for each thread's cp.async groups, if the program uses cp.async.
+        # If the program uses cp.async, the next columns count each thread's cp.async groups.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -108,20 +110,20 @@ class Races:
         records = machine.ctas * self.per_cta
         self.writer = np.zeros(records, np.int64)
         self.written = np.zeros(records, np.uint16)
-        # One column per warp of the cluster, then one column for the bulk copy that last began to read.
+        # There is one column per warp of the cluster, and one column for the bulk copy that last began to read.
         self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
         self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
         self.reader = np.zeros((records, self.cluster_warps + 1), np.int16 if self.pipes < 1 << 15 else np.int32)
         self.was_read = np.zeros((records, self.cluster_warps + 1), np.uint16)
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
-        # Knowledge at each thread's last release fence, and knowledge that awaits an acquire fence; keyed by True for
-        # other CTAs, False for the thread's CTA.
+        # ``released`` contains the clocks at each thread's last release fence. ``pending`` contains clocks that take
+        # effect at the next acquire fence. Both are keyed by True for other CTAs, False for the thread's own CTA.
         self.released: dict[bool, Array] = {}
         self.pending: dict[bool, Array] = {}
         self.copies = 0
-        # Needed only if bulk copies write shared memory: the time when each thread last started each load, the position
-        # of that load among the thread's loads, and the number of loads in flight.
+        # These are needed only if bulk copies write to shared memory: the time when each thread last started each load,
+        # the position of that load among the thread's loads, and the number of loads in flight.
         writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
         self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
         self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)
@@ -129,7 +131,7 @@ class Races:
         self.places = 0
         self.under_way = np.zeros(machine.threads, np.int32)
         self.was_load = np.zeros((records, self.cluster_warps), bool)
-        # Times when threads of other CTAs last accessed the shared memory of each CTA.
+        # For each CTA, the times when threads of other CTAs last accessed its shared memory.
         self.visited = np.zeros((machine.ctas, columns), np.uint16)
         self.dirty = np.zeros(machine.warps, bool)
         self.full_warps = machine.cta_threads % 32 == 0
@@ -137,7 +139,8 @@ class Races:
     # Order
 
     def arrive(self, key: Key, threads: Array) -> None:
-        """Order the earlier accesses of ``threads`` before accesses after the barrier."""
+        """Add the clocks of ``threads`` to a barrier's clocks, so that their accesses happen before accesses after the
+        barrier."""
         if self.machine.lenient:
             threads = positions(np.isin(self.machine.warp, self.machine.warp[threads]))
         self._settle(threads)
@@ -145,12 +148,12 @@ class Races:
         self._tick(threads)
 
     def publish(self, key: Key) -> None:
-        """Complete the barrier's phase."""
+        """Complete a phase of a barrier: publish the clocks that the arrivals of this phase added."""
         if key in self.gathered:
             self.published[key] = self.gathered[key].copy()
 
     def leave(self, key: Key, threads: Array) -> None:
-        """Let ``threads``, which have waited for the barrier, know of the accesses before the barrier."""
+        """Merge the published clocks of a barrier into the clocks of ``threads``, which have waited for the barrier."""
         known = self.published.get(key)
         if known is not None and len(threads):
             self.clocks[threads] = np.maximum(self.clocks[threads], known)
@@ -159,13 +162,15 @@ class Races:
     # Scopes and memory fences
 
     def arrive_scoped(self, cta: int, offset: int, thread: int, relaxed: bool, cluster: bool) -> None:
-        """Let a thread arrive at the mbarrier of a CTA. ``cluster`` is True if the scope is the cluster."""
+        """Let a thread arrive at an mbarrier of CTA ``cta``. ``cluster`` is True if the scope of the arrival is the
+        cluster."""
         is_far = cta != int(self.machine.cta[thread])
         threads, key = np.array([thread]), mbarrier_key(cta, offset, is_far)
         reaches = cluster or not is_far
         released = self.released.get(is_far) if relaxed and reaches else None
         if is_far:
-            # A thread that learns of the released accesses has also seen this arrival.
+            # A thread that learns of the released accesses also learns of this arrival, which accesses the other CTA's
+            # memory.
             clocks = self.clocks if released is None else released
             column = self.column[thread]
             self.visited[cta, column] = max(self.visited[cta, column], clocks[thread, column])
@@ -177,7 +182,10 @@ class Races:
             self.arrive(key, threads)
 
     def leave_scoped(self, cta: int, offset: int, threads: Array, relaxed: bool, cluster: bool) -> None:
-        """Let ``threads`` of the CTA, which have waited for its mbarrier, know of the accesses before the barrier."""
+        """Merge an mbarrier's clocks into the clocks of ``threads`` of its CTA, which have waited for it.
+
+        ``relaxed`` and ``cluster`` describe the wait: ``cluster`` is True if its scope is the cluster.
+        """
         for is_far in (False, True)[: 1 + cluster]:
             key = mbarrier_key(cta, offset, is_far)
             if not relaxed:
@@ -187,7 +195,7 @@ class Races:
                 pending[threads] = np.maximum(pending[threads], self.published[key])
 
     def fence_memory(self, threads: Array, acquires: bool, releases: bool, cluster: bool) -> None:
-        """Execute a memory fence. ``cluster`` is True if the scope is the cluster or a larger scope."""
+        """Execute a memory fence. ``cluster`` is True if the scope is the cluster or larger."""
         for is_far in (False, True)[: 1 + cluster]:
             if acquires and is_far in self.pending:
                 self.clocks[threads] = np.maximum(self.clocks[threads], self.pending[is_far][threads])
@@ -204,7 +212,8 @@ class Races:
         self.published.pop(key, None)
 
     def join_warps(self, threads: Array) -> None:
-        """Synchronise the lanes of each warp: every lane learns of all lanes' accesses. ``threads`` are sorted."""
+        """Synchronise the lanes of each warp, so that every lane knows of all lanes' accesses. ``threads`` must be
+        sorted."""
         threads = threads[self.dirty[self.machine.warp[threads]]]
         if not len(threads):
             return
@@ -222,7 +231,7 @@ class Races:
         self._tick(threads)
 
     def fence(self, threads: Array) -> None:
-        """Mark all accesses that ``threads`` know of as fenced for copies."""
+        """Mark all accesses that ``threads`` know of as fenced, so that bulk copies may read the written bytes."""
         self.clocks[threads, self.fenced : self.performed] = self.clocks[threads, : self.fenced]
         self.started[:, threads] = PERFORMED
         self.under_way[threads] = 0
@@ -245,7 +254,8 @@ class Races:
         self.place[load, threads] = self.places
 
     def need_loads(self, loads: list[int], threads: Array) -> None:
-        """Mark ``loads`` and all earlier loads of ``threads`` as performed, because the threads need the results."""
+        """Mark ``loads``, and all loads of ``threads`` before them, as performed, because the threads need the
+        results."""
         if self.has_copies and any_true(self.under_way[threads]):
             for load in loads:
                 some = threads[self.started[load, threads] != PERFORMED]
@@ -254,11 +264,11 @@ class Races:
                     self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
                     self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
                     self.dirty[self.machine.warp[some]] = True
-                    # A new time separates later loads from these loads, although no barrier lies between them.
+                    # Advance the time, so that later loads have a later start time than these loads.
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
-        """Return the time up to which all loads of ``threads`` have been performed."""
+        """Update the clock that says up to which time all loads of ``threads`` have been performed."""
         if self.has_copies:
             until = self.clocks[threads, self.column[threads]]
             late = positions(self.under_way[threads])
@@ -269,21 +279,24 @@ class Races:
     # Accesses
 
     def _records(self, bank: Array, offset: Array, size: int) -> Array:
-        """Return the records of the accessed bytes, one row per access."""
+        """Return the indices of the records of the accessed bytes, one row per access."""
         count = -(-size // self.granule)
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
 
     def _rows(self, cta: int, offset: int, size: int) -> slice:
-        """Return the records of the bytes that a copy accesses."""
+        """Return the indices of the records of the bytes that a copy accesses, as a slice."""
         first = cta * self.per_cta + offset // self.granule
         return slice(first, first + -(-size // self.granule))
 
     def read(
         self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None, visits: bool = True
     ) -> None:
-        """Check and record reads. ``load`` is the number of the load instruction. ``visits`` is False if the caller
-        records accesses to other CTAs."""
+        """Check and record reads of shared memory.
+
+        ``load`` is the number of the load instruction, if any. ``visits`` is False if the caller records accesses to
+        other CTAs itself.
+        """
         records = self._records(bank, offset, size)
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > self.clocks[threads[:, None], writer]
@@ -303,8 +316,8 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
-        """Check and record writes. ``groups`` is the number of each thread's ``cp.async`` group, or None for other
-        writes."""
+        """Check and record writes to shared memory. ``groups`` contains the number of each thread's ``cp.async`` group,
+        or is None for other writes."""
         records = self._records(bank, offset, size)
         self._check_write(threads, self.clocks, threads, records, offset)
         self._visit(threads, bank)
@@ -315,7 +328,7 @@ class Races:
         self.writer[records] = columns[:, None]
         self.written[records] = clocks[:, None]
         self.was_read[records] = 0
-        # Two threads of one instruction write the same byte.
+        # If a record now names another thread, two threads of this instruction write the same byte.
         twice = self.writer[records] != columns[:, None]
         if any_true(twice):
             i, j = np.argwhere(twice)[0]
@@ -325,14 +338,14 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def _visit(self, threads: Array, bank: Array) -> None:
-        """Record that ``threads`` access the shared memory of the CTAs in ``bank``."""
+        """Record that ``threads`` access the shared memory of the CTAs ``bank``, if these are not their own."""
         if self.machine.cluster_ctas > 1:
             away = positions(bank != self.machine.cta[threads])
             columns = self.column[threads[away]]
             self.visited[bank[away], columns] = self.clocks[threads[away], columns]
 
     def end(self, cta: int) -> None:
-        """End a CTA, and with it the lifetime of its shared memory."""
+        """End a CTA: check that it knows of all accesses of other CTAs to its shared memory."""
         known = self.clocks[self.machine.cta == cta].max(axis=0)
         bad = positions(self.visited[cta] > known[: self.agent])
         if len(bad):
@@ -340,7 +353,8 @@ class Races:
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
-        """Check writes. Row ``rows[i]`` of ``clocks`` contains the accesses that ``threads[i]`` knows of."""
+        """Check that writes race with no recorded access. Row ``rows[i]`` of ``clocks`` is the clock of
+        ``threads[i]``."""
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > clocks[rows[:, None], writer]
         if any_true(late):
@@ -372,7 +386,7 @@ class Races:
     # Asynchronous copies
 
     def begin(self, thread: int) -> Agent:
-        """Return the agent of a copy that ``thread`` starts."""
+        """Create the ``Agent`` of a copy that ``thread`` starts."""
         self.copies += 1
         self._settle(np.array([thread]))
         agent = Agent(thread, self.clocks[thread].copy(), self.copies)
@@ -395,7 +409,7 @@ class Races:
         self.was_read[rows] = 0
 
     def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
-        """Let a bulk copy begin to read, and return the records that it reads."""
+        """Record that a bulk copy begins to read, and return the records of the bytes."""
         rows = self._rows(cta, offset, size)
         self._check_read(agent, rows, lambda i: offset + i * self.granule)
         self.reader[rows, -1] = self.column[agent.thread]
@@ -403,13 +417,14 @@ class Races:
         return rows
 
     def copy_has_read(self, agent: Agent, rows: slice) -> None:
-        """End the reads of a bulk copy. Threads that know of the copy or of its write also know of these reads."""
+        """Record that a bulk copy has read its bytes. A thread that knows of the copy, or of its write, also knows of
+        these reads."""
         own = (self.reader[rows, -1] == self.column[agent.thread]) & (self.was_read[rows, -1] == READING)
         self.reader[rows, -1][own] = self.agent
         self.was_read[rows, -1][own] = agent.clock
 
     def _check_read(self, agent: Agent, rows: Any, offset_of: Callable[[int], int]) -> None:
-        """Check reads of an asynchronous operation."""
+        """Check that the reads of an asynchronous operation race with no write, and that a fence follows each write."""
         writer, written = self.writer[rows], self.written[rows]
         bad = positions(written > agent.knows[writer])
         if len(bad):
@@ -421,21 +436,21 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check reads of 16-byte chunks by operation ``number`` of the tensor-core pipe in ``column``."""
+        """Check and record reads of 16-byte chunks by a tensor core: operation ``number`` of the pipe in ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))
         self.reader[rows, -1] = column
         self.was_read[rows, -1] = number
-        # A thread that knows of the operation also knows of the writes that preceded it.
+        # A thread that knows of this operation also knows of the writes before it, so add their clocks to ``saw``.
         np.maximum.at(saw, self.writer[rows], self.written[rows])
 
     def pipe_arrives(self, known: Array, key: Key) -> None:
-        """Let a commit arrive at an mbarrier: threads that wait for the mbarrier learn ``known``."""
+        """Let a commit arrive at an mbarrier: add the clocks ``known`` to the mbarrier's clocks."""
         self._gather(key, known)
 
     def copies_have_read(self, thread: int, reads: list[slice]) -> None:
-        """End the reads of copies that ``thread`` has waited for."""
+        """Record that copies have read their bytes, because ``thread`` has waited for them."""
         column = self.column[thread]
         for rows in reads:
             own = self.reader[rows, -1] == column
@@ -443,15 +458,15 @@ class Races:
         self.dirty[self.machine.warp[thread]] = True
 
     def groups_are_done(self, threads: Array, groups: Array) -> None:
-        """Record the number of ``cp.async`` groups that each of ``threads`` has waited for."""
+        """Record for ``threads`` the number of their ``cp.async`` groups that they have waited for."""
         if self.fenced > self.grouped:
             self.clocks[threads, self.grouped + self.column[threads]] = groups
             self.dirty[self.machine.warp[threads]] = True
 
     def copy_arrives(self, agent: Agent, cta: int, offset: int, tells: bool) -> None:
-        """Let a copy arrive at the mbarrier of a CTA: threads that wait for the mbarrier know of the copy.
+        """Let a copy arrive at an mbarrier of CTA ``cta``, so that threads that wait for the mbarrier know of the copy.
 
-        If ``tells``, they also learn of the earlier accesses of the thread that started the copy.
+        If ``tells``, these threads also learn of the accesses that the copy's thread knew of when it started the copy.
         """
         known = agent.knows.copy() if tells else np.zeros_like(agent.knows)
         known[self.agent] = max(known[self.agent], agent.clock)

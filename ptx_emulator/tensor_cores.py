@@ -1,15 +1,15 @@
-"""MMAs and copies of scales by tensor cores: descriptors, scales, accumulators (PTX ISA, "tcgen05").
+"""MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Only block-scaled MMAs of FP4 are implemented. NVIDIA does not document the order of additions or intermediate
-rounding. Here the exact products and the accumulator are added in float64, and the sum is rounded once.
+Only block-scaled FP4 MMAs are implemented. NVIDIA documents neither the order of additions nor intermediate rounding.
+Here the exact products and the accumulator are added in float64, and the sum is rounded once.
 
-The PTX ISA shows the placement of accumulators and scales only in figures. Calibration with NVIDIA's kernels showed:
+The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
 
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
   consecutive blocks along k. For K = 96, the scales continue in another word, four columns further per 128 rows.
-- For K = 96, the descriptor's leading dimension may be an absolute address, which locates the second 128 bytes of a
+- For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
   row.
 """
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 @lru_cache(4096)
 def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
-    """Return shared-memory offsets of the first ``width`` bytes of each row as 16-byte chunks: (rows, width // 16).
+    """Return the shared-memory offsets of the first ``width`` bytes of each row, as 16-byte chunks: (rows, width //
+    16).
 
     The operand is K-major. See "Shared memory descriptor" and "Canonical layouts" in the PTX ISA.
     """
@@ -61,7 +62,8 @@ def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields of a block-scaled instruction descriptor ("Instruction descriptor") for ``group`` CTAs."""
+    """Fields of the instruction descriptor of a block-scaled MMA, for ``group`` CTAs (PTX ISA, "Instruction
+    descriptor")."""
 
     m: int
     n: int
@@ -96,7 +98,7 @@ class Shape:
         return shape
 
     def check(self, descriptor: int) -> None:
-        """Check that an MMA with these fields exists. Raises EmulationError if not."""
+        """Check that an MMA with these fields exists, and raise a fault if not."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -113,7 +115,8 @@ class Shape:
         return self.m // self.group, self.n // self.group
 
     def scale_columns(self, rows: int, number: int) -> int:
-        """Return the number of columns that hold scales of ``rows`` rows, starting at scale id ``number``."""
+        """Return the number of tensor-memory columns that hold the scales of ``rows`` rows, starting at scale id
+        ``number``."""
         return -(-rows // 32) + (self.second_word(rows) if number + self.k // self.block > 4 else 0)
 
     @staticmethod
@@ -122,14 +125,14 @@ class Shape:
 
 
 class TensorCores:
-    """Tensor cores of one launch."""
+    """Tensor cores of all SMs in one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.memory = machine.tensor
 
     def _read_later(self, agent: Agent, cta: int, chunks: Array, pipe: Pipe, number: int) -> None:
-        """Issue an operation that reads chunks of shared memory."""
+        """Check and record that an operation of a pipe reads chunks of shared memory."""
         shared = self.machine.shared
         if chunks.min() < 0 or chunks.max() + 16 > shared.size:
             raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
@@ -138,13 +141,13 @@ class TensorCores:
         self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
-        """Return (rows, width) bytes of shared memory, and a mask of the initialised bytes."""
+        """Return chunks of shared memory as (rows, width) bytes, and a mask of the initialised bytes."""
         shared = self.machine.shared
         index = (cta * shared.stride + chunks[..., None] + np.arange(16)).reshape(len(chunks), -1)
         return shared.data[index], shared.flags[index] & WRITTEN != 0
 
     def copy(self, thread: int, address: int, descriptor: int, group: int) -> None:
-        """Execute ``tcgen05.cp`` 32x128b.warpx4: copy 32 rows of 16 bytes to each quarter of the lanes."""
+        """Execute ``tcgen05.cp.32x128b.warpx4``: copy 32 rows of 16 bytes to each quarter of the 128 lanes."""
         memory = self.memory
         chunks = operand_chunks(descriptor, 32, 16)
         if address >> 16:
@@ -181,8 +184,8 @@ class TensorCores:
     ) -> None:
         """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair holds the rows of A for its half of D, half of the rows of B, and the scales of these rows of
-        A and B.
+        Each CTA of a pair holds half of D's rows and the same rows of A. It also holds half of the rows of B, and the
+        scales of its rows of A and B.
         """
         memory, threads = self.memory, np.array([thread])
         shape = Shape.of(instruction, group, block)
@@ -240,16 +243,16 @@ class TensorCores:
         return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
 
     def _operand(self, cta: int, chunks: Array, negated: bool) -> tuple[Array, Array]:
-        """Return the values of an operand's rows, and a mask of the rows that are initialised."""
+        """Return the values of an operand's rows, and a mask of the rows that are completely initialised."""
         data, there = self._bytes(cta, chunks)
         numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
         return -numbers if negated else numbers, there.all(1)
 
     def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
-        """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
+        """Return the scale of each value in an operand's rows, and a mask of the rows whose scales are initialised.
 
-        All quarters of the lanes must hold the same scales, because the tensor core reads each quarter for different
-        rows of the accumulator.
+        All quarters of the lanes must hold the same scales, because the tensor core reads a different quarter for each
+        part of the accumulator's rows.
         """
         row = np.arange(rows)
         first = part.columns.start + row // 32

@@ -1,24 +1,24 @@
 """Tensor memory (PTX ISA, "tcgen05"): allocation of columns, contents, and order of accesses.
 
-The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column of a quarter of the
-lanes, the part that one warp can access. A record stores the last operation that wrote these words, the last MMA that
-read scales from the words, and the last warp that loaded the words. For each of the three, the record contains a column
-of the vector clocks of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the
-column of their *pipe*, which stands for the issuing thread; the clock in it counts the thread's operations. Loads and
-stores use the column of their warp's first thread; no thread knows their clock before ``tcgen05.wait``.
+The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column in a quarter of the
+lanes, which is the part that one warp can access. A record stores three accesses to these words: the last write, the
+last MMA that read scales from them, and the last load by a warp. For each of the three, it stores a column of the
+vector clocks of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of
+their *pipe*, which stands for the issuing thread. The clock in it counts the thread's operations. Loads and stores use
+the column of their warp's first thread. No thread knows their clock before ``tcgen05.wait``.
 
-An operation must know of all conflicting operations, following "Memory Consistency Model for 5th generation of
-TensorCore operations":
+An operation must know of all conflicting operations. The rules are those of "Memory Consistency Model for 5th
+generation of TensorCore operations":
 
-- Among the operations of one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same
+- Of the operations of one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same
   accumulator and shape. No other operations are ordered. For example, a copy after an MMA needs a commit, and a wait
   for the mbarrier of the commit.
-- Knowledge that a thread gained through barriers takes effect at its next ``tcgen05.fence::after_thread_sync``.
+- A thread gains knowledge through barriers. It takes effect at the thread's next ``tcgen05.fence::after_thread_sync``.
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
   barrier. A commit implies the fence ``before_thread_sync``.
 
-``lenient`` relaxes these rules, because NVIDIA's own kernels break them: all operations of a thread are ordered, and no
-fence and no wait is needed.
+``lenient`` relaxes these rules, because NVIDIA's own kernels break them. All operations of a thread are then ordered,
+and no fence and no wait is needed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 LANES, COLUMNS = 128, 512
 NOT_YET = np.iinfo(np.int32).max
-"""Clock of an operation that no thread can know to be complete."""
+"""Clock of an operation that no thread can know of yet, because nothing has waited for it."""
 COPIED = 0
-"""Kind of a write by a copy. An MMA's kind is its accumulator and shape."""
+"""Kind of a write by a copy. The kind of an MMA's write is its accumulator and shape."""
 
 
 class Part(NamedTuple):
-    """Index of the records of some columns in some quarters of a CTA's lanes."""
+    """Indices of records: some columns, in some quarters of a CTA's lanes."""
 
     cta: int
     quarters: slice
@@ -55,10 +55,10 @@ class Part(NamedTuple):
 
 @dataclass
 class Pipe:
-    """Operations of a thread that issues MMAs and copies: the thread's column in the clocks, the number of operations,
-    and the operations in flight.
+    """Tensor-core operations of one thread: the thread's column in the clocks, the number of its operations, and the
+    operations in flight.
 
-    ``saw`` contains the clocks of earlier writes to shared memory.
+    ``saw`` contains the clocks of the writes to shared memory that preceded these operations.
     """
 
     column: int
@@ -68,8 +68,7 @@ class Pipe:
 
 
 class Records:
-    """Last accesses of one kind: column and clock, and for loads and stores a flag that is set when a fence has
-    followed."""
+    """Last accesses of one kind: their column and clock. For loads and stores, a flag says if a fence has followed."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
@@ -80,14 +79,14 @@ class Records:
         self.column[part], self.clock[part], self.fenced[part] = column, clock, True
 
     def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
-        """Record that a thread has waited for its accesses; ``fenced`` is True if it has also fenced."""
+        """Record that a thread has waited for its accesses. ``fenced`` is True if it has also executed a fence."""
         own = self.column[part] == column
         self.clock[part] = np.where(own, clock, self.clock[part])
         self.fenced[part] = np.where(own, fenced, self.fenced[part])
 
 
 class TensorMemory:
-    """Tensor memory of one launch. Empty if the program contains no ``tcgen05`` instructions."""
+    """Tensor memory of one launch. It is empty if the program contains no ``tcgen05`` instructions."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -95,30 +94,32 @@ class TensorMemory:
         ctas = machine.ctas if exists else 0
         self.data = np.full((ctas, LANES, COLUMNS), 0xA5A5A5A5, np.uint32)
         self.there = np.zeros((ctas, LANES, COLUMNS), bool)
-        self.allocation = np.zeros((ctas, COLUMNS), np.int32)  # cta_group of the allocation of each column; 0 for none
+        self.allocation = np.zeros((ctas, COLUMNS), np.int32)  # cta_group that allocated each column, or 0
         self.allocations = 0
         self.relinquished = np.zeros(ctas, bool)
         self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
-        # Loads and stores that have not been waited for, or not been fenced; keyed by the first thread of a warp.
+        # Loads and stores without a wait, and those with a wait but without a fence, keyed by the first thread of a
+        # warp.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
-        # Each thread's clocks at its last tcgen05.fence::after_thread_sync.
+        # For each thread, its clock at its last tcgen05.fence::after_thread_sync.
         self.knew = np.zeros_like(machine.races.clocks[: machine.threads if exists else 0])
         self.cta_group = 0
 
     # Allocation
 
     def group(self, size: int) -> None:
-        """Record an instruction's ``cta_group``, and check that all instructions of a kernel use the same
+        """Record the ``cta_group`` of an instruction. Raise a fault if another instruction of the kernel used another
         ``cta_group``."""
         if self.cta_group not in (0, size):
             raise Fault(EmulationError, 0, "cta_group::1 and cta_group::2 in one kernel")
         self.cta_group = size
 
     def ctas_of(self, thread: int, group: int) -> list[int]:
-        """Return the CTAs that an instruction works on: the thread's own, or the pair with ranks 2 i and 2 i + 1."""
+        """Return the CTAs on which an instruction acts: the thread's own CTA, or the pair with ranks 2 i and 2 i +
+        1."""
         self.group(group)
         machine = self.machine
         if group == 1:
@@ -129,8 +130,10 @@ class TensorMemory:
         return [int(cta) for cta in machine.cta_of_rank[machine.cluster[thread], first : first + 2]]
 
     def allocate(self, thread: int, columns: int, group: int) -> int:
-        """Allocate columns and return the first column. In the emulator, each CTA has an SM's tensor memory to itself,
-        so an allocation never waits."""
+        """Allocate columns, and return the first column.
+
+        In the emulator, each CTA has an SM's tensor memory to itself, so an allocation never waits.
+        """
         self.group(group)
         cta = int(self.machine.cta[thread])
         if columns not in (32, 64, 128, 256, 512):
@@ -166,7 +169,8 @@ class TensorMemory:
             raise Fault(EmulationError, 0, f"CTA {cta} ended with tensor memory allocated")
 
     def part(self, cta: int, address: int, columns: int, quarter: int | None = None) -> Part:
-        """Return ``columns`` columns that start at an address, in one quarter of the lanes or in all quarters."""
+        """Return the records of ``columns`` columns that start at an address, in one quarter of the lanes, or in all if
+        None."""
         first = address & 0xFFFF
         there = self.allocation[cta, first : first + columns] != 0
         if len(there) < columns or not there.all():
@@ -188,8 +192,8 @@ class TensorMemory:
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """Return the clocks of the accesses that all of ``threads``, which execute one instruction together, know
-        of."""
+        """Return the clock of the accesses that all of ``threads`` know of. The threads execute one instruction
+        together."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]
@@ -197,7 +201,7 @@ class TensorMemory:
         return known
 
     def _ordered(self, records: Records, part: Part, threads: Array) -> Array:
-        """Return a mask of the accesses that the threads know to be complete."""
+        """Return a mask of the recorded accesses that the threads know to be complete."""
         known = self._known(threads)
         complete = records.clock[part] <= known[records.column[part]]
         own = np.zeros(len(known), bool)
@@ -221,8 +225,10 @@ class TensorMemory:
         raise Fault(Race, 0, f"{what} of tensor memory {where}, which was {did} by {name}, {why}")
 
     def check_read(self, threads: Array, part: Part, what: str, pipe: Pipe | None = None) -> None:
-        """Check that ``threads`` may read. ``pipe`` is the pipe of an MMA, which is ordered after earlier copies in the
-        pipe."""
+        """Check that ``threads`` may read a part of tensor memory.
+
+        ``pipe`` is the pipe of an MMA. The hardware orders the MMA after earlier copies in the same pipe.
+        """
         ordered = self._ordered(self.written, part, threads)
         if pipe is not None:
             ordered |= (self.written.column[part] == pipe.column) & (self.machine.lenient | (self.how[part] == COPIED))
@@ -231,8 +237,10 @@ class TensorMemory:
     def check_write(
         self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
     ) -> None:
-        """Check that ``threads`` may write. The pipe itself orders the write after the pipe's earlier writes of the
-        kinds in ``follows``."""
+        """Check that ``threads`` may write to a part of tensor memory.
+
+        The hardware orders a write after earlier writes of the same pipe if their kinds are in ``follows``.
+        """
         for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
             ordered = self._ordered(records, part, threads)
             if pipe is not None and records is not self.loaded:
@@ -295,11 +303,11 @@ class TensorMemory:
         return pipe, pipe.issued
 
     def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
-        """Schedule an operation, to run after earlier operations of the same thread."""
+        """Schedule an operation of a tensor core. It runs after all earlier operations of the same thread."""
         self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
 
     def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:
-        """Arrive at mbarriers (CTA, offset) when all operations that the thread issued are complete."""
+        """Arrive at mbarriers, given as (CTA, offset), when all operations that the thread has issued are complete."""
         machine = self.machine
         pipe = self.pipe_of(thread)
         known = pipe.saw.copy()

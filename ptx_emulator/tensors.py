@@ -1,4 +1,4 @@
-"""Torch tensors as bytes of the emulator's global memory."""
+"""Copies of torch tensors to and from the emulator's global memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ptx_emulator.values import Array
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the tensor's first element to the last, both included."""
+    """Return the number of bytes from the start of a tensor's first element to the end of its last element."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -18,13 +18,13 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def _raw(tensor: torch.Tensor) -> Array:
-    """Return the bytes that a tensor spans, as an array that shares the tensor's memory."""
+    """Return the bytes that a tensor spans, as an array that shares memory with the tensor."""
     flat = torch.as_strided(tensor, (span(tensor) // tensor.dtype.itemsize,), (1,))
     return flat.view(torch.uint8).numpy()
 
 
 def _of_elements(tensor: torch.Tensor, raw: Array) -> Array:
-    """Return a view of ``raw`` whose last dimension is the bytes of an element."""
+    """Return a view of ``raw`` in the tensor's shape, with a last dimension for the bytes of an element."""
     size = tensor.dtype.itemsize
     strides = tuple(stride * size for stride in tensor.stride())
     return np.lib.stride_tricks.as_strided(raw, (*tensor.shape, size), (*strides, 1))

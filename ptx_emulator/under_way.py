@@ -1,4 +1,4 @@
-"""Asynchronous operations in flight: groups of copies, and shared-memory reads by warpgroup MMAs."""
+"""Asynchronous operations in flight: groups of copies, and reads of shared memory by warpgroup MMAs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FAR = np.iinfo(np.int64).max
 
 @dataclass
 class Group:
-    """A thread's bulk group: the number of copies in flight, and the records (see ``races``) of the bytes that the
-    copies read."""
+    """A bulk group of a thread: the number of its copies in flight, and the records (see ``races``) of the bytes that
+    they read."""
 
     under_way: int = 0
     reads: list[slice] = field(default_factory=list)
@@ -31,13 +31,13 @@ class Group:
 
 @dataclass(eq=False)
 class Copy:
-    """An asynchronous operation in flight. A ``cp.async`` instruction is one operation, for all its ``threads``
-    together.
+    """An asynchronous operation in flight. A ``cp.async`` instruction is a single operation for all ``threads`` that
+    execute it.
 
     Attributes:
-        group: Bulk group of a bulk copy.
-        groups: For ``cp.async``: array with the number of each thread's group.
-        pipe: Operations of a tensor core, executed in order.
+        group: Bulk group to which a bulk copy belongs.
+        groups: For ``cp.async``, array with the number of each thread's group.
+        pipe: For tensor cores, queue of operations that are executed in order.
     """
 
     step: Step
@@ -50,28 +50,28 @@ class Copy:
 
 
 class UnderWay:
-    """Asynchronous operations of one launch."""
+    """All asynchronous operations of one launch."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.copies: list[Copy] = []
         self.bulk_copies = 0
         self.held: list[Copy] = []
-        # The open bulk group of each thread.
+        # For each thread, its bulk group that is not committed yet.
         self.open: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
-        # Per thread: number of committed cp.async groups, of groups waited for, and number of the newest non-empty
-        # group.
+        # For each thread: number of committed cp.async groups, number of groups that it has waited for, and number of
+        # its newest group that is not empty.
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # Shared-memory reads by warpgroup MMAs: a list of groups per warp, keyed by the warp's first thread. The last
-        # group is open.
+        # Shared-memory reads by warpgroup MMAs: for each warp, keyed by its first thread, a list of groups. The last
+        # group is not committed yet.
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Check that each thread ends only after its bulk copies have read their source and its ``cp.async`` copies
-        have been written.
+        """Check that threads that end have waited for their copies. Bulk copies must have read their source, and
+        ``cp.async`` copies must have been written.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
@@ -87,8 +87,8 @@ class UnderWay:
     def start(
         self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
     ) -> None:
-        """Schedule a copy. ``ctas`` own the shared memory that the copy uses; ``reads`` are the records of the bytes
-        that it reads."""
+        """Schedule a copy. ``ctas`` are the CTAs whose shared memory it uses. ``reads`` are the records of the
+        shared-memory bytes that it reads."""
         group = None
         if reads is not None:
             group = self.open.setdefault(thread, Group())
@@ -99,16 +99,16 @@ class UnderWay:
         self.bulk_copies += 1
 
     def release_held(self) -> None:
-        """Run a copy that is being delayed, because nothing else can run."""
+        """Execute one of the copies that are being delayed, because nothing else can run."""
         self.copies, self.held = self.held, []
 
     def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
-        """Schedule one ``cp.async`` per thread."""
+        """Schedule a ``cp.async`` instruction of ``threads`` as one operation."""
         self.newest[threads] = self.committed[threads]
         self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
 
     def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
-        """Schedule a tensor-core operation, to run after the earlier operations of ``pipe``."""
+        """Schedule a tensor-core operation. It runs after all earlier operations of ``pipe``."""
         pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
         self.copies.append(pipe[-1])
 
@@ -135,7 +135,7 @@ class UnderWay:
             self.groups.setdefault(thread, []).append(self.open.pop(thread, Group()))
 
     def wait_group(self, threads: Array, most: int) -> Array:
-        """Wait until at most the ``most`` newest groups are incomplete."""
+        """Wait until at most the ``most`` newest bulk groups of each thread are incomplete."""
         done = np.ones(len(threads), bool)
         for i, thread in enumerate(threads.tolist()):
             groups = self.groups.get(thread, [])
@@ -148,8 +148,10 @@ class UnderWay:
         return done
 
     def wait_async(self, threads: Array, most: int | None) -> Array:
-        """Wait until at most the ``most`` newest ``cp.async`` groups are incomplete. If ``most`` is None, wait for all
-        ``cp.async``, committed or not."""
+        """Wait until at most the ``most`` newest ``cp.async`` groups of each thread are incomplete.
+
+        If ``most`` is None, wait for all ``cp.async`` copies, committed or not.
+        """
         if most is None:
             self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
         until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
@@ -163,7 +165,8 @@ class UnderWay:
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
 
-    # Warpgroup MMAs: a warp, named by its first thread, reads shared memory until it has waited for the MMA's group
+    # Warpgroup MMAs. A warp reads shared memory until it has waited for the MMA's group. The warp's first thread
+    # identifies it.
 
     def product_reads(self, thread: int, offset: int, size: int) -> None:
         cta = int(self.machine.cta[thread])
@@ -175,7 +178,7 @@ class UnderWay:
             self.products.setdefault(thread, [[]]).append([])
 
     def wait_for_products(self, threads: Array, most: int) -> None:
-        """End the reads of all except the ``most`` newest groups."""
+        """End the shared-memory reads of all MMA groups except the ``most`` newest groups."""
         for thread in threads[self.machine.lane[threads] == 0].tolist():
             groups = self.products.setdefault(thread, [[]])
             done = max(len(groups) - 1 - most, 0)

@@ -14,7 +14,7 @@ F32_NAN = np.uint32(0x7FFFFFFF)
 
 @dataclass(frozen=True)
 class Type:
-    """A PTX type. ``dtype`` is the dtype of its arrays."""
+    """A PTX type. ``dtype`` is the NumPy dtype of arrays of this type."""
 
     name: str
     bits: int
@@ -54,14 +54,15 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 def of_each(value: Array | int, threads: Array) -> Array:
-    """Return an array with one value per thread, from an array or from a single value."""
+    """Return an array with one value per thread, from such an array or from a single value."""
     if isinstance(value, np.ndarray) and value.shape == threads.shape:
         return value
     return np.broadcast_to(value, threads.shape)
 
 
 def positions(mask: Array) -> Array:
-    """Return the true positions of a mask. (``np.flatnonzero`` takes three times as long for a hundred threads.)"""
+    """Return the indices of the true elements of a mask. (``np.flatnonzero`` takes three times as long for a hundred
+    threads.)"""
     return mask.nonzero()[0]
 
 
@@ -71,15 +72,15 @@ def any_true(mask: Array) -> bool:
 
 
 def distinct(values: Array) -> list[Any]:
-    """Return the distinct values in order. (``np.unique`` takes three times as long for a hundred values.)"""
+    """Return the distinct values in ascending order. (``np.unique`` takes three times as long for a hundred values.)"""
     return sorted(set(values.tolist()))
 
 
-# Parts of floating point
+# Rounding and special values of floating-point numbers
 
 
 def canonical(value: Array) -> Array:
-    """Replace every NaN among fp32 results with the hardware's canonical NaN."""
+    """Replace every NaN in fp32 results by the NaN that hardware returns."""
     nan = np.isnan(value)
     if any_true(nan):
         bits = np.where(nan, F32_NAN, value.astype(np.float32).view(np.uint32))
@@ -88,7 +89,7 @@ def canonical(value: Array) -> Array:
 
 
 def flush(value: Array) -> Array:
-    """Apply ``.ftz``: replace subnormals with zeros of their sign."""
+    """Apply ``.ftz``: replace subnormals by zeros of the same sign."""
     return np.where(np.abs(value) < np.float32(2.0**-126), np.copysign(np.float32(0), value), value)
 
 
@@ -99,7 +100,7 @@ def round_to_odd_sum(a: Array, b: Array) -> Array:
     2008).
     """
     total = a + b
-    # TwoSum (Knuth): total + error is the exact sum.
+    # Compute the rounding error by TwoSum (Knuth): total + error is the exact sum.
     virtual = total - a
     error = (a - (total - virtual)) + (b - virtual)
     inexact = (error != 0) & np.isfinite(total)
@@ -120,9 +121,11 @@ _ROUNDING = {"rn": np.rint, "rz": np.trunc, "rp": np.ceil, "rm": np.floor}
 
 
 def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Array:
-    """Round float64 values to ``significand`` bits; below ``2^min_exponent`` the step stays constant.
+    """Round float64 values to ``significand`` bits. Below ``2^min_exponent``, the distance between neighbouring results
+    is constant.
 
-    ``mode`` is rn, rz, rp (up) or rm (down). Infinities and NaN are kept. The results are exact in float64.
+    ``mode`` is rn, rz, rp (up) or rm (down). Infinities and NaN are not changed. float64 represents the results
+    exactly.
     """
     _, exponent = np.frexp(value)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - (significand - 1))
@@ -141,15 +144,15 @@ def to_f16(value: Array, mode: str = "rn") -> Array:
 
 
 _BELOW_BF16, _BELOW_HALF_OF_BF16 = np.uint64((1 << 45) - 1), np.uint64((1 << 44) - 1)
-"""Masks of the bits of a float64 below the significand of bf16."""
+"""Masks of the bits of a float64 that bf16 drops: all of them, and all except the highest."""
 
 
 def to_bf16(value: Array, mode: str = "rn") -> Array:
     """Convert float64 or float32 numbers to the bits of bf16."""
     wide = value.astype(np.float64)
     if mode == "rn" and not any_true((np.abs(wide) < 2.0**-126) & (wide != 0)):
-        # bf16 drops the low 45 bits of a float64's significand. Adding half a unit of the last kept bit, or slightly
-        # less for ties to even, rounds by carrying.
+        # bf16 drops the low 45 bits of a float64's significand. To round, add half a unit of the lowest remaining bit,
+        # or slightly less for ties to even.
         bits = wide.view(np.uint64)
         carried = bits + (_BELOW_HALF_OF_BF16 + (bits >> np.uint64(45) & np.uint64(1)))
         cut = (carried & ~_BELOW_BF16).view(np.float64)
@@ -168,7 +171,7 @@ def from_bf16(bits: Array) -> Array:
 
 
 def _tiny_values(exponent_bits: int, significand_bits: int, count: int) -> Array:
-    """Return the values of the codes 0 to count - 1 of a small unsigned format."""
+    """Return the values of the codes 0 to ``count - 1`` of a small unsigned format."""
     codes = np.arange(count)
     exponent, fraction = codes >> significand_bits, codes & ((1 << significand_bits) - 1)
     bias = (1 << (exponent_bits - 1)) - 1
@@ -179,7 +182,7 @@ def _tiny_values(exponent_bits: int, significand_bits: int, count: int) -> Array
 
 @dataclass(frozen=True)
 class Tiny:
-    """A format of at most 8 bits: its finite non-negative values in order of their codes."""
+    """A format of at most 8 bits. ``values`` are its finite non-negative values, in the order of their codes."""
 
     significand: int
     values: Array
@@ -192,7 +195,7 @@ class Tiny:
         return round(math.log2(self.values[1])) + self.significand - 1
 
     def encode(self, value: Array) -> Array:
-        """Round to nearest even, saturating."""
+        """Encode values: round to nearest even, and saturate."""
         wide = value.astype(np.float64)
         cut = np.minimum(np.abs(round_to(wide, self.significand, self.min_exponent, "rn")), self.values[-1])
         codes = self.values.searchsorted(cut)
@@ -200,7 +203,7 @@ class Tiny:
         return np.where(np.isnan(wide), self.nan, codes).astype(np.uint16)
 
     def decode(self, codes: Array) -> Array:
-        """Decode to fp16, which represents all values."""
+        """Decode codes to fp16, which represents all values of the format."""
         return self._halves[codes & (2 * self.sign - 1)]
 
     @cached_property
@@ -220,21 +223,21 @@ TINY = {
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right``, computed a few rows at a time.
 
-    For products this small, threads of the BLAS library do not help: on busy cores, multiplication with them took ten
-    times as long.
+    For products this small, several threads of the BLAS library do not help: on busy cores, they took ten times as
+    long.
     """
     rows = max((1 << 18) // right.size, 1)
     return np.concatenate([left[i : i + rows] @ right for i in range(0, len(left), rows)])
 
 
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
-"""Value of each FP4 code."""
+"""Value of each FP4 code, by the code."""
 SCALES = {
-    # PTX ignores the sign bit of ue4m3.
+    # PTX ignores the sign bit of ue4m3, so each value occurs twice.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),
     "ue8m0": np.append(np.exp2(np.arange(255.0) - 127), np.nan),
 }
-"""Value of each scale code, by format."""
+"""Value of each scale code, keyed by the format."""
 
 
 def halves(word: Array) -> tuple[Array, Array]:

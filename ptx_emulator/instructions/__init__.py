@@ -1,8 +1,8 @@
-"""Instructions other than arithmetic, in one module per kind. Importing this package registers all of them.
+"""Decoders of all instructions except arithmetic, with one module per kind. Importing this package registers them.
 
 To add an instruction that only computes, add a function to ``ptx_emulator.arithmetic``. For any other instruction, add
-a function in this package, decorated with ``effect``. It gets a ``Decoder``, the ``Instruction`` and its modifiers, and
-returns a ``Step``.
+a function in this package and decorate it with ``effect``. The function takes a ``Decoder``, the ``Instruction`` and
+its modifiers, and returns a ``Step``.
 """
 
 from ptx_emulator.instructions import (

@@ -21,7 +21,7 @@ SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "const"
 
 
 def split_space(parts: list[str]) -> tuple[str, list[str]]:
-    """Return the state space named by modifiers, and the other modifiers."""
+    """Split modifiers into the name of a state space and the other modifiers."""
     found = [part for part in parts if part in SPACES or part == "param::entry"]
     space = found[0] if found else ""
     rest = [part for part in parts if part not in found]
@@ -29,7 +29,7 @@ def split_space(parts: list[str]) -> tuple[str, list[str]]:
 
 
 def _parsed(ins: Instruction, parts: list[str], operand: int) -> tuple[str, Any, tuple[Any, ...]]:
-    """Return the state space and the type of an access, and the registers or constants of its operand or vector."""
+    """Return the state space and the type of a memory access, and the registers or constants of its data operand."""
     space, parts = split_space(parts)
     _, (type,) = modifiers(ins, parts, _ACCESS)
     values = ins.operands[operand]
@@ -94,7 +94,8 @@ def _atomic_sum(a: np.float32, b: np.float32, flushes: bool) -> np.float32:
 
 @effect("atom red")
 def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode an atomic. Threads execute in a fixed order. fp32 sums in global memory flush subnormals."""
+    """Decode an atomic operation. Threads execute it in a fixed order. fp32 sums in global memory flush subnormals to
+    zero."""
     space, parts = split_space(parts)
     mods, (type,) = modifiers(ins, parts, _ACCESS + " acq_rel " + " ".join(_ATOMIC))
     (name,) = mods & set(_ATOMIC)
@@ -148,8 +149,8 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     window = 0 if space else SHARED_WINDOW
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
-        # Compiled code may compute addresses in CTAs that do not exist, so the rank is checked only when memory is
-        # accessed.
+        # Do not check the rank here: compiled code may compute addresses in CTAs that do not exist. The rank is checked
+        # when memory is accessed.
         number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)

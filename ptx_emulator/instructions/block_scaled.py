@@ -21,13 +21,13 @@ K = 64
 
 
 def _numbers(words: Array) -> Array:
-    """Return the eight values in each word, along a new last axis."""
+    """Decode the eight FP4 values in each word, along a new last axis."""
     codes = np.ascontiguousarray(words)[..., None].view(np.uint8)
     return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(*words.shape, 8)
 
 
 def _selectors(values: tuple[Array, ...]) -> list[int]:
-    """Return the byte and thread selectors, which must be equal in all lanes."""
+    """Return the byte and thread selectors. Raise a fault unless they are equal in all lanes."""
     for value in values:
         different = positions(value != value.flat[0])
         if len(different):
@@ -39,10 +39,10 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Lane 4 g + t holds eight values that start at k = 8 t and eight that start at k = 32 + 8 t, of rows g and g + 8 of A
+    Lane 4 g + t holds eight values from k = 8 t on, and eight values from k = 32 + 8 t on: of rows g and g + 8 of A,
     and of column g of B. The scales of a row or column are bytes of one word, starting at the selected byte. With the
-    selected thread s, the words of rows g and g + 8 are in lanes 4 g + 2 s and 4 g + 2 s + 1, and the word of column g
-    is in lane 4 g + s.
+    selected thread s, lanes 4 g + 2 s and 4 g + 2 s + 1 hold the words of rows g and g + 8, and lane 4 g + s holds the
+    word of column g.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:
@@ -59,7 +59,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if max(a_byte, b_byte) > 4 - count or (a_byte | b_byte) % count or a_thread > 1 or b_thread > 3:
             raise Fault(EmulationError, 0, f"selectors {a_byte}, {a_thread}, {b_byte}, {b_thread}")
         a, b, c, (a_scale, b_scale) = np.split(words, [4, 6, 10])
-        # The index of A's registers counts the halves of the rows first, then the halves of k.
+        # Along A's registers, the half of the rows is the inner index and the half of k is the outer index.
         left = _numbers(a).reshape(2, 2, warps, 8, 4, 8).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, K)
         right = _numbers(b).transpose(1, 2, 0, 3, 4).reshape(warps, 8, K)
         rows = np.concatenate([a_scale[:, :, 2 * a_thread], a_scale[:, :, 2 * a_thread + 1]], 1)

@@ -25,7 +25,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # The optional operand is the number of bytes to read, or a predicate that skips the read.
+    # The optional operand is the number of bytes to read, or a predicate that makes the copy write zeros instead.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine
@@ -43,7 +43,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _some_cp_async(
     m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
 ) -> Callable[[], None]:
-    """Check the addresses now, and return a function that copies later. Bytes that are not read become zeros."""
+    """Check the addresses, and return a function that copies later. Bytes that are not read become zeros."""
     bad = positions((counts > size) | (source % size != 0))
     if len(bad):
         kind = EmulationError if counts[bad[0]] > size else Misaligned
@@ -59,7 +59,7 @@ def _some_cp_async(
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
     m.races.write(threads, ctas, offsets, size, m.under_way.committed[threads])
-    # Bytes in flight count as uninitialised, even if they were initialised before.
+    # While the copy is in flight, its target bytes count as uninitialised, even if they were initialised before.
     for i in range(0, size, 4):
         m.shared.forget(ctas, offsets + i, 4)
 
@@ -147,11 +147,11 @@ def _bulk_between_ctas(d: Decoder, ins: Instruction) -> Step:
 
 
 Bytes = tuple[int, Callable[[], Array]]
-"""Size of a copy in bytes, and the function that reads them when the copy is executed."""
+"""Size of a copy in bytes, and a function that reads these bytes when the copy is executed."""
 
 
 def global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
-    """Check now that ``size`` bytes of global memory may be read, and return a function that reads them later."""
+    """Check that ``size`` bytes of global memory may be read, and return a function that reads them later."""
     ((_, memory, bank, start),) = m.places("global", thread, address)
     there = memory.span(int(bank[0]), int(start[0]), size, True)
     return lambda: memory.data[there]
@@ -166,10 +166,10 @@ def _start_to_shared(
     bytes_of: Callable[[int], Bytes],
     sources: Array | None = None,
 ) -> tuple:
-    """Start a copy for each thread. Addresses are checked now; the copy is executed later.
+    """Start a copy to shared memory for each thread. Addresses are checked now, and the copy is executed later.
 
-    ``bytes_of(i)`` returns the bytes of thread i. If the bytes are in shared memory, ``sources`` are the CTAs that hold
-    them.
+    ``bytes_of(i)`` describes the bytes that thread i copies. If they are in shared memory, ``sources`` are the CTAs
+    that contain them.
     """
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
@@ -197,7 +197,8 @@ def one_to_shared(
     size: int,
     read: Callable[[], Array],
 ) -> Callable[[], None]:
-    """Return a copy of ``size`` bytes from ``read`` that arrives at an mbarrier, possibly of another CTA."""
+    """Return a function that copies ``size`` bytes from ``read`` and arrives at an mbarrier, which may belong to
+    another CTA."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     if barrier_cta == int(m.cta[thread]):
@@ -210,14 +211,15 @@ def one_to_shared(
         m.races.copy_arrives(agent, barrier_cta, barrier, tells=False)
         m.barriers.complete(barrier_cta, barrier, size)
 
-    # Bytes in flight count as uninitialised, even if they were initialised before.
+    # While the copy is in flight, its target bytes count as uninitialised, even if they were initialised before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
 
 
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Record and check a prefetch. A prefetch reads no data, so other threads may write these bytes meanwhile."""
+    """Check and record a prefetch into L2. It is not a read for the detector of races: threads may write the bytes at
+    the same time."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 
@@ -290,7 +292,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))
-        # The thread that sends must know that the barrier is initialised.
+        # Count this as a read of the mbarrier, because the sending thread must know that it is initialised.
         m.races.read(threads, barrier_ctas, barriers, 8)
         for i, thread in enumerate(threads.tolist()):
             if barrier_ctas[i] != ctas[i]:
@@ -313,7 +315,8 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        # Kernels that reduce over a cluster rely on this ordering.
+        # The arrival also orders the sender's earlier accesses, because kernels that reduce over a cluster rely on
+        # this.
         m.races.copy_arrives(agent, where, barrier, tells=True)
         m.barriers.complete(where, barrier, size)
 

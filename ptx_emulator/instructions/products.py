@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp and of a warpgroup."""
+"""Matrix instructions of warps (``ldmatrix``, ``stmatrix``, ``movmatrix``, ``mma``) and of warpgroups (``wgmma``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def whole_warps(machine: Machine, threads: Array) -> int:
-    """Check that every warp has all lanes, and return the number of warps."""
+    """Check that all 32 lanes of every warp take part, and return the number of warps."""
     partial = positions(machine.warp_mask[threads] != 0xFFFFFFFF)
     if len(partial):
         raise Fault(EmulationError, partial[0], "a warp of fewer than 32 threads")
@@ -31,7 +31,7 @@ def whole_warps(machine: Machine, threads: Array) -> int:
 def matrix_step(
     d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, undefined: Any
 ) -> Step:
-    """Return a step that all lanes of a warp execute together, and that does not order their memory accesses."""
+    """Return a step that all lanes of a warp execute together. It does not order the lanes' memory accesses."""
     step = warp_step(d, ins, sources, targets, run, Imm(-1))
     step.undefined, step.orders = undefined, False
     return step
@@ -52,7 +52,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
 
         def spread(words: list[Array]) -> list[Array]:
-            """Distribute words to lanes: lane 4 i + j gets word j of row i, or of column i, of each matrix."""
+            """Distribute words to lanes: lane 4 i + j receives word j of row i (or of column i) of each matrix."""
             rows = np.stack(words, -1).reshape(warps, count, 8, 4)
             if "trans" in mods:
                 rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -84,7 +84,8 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, address: Array, *words: Array) -> tuple:
         warps = whole_warps(machine, threads)
-        # Lane 4 i + j holds word j of row i, or of column i, of each matrix; lane 8 i + j the address of row j.
+        # Lane 4 i + j holds word j of row i (or of column i) of each matrix. Lane 8 i + j holds the address of row j of
+        # matrix i.
         rows = np.stack([of_each(word, threads) for word in words]).reshape(count, warps, 8, 4)
         if "trans" in mods:
             rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -99,7 +100,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _numbers(kind: str, words: Array) -> Array:
-    """Return the two or four values in each word, along a new last axis."""
+    """Decode the two or four values in each word, along a new last axis."""
     words = np.ascontiguousarray(words)[..., None]
     if kind == "e4m3":
         return TINY["e4m3x2"].decode(words.view(np.uint8)).astype(np.float64)
@@ -108,26 +109,26 @@ def _numbers(kind: str, words: Array) -> Array:
 
 
 # Arrays of operand and accumulator registers have the axes (register, warp, g, t). In lane 4 g + t, the first register
-# holds the t-th group of neighbouring elements of row g (of A or of the accumulator), and the second register the t-th
-# group of row g + 8. Later registers repeat this 8 columns further on (16 for bytes).
+# holds group t of neighbouring elements of row g (of A or of the accumulator), and the second register holds group t of
+# row g + 8. The next registers hold the same for the columns 8 further on (16 for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:
-    """Return A, (warps, 16, k), from its registers."""
+    """Assemble A, (warps, 16, k), from its registers."""
     blocks, warps = len(words) // 2, words.shape[1]
     numbers = _numbers(kind, words).reshape(blocks, 2, warps, 8, 4, -1)
     return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, -1)
 
 
 def accumulators(words: Array) -> Array:
-    """Return C, (warps, 16, columns), from its registers."""
+    """Assemble C, (warps, 16, columns), from its registers."""
     blocks, warps = len(words) // 4, words.shape[1]
     numbers = np.ascontiguousarray(words).view(np.float32).reshape(blocks, 2, 2, warps, 8, 4)
     return numbers.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, 8 * blocks)
 
 
 def of_accumulators(sums: Array) -> Array:
-    """Return the registers of accumulators, rounded to float32."""
+    """Round accumulators to float32, and distribute them to registers."""
     warps, _, columns = sums.shape
     rounded = canonical(sums.astype(np.float32)).reshape(warps, 2, 8, columns // 8, 4, 2)
     return rounded.transpose(3, 1, 5, 0, 2, 4).reshape(columns // 2, 32 * warps)
@@ -142,8 +143,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``A @ B + C``.
 
     Lane 4 g + t holds elements 2 t and 2 t + 1 (4 t to 4 t + 3 if elements are bytes) of row g of A and C, and of
-    column g of B. NVIDIA does not document the order of additions or intermediate rounding. Here the exact products and
-    C are added in float64, and the sum is rounded once.
+    column g of B. NVIDIA documents neither the order of additions nor intermediate rounding. Here the exact products
+    and C are added in float64, and the sum is rounded once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)
@@ -154,8 +155,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array, *registers: Array) -> Array:
         warps = whole_warps(machine, threads)
         words = np.stack([of_each(register, threads) for register in registers])
-        # The axes are: register (first over columns, then over the rows 8 further down), warp, g, t, and part of the
-        # word.
+        # The axes are: register, warp, g, t, and part of the word. Registers run over the columns first, then over the
+        # rows 8 further down.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
         b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
@@ -173,7 +174,7 @@ _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4
 
 @lru_cache(4096)
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Return (rows, 2) shared-memory addresses: the 32 bytes of a row are two 16-byte pieces.
+    """Return the shared-memory addresses of the 32 bytes of each row, as two 16-byte pieces: (rows, 2).
 
     The operand is K-major and has the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
@@ -187,7 +188,8 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
 
 
 def swizzled(address: Array, bits: int = 3) -> Array:
-    """Apply a swizzle to shared-memory addresses: 128 bytes for 3 ``bits``, 64 for 2, 32 for 1, none for 0."""
+    """Apply a swizzle to shared-memory addresses: 128 bytes for 3 ``bits``, 64 bytes for 2, 32 bytes for 1, none for
+    0."""
     return address ^ (address >> 7 & (1 << bits) - 1) << 4
 
 
@@ -195,9 +197,9 @@ def swizzled(address: Array, bits: int = 3) -> Array:
 def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``wgmma``: ``A @ B + D`` or ``A @ B``, with A in registers or in shared memory.
 
-    Each of the four warps computes a quarter of the product at its own time. The result is available at once, but the
-    shared memory of the operands counts as being read until the warp has waited for the group. Use of registers that
-    are still in flight is not detected.
+    Each of the four warps computes a quarter of the product, independently of the other warps. The result is available
+    at once. The shared memory of the operands counts as being read until the warp has waited for the group. The
+    emulator does not detect a use of registers that are still in flight.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands
@@ -205,7 +207,8 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     columns, kinds = int(match[1]), [kind for kind in match.groups()[1:] if kind]
     in_registers = isinstance(a, Vec)
-    # The signs of A and B; for 16-bit types also a transposition flag per operand that has a descriptor.
+    # The last operands are the signs of A and B and, for 16-bit types, a transposition flag for each operand in shared
+    # memory.
     wanted = [1, 1] + ([] if kinds[0] == "e4m3" else [0] * (1 if in_registers else 2))
     if kinds[0] != kinds[1] or [sign.value for sign in signs] != wanted:
         raise unknown(ins)
@@ -214,15 +217,16 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def read(threads: Array, parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
-        """Return rows of a shared-memory operand, and masks of uninitialised bytes.
+        """Load rows of an operand from shared memory. Return the rows, and masks of the rows with uninitialised bytes.
 
-        ``threads`` contains one thread per warp; ``parts`` contains each warp's number, descriptor and addresses.
+        ``threads`` contains one thread per warp. ``parts`` contains, for each warp, its first thread, a descriptor and
+        addresses.
         """
         if not parts:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts])
-        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # not in descriptors
+        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors contain no rank
         try:
             words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
         except Fault as fault:
@@ -231,7 +235,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         missing = np.zeros(len(words), bool)
         if machine.unwritten is not None:
             missing = np.logical_or.reduce(machine.unwritten).reshape(-1, 2).any(1)
-        known: dict[tuple[int, int, int], Array] = {}  # warps of a group share an operand
+        known: dict[tuple[int, int, int], Array] = {}  # the warps of a warpgroup share an operand
         found, end = [], 0
         for thread, descriptor, address in parts:
             first = int(address[0, 0])
@@ -254,7 +258,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         leaders, starts = threads[::32].tolist(), [one[::32].tolist() for one in descriptors]
         multiplied = [warp for warp in range(warps) if all(one[warp] for one in starts)]
         if rows is not None:
-            # If A is in registers, only the propagation of NaN in registers is needed.
+            # For a warp without a descriptor, A times zeros is enough: it propagates the NaN of A's registers.
             for warp in set(range(warps)).difference(multiplied):
                 products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
             lefts = [(rows[warp], np.zeros(16, bool)) for warp in multiplied]
@@ -300,8 +304,8 @@ def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("movmatrix.sync.aligned.m8n8.trans.b16")
 def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode ``movmatrix``: lane 4 i + j gives elements 2 j and 2 j + 1 of row i, and receives the same elements of
-    column i."""
+    """Decode ``movmatrix``, which transposes a matrix. Lane 4 i + j passes elements 2 j and 2 j + 1 of row i, and
+    receives elements 2 j and 2 j + 1 of column i."""
     machine = d.machine
 
     def run(threads: Array, word: Array) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Moves between registers, control flow, and instructions that have no effect in the emulator."""
+"""Moves between registers, control flow, and instructions without an effect in the emulator."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LANE_MASKS = {
     f"lanemask_{kind}": np.array([sum(1 << j for j in range(32) if compare(j, i)) for i in range(32)])
     for kind, compare in (("eq", operator.eq), ("lt", operator.lt), ("le", operator.le), ("gt", operator.gt))
 }
-"""Special registers that depend on the lane only."""
+"""Special registers whose value depends only on the lane."""
 
 
 def special_register(m: Machine, name: str) -> Array | None:
@@ -151,7 +151,8 @@ def _launch_dependents(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("fence membar")
 def _fence(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a memory fence. The detector of races knows shared memory only, so ``sync_restrict`` changes nothing."""
+    """Decode a memory fence. ``sync_restrict`` changes nothing, because the detector of races covers only shared
+    memory."""
     restricted = "sync_restrict::shared::cta sync_restrict::shared::cluster"
     modifiers(ins, parts, f"sc acq_rel acquire release cta cluster gpu sys gl {restricted}")
     machine, cluster = d.machine, "cta" not in parts

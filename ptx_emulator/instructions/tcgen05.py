@@ -1,4 +1,4 @@
-"""Tensor memory and tensor cores of data-center Blackwell: ``tcgen05``."""
+"""``tcgen05`` instructions: tensor memory and tensor cores of data-center Blackwell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _cta_group(ins: Instruction) -> int:
 
 
 def _of_warps(m: Machine, threads: Array, act: Callable[..., None], *values: Array) -> None:
-    """Call ``act(positions, threads, *values)`` for each warp. Values must be equal in all lanes of a warp."""
+    """Call ``act(positions, threads, *values)`` for each warp. Raise a fault unless values are equal in all lanes of a
+    warp."""
     values = tuple(of_each(value, threads) for value in values)
     for warp in distinct(m.warp[threads]):
         at = positions(m.warp[threads] == warp)
@@ -104,11 +105,12 @@ def _relinquish(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _places(shape: str, count: int) -> tuple[Array, Array]:
-    """Return the lane and the column of each register of a warp's threads (PTX ISA, "Matrix fragments")."""
+    """Return the lane and the column that each register of each thread of a warp accesses (PTX ISA, "Matrix
+    fragments")."""
     register, thread = np.arange(count)[:, None], np.arange(32)[None]
     if shape == "32x32b":
         return thread + 0 * register, register + 0 * thread
-    # 16x256b: four registers per 8 columns
+    # 16x256b: a thread has four registers for every 8 columns.
     return thread // 4 + register % 4 // 2 * 8, register // 4 * 8 + thread % 4 * 2 + register % 2
 
 
@@ -123,7 +125,7 @@ def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: d
 
 
 def _cells(part: Part, lanes: Array, columns: Array, address: int) -> tuple[int, Array, Array]:
-    """Return an index of ``TensorMemory.data``. Lanes are counted from the lane of the address."""
+    """Return an index into ``TensorMemory.data``. ``lanes`` are relative to the lane in the address."""
     return part.cta, (address >> 16) + lanes, part.columns.start + columns
 
 
@@ -208,7 +210,8 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a block-scaled MMA of FP4. Collector hints do not change the result."""
+    """Decode a block-scaled FP4 MMA. Hints for the collector buffers are ignored, because they do not change the
+    result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
     sizes = [_BLOCKS.get(part, 0) for part in rest if part != "block_scale"]
     if kind == "kind::mxf4" and not sizes:

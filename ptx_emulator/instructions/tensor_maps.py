@@ -1,4 +1,4 @@
-"""Copies by tensor map (TMA, tiled mode): boxes of a tensor to shared memory of one or more CTAs, and back."""
+"""TMA copies by tensor map (tiled mode): boxes of a tensor, to shared memory of one or more CTAs, and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 _BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
-"""Bits of an element by type number."""
+"""Number of bits of an element, keyed by the type number in a tensor map."""
 
 
 class TensorMap:
-    """A tensor map as the DSL's host code writes it, innermost dimension first.
+    """A tensor map, decoded from the bytes that the DSL's host code writes. Dimensions are listed innermost first.
 
-    The format is undocumented; it was inferred from maps of the DSL's own kernels and of NVIDIA's examples.
+    NVIDIA does not document the bytes. Their meaning was inferred from maps of the DSL's own kernels and of NVIDIA's
+    examples.
     """
 
     def __init__(self, data: bytes):
@@ -37,7 +38,7 @@ class TensorMap:
             raise NotImplementedError(f"a tensor map of elements of type {words[2] >> 7 & 15}")
         self.bits = _BITS[words[2] >> 7 & 15]
         self.swizzle_bits = words[2] >> 13 & 3
-        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # strides in bytes, except the innermost
+        self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # in bytes, except the innermost stride
         self.sizes = [words[8 + i] + 1 for i in range(self.rank)]
         box = [words[13] >> 24, *(words[14] >> 8 * i & 0xFF for i in range(4))]
         self.box = [extent + 1 for extent in box[: self.rank]]
@@ -47,11 +48,11 @@ class TensorMap:
 
 @dataclass
 class Box:
-    """A box at given coordinates: addresses of its bytes in shared and global memory.
+    """A box at given coordinates, with the addresses of its bytes in shared and global memory.
 
     Attributes:
         there: (rows, bytes) mask of the bytes that lie in the tensor.
-        index: Positions of these bytes in ``memory``, row by row.
+        index: Indices of these bytes in ``memory``, row by row.
     """
 
     map: TensorMap
@@ -61,7 +62,7 @@ class Box:
     index: Array
 
     def read(self) -> Array:
-        """Return the bytes in the order of shared memory, with zeros outside the tensor."""
+        """Return the bytes of the box in the order of shared memory, with zeros for bytes outside of the tensor."""
         contents = np.zeros(self.there.shape, np.uint8)
         if self.memory is not None:
             contents[self.there] = self.memory.data[self.index]
@@ -70,7 +71,7 @@ class Box:
         return ordered
 
     def write(self, contents: Array, known: Array) -> None:
-        """Write the box from bytes of shared memory; ``known`` is a mask of the initialised bytes."""
+        """Write bytes of shared memory to the box in the tensor. ``known`` is a mask of the initialised bytes."""
         there = self.there.reshape(-1)
         if not known[self.place][there].all():
             raise Fault(Uninitialised, 0, "stores to global memory what nobody wrote")
@@ -79,8 +80,10 @@ class Box:
 
 
 def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordinates: list[int]) -> Box:
-    """Check the operands, and return the box whose first element has these coordinates, and whose shared memory starts
-    at ``offset``."""
+    """Check the operands of a copy, and return its box.
+
+    ``coordinates`` are the coordinates of the box's first element. In shared memory, the box starts at ``offset``.
+    """
     one = np.array([thread])
     box = TensorMap(global_bytes(m, one, np.array([map], np.uint64), 128)().tobytes())
     if box.rank != dimensions:
@@ -89,7 +92,7 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         raise Fault(EmulationError, 0, f"a box at offset {offset:#x} of shared memory: no multiple of 128")
     if coordinates[0] * box.bits % 8:
         raise Fault(EmulationError, 0, f"a box from element {coordinates[0]} of {box.bits} bits on")
-    # Coordinates of the box's rows in the outer dimensions, beginning with the innermost outer dimension.
+    # Compute each row's coordinates in all dimensions except the innermost.
     steps = np.stack(np.unravel_index(np.arange(box.size // box.row_bytes), box.box[:0:-1] or (1,)))[::-1]
     rows, inside = np.zeros(steps.shape[1], np.int64), np.ones(steps.shape[1], bool)
     for step, at, extent, stride in zip(steps, coordinates[1:], box.sizes[1:], box.strides[1:], strict=False):
@@ -118,7 +121,7 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _started(ins: Instruction, sources: list, start: Callable[..., None]) -> Step:
-    """Return a step that calls ``start(thread, *values)`` for each thread."""
+    """Return a step without results that calls ``start(thread, *values)`` for each thread."""
 
     def run(threads: Array, *values: Array) -> tuple:
         values = tuple(of_each(value, threads) for value in values)
@@ -134,10 +137,10 @@ def _started(ins: Instruction, sources: list, start: Callable[..., None]) -> Ste
 
 
 def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) -> Step:
-    """Decode a copy of a box to the same offset in each CTA of a mask.
+    """Decode a copy of a box to the same offset in the shared memory of each CTA of a mask.
 
-    In each CTA, the copy arrives at the mbarrier at the same offset. With ``cta_group::2``, the copy arrives in one CTA
-    of the target's pair: the CTA whose rank has the parity of the given mbarrier's rank.
+    In each of these CTAs, the copy arrives at the mbarrier at the same offset. With ``cta_group::2``, the copy arrives
+    in one CTA of the target's pair: the CTA whose rank has the same parity as the rank in the mbarrier's address.
     """
     known = (
         "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster cta_group::1"
@@ -177,7 +180,7 @@ def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
 
 
 def _to_global(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) -> Step:
-    """Decode a copy of a box from shared memory; bytes outside the tensor are skipped."""
+    """Decode a copy of a box from shared memory to the tensor. Bytes outside of the tensor are skipped."""
     modifiers(ins, parts, "global shared::cta tile bulk_group L2::cache_hint")
     m = d.machine
 

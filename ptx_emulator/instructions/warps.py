@@ -63,7 +63,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
-    """Apply ``function`` to the positions of each warp's threads."""
+    """Apply ``function`` to each warp: its argument is the positions of the warp's threads in ``threads``."""
     result = np.zeros(len(threads), dtype)
     for warp in distinct(machine.warp[threads]):
         at = positions(machine.warp[threads] == warp)
@@ -117,7 +117,7 @@ def _redux(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("elect.sync")
 def _elect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode ``elect.sync``, which here elects the lowest lane."""
+    """Decode ``elect.sync``. The emulator always elects the lowest lane."""
     first, mask = ins.operands
     lane, elected = first.items
     machine = d.machine
