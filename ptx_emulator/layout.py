@@ -85,7 +85,7 @@ class GlobalMemory:
 
 
 class Layout:
-    """Threads and memory of one launch of ``program``."""
+    """Positions of all threads, and addresses of all memory, in one launch of ``program``."""
 
     def __init__(self, program: Program, launch: Launch, memory: GlobalMemory):
         self.program = program

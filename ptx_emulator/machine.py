@@ -584,7 +584,7 @@ class Machine(Layout):
         return cta, address & ((1 << RANK_SHIFT) - 1)
 
     def ctas_of_mask(self, thread: int, mask: int) -> list[int]:
-        """Return the CTAs that a multicast mask of ranks names."""
+        """Return the CTAs whose ranks are set in a multicast mask."""
         ctas = self.cta_of_rank[self.cluster[thread]]
         if not mask or mask >> len(ctas):
             raise Fault(EmulationError, 0, f"mask {mask:#x} in a cluster of {len(ctas)} CTAs")

@@ -38,14 +38,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vec:
-    """``{a, b}``, or the pair ``a|b``."""
+    """A vector operand ``{a, b}``, or a pair of operands ``a|b``."""
 
     items: tuple["Operand", ...]
 
 
 @dataclass(frozen=True)
 class Mem:
-    """``[base + offset]``."""
+    """A memory operand ``[base + offset]``."""
 
     base: "Operand"
     offset: int

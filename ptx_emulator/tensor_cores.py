@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the number of rows of A and of B per CTA."""
+        """Return the numbers of rows of A and of B that each CTA holds."""
         return self.m // self.group, self.n // self.group
 
     def scale_columns(self, rows: int, number: int) -> int:

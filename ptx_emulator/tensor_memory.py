@@ -181,11 +181,11 @@ class TensorMemory:
     # Order
 
     def know(self, threads: Array) -> None:
-        """Execute ``tcgen05.fence::after_thread_sync``."""
+        """Execute ``tcgen05.fence::after_thread_sync``: the threads' knowledge from barriers takes effect."""
         self.knew[threads] = self.machine.races.clocks[threads]
 
     def tell(self, threads: Array) -> None:
-        """Execute ``tcgen05.fence::before_thread_sync``."""
+        """Execute ``tcgen05.fence::before_thread_sync``: other threads can learn of completed loads and stores."""
         clocks, column = self.machine.races.clocks, self.machine.races.column
         for thread in set(self.unfenced).intersection(threads.tolist()):
             for records, part in self.unfenced.pop(thread):
@@ -275,7 +275,7 @@ class TensorMemory:
         return part
 
     def wait(self, thread: int, kind: str) -> None:
-        """Execute ``tcgen05.wait``."""
+        """Execute ``tcgen05.wait``: all earlier loads, or all earlier stores, of the warp are complete."""
         records = self.loaded if kind == "ld" else self.written
         column = int(self.machine.races.column[thread])
         for part in self.pending.pop((thread, kind), []):

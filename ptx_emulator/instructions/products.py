@@ -251,7 +251,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
         descriptors = [of_each(one, threads) for one in registers[: 1 if in_registers else 2]]
         words = np.stack([of_each(register, threads) for register in registers[len(descriptors) :]])
-        # The axes are: register, warp, g, t.
+        # The axes are: register, warp, g, t, for lane 4 g + t.
         words = words.reshape(-1, warps, 8, 4)
         products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None

@@ -142,7 +142,7 @@ class GemmProblem:
 
     @cached_property
     def experts(self) -> int:
-        """Number of experts, or 1."""
+        """Number of experts, or 1 without experts."""
         return self.grouping.experts
 
     @cached_property

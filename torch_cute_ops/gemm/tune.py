@@ -331,7 +331,7 @@ def _fp4(
 
 
 def _copy(values: Any) -> Any:
-    """Return a tuple of the same kind with copies of the tensors."""
+    """Copy a tuple, which may be a named tuple, together with its tensors."""
     copies: Iterator[Any] = (each.clone() if isinstance(each, Tensor) else each for each in values)
     return type(values)(*copies) if isinstance(values, (Operands, GatedOperands)) else tuple(copies)
 

@@ -12,7 +12,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class ActivationTilesKernel:
-    """Kernel that rearranges activations as one ``Config`` describes."""
+    """Kernel that rearranges activations, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

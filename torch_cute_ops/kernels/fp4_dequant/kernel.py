@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class FP4DequantKernel:
-    """Kernel that dequantises rows as one ``Config`` describes."""
+    """Kernel that dequantises rows, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

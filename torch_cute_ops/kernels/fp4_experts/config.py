@@ -90,7 +90,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA of the GEMM."""
+        """Number of threads of a CTA in the GEMM kernel."""
         return 32 * (self.consumer_warps + PRODUCER_WARPS)
 
     @property
@@ -146,7 +146,7 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage: a k tile of both operands, and the pairs of the m tile's tokens."""
+        """Bytes of a stage: a k tile of both operands, and two words (offset and factor) per token."""
         return self.weight_tile.size_bytes + self.tile_m * (self.arranged.token_bytes + PAIR_BYTES)
 
     @property

@@ -153,12 +153,12 @@ class Config:
 
     @property
     def producer_warps(self) -> int:
-        """Number of producer warps, in whole warpgroups."""
+        """Number of producer warps, rounded up to whole warpgroups."""
         return -(-self.pipelines // 4) * 4
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA of the GEMM."""
+        """Number of threads of a CTA in the GEMM kernel."""
         return 32 * (CONSUMER_WARPS + self.producer_warps)
 
     @property
@@ -173,7 +173,7 @@ class Config:
 
     @property
     def k_tiles(self) -> int:
-        """Number of k tiles."""
+        """Number of k tiles that cover K."""
         return -(-self.k // K_TILE)
 
     @property

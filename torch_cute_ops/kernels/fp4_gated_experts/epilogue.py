@@ -199,7 +199,7 @@ class GatedEpilogueOps:
                     store_byte(cute.make_tensor(self._scale_at(row, blocks + i, outputs), cute.make_layout(1)), 0)
 
     def _blocks(self, outputs):
-        """Return the number of blocks of a row of the result."""
+        """Return the number of blocks in a row of the result."""
         return outputs.y.shape[1] * 2 // self.epilogue.block
 
     def _scale_at(self, row, block, outputs, divby: int = 1) -> cute.Pointer:

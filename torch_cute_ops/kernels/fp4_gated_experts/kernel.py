@@ -123,7 +123,7 @@ class Consumer(NamedTuple):
 
 
 class FP4GatedExpertsKernel:
-    """Kernels that list tokens and multiply, as one ``Config`` describes."""
+    """Two kernels, compiled for a ``Config``: the first lists tokens, the second multiplies."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 
 class FP4MmaKernel:
-    """Kernel that multiplies as one ``Config`` describes."""
+    """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

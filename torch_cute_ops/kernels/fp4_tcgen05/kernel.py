@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 
 class FP4Tcgen05Kernel(BlockScaledKernel):
-    """Kernel that multiplies as one ``Config`` describes."""
+    """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         super().__init__(config)

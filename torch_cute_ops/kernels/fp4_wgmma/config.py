@@ -90,7 +90,7 @@ def tiles_n(tile_m: int) -> tuple[int, ...]:
 
 
 def mma_n(tile_m: int) -> int:
-    """Return N of the MMAs of a tile: the number of tokens, and at least 8."""
+    """Return the N of a tile's MMAs: the number of tokens, but at least 8."""
     return max(tile_m, ATOM_M)
 
 
@@ -119,7 +119,7 @@ def sends(tile_m: int, split_k: int) -> bool:
 
 
 def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
-    """Return the number of slices of a k tile that a stage of activations holds."""
+    """Return the number of slices (64 elements along K) that a stage of activations holds."""
     if tile_m <= 32:
         return K_SLICES
     # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, the registers suffice
@@ -331,7 +331,7 @@ class Config:
 
     @cached_property
     def slices_per_stage(self) -> int:
-        """Number of slices of a k tile that a stage of activations holds."""
+        """Number of slices (64 elements along K) that a stage of activations holds."""
         return slices_per_stage(self.tile_m, self.expert_k)
 
     @cached_property

@@ -186,8 +186,8 @@ class WorkTileEpilogue:
         for j in range_constexpr(c.tile_m // ATOM_M):
             values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
             for r in range_constexpr(2):
-                # A word holds two rows of one column. Seven other lanes hold the neighbouring columns of these two
-                # rows.
+                # A word holds two rows of one column. Seven other lanes hold the neighbouring columns, so 16-bit
+                # results are transposed across lanes.
                 pair = values[2 * r : 2 * r + 2]
                 if const_expr(self.epilogue.out_dtype is Float32):
                     n = n_tile * c.tile_n + consumer.column + 8 * r

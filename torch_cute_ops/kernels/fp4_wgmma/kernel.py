@@ -36,7 +36,7 @@ REGISTERS: Final = 2**16
 
 
 class FP4WgmmaKernel:
-    """Kernel that multiplies as one ``Config`` describes."""
+    """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

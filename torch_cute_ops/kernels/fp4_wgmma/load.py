@@ -132,7 +132,7 @@ def activations_at(config: Config, stage, smem: Smem) -> cute.Pointer:
 
 
 class Loads:
-    """Device code that fills the pipelines, as one ``Config`` describes."""
+    """Device code that fills the pipelines."""
 
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations

@@ -107,7 +107,7 @@ class Stages(NamedTuple):
 
 
 class Consumers:
-    """Device code of the consumer warps, as one ``Config`` describes."""
+    """Device code of the consumer warps."""
 
     def __init__(self, config: Config, mma: "Mma", epilogue: WorkTileEpilogue):
         self.config, self.mma, self.weight, self.epilogue = config, mma, mma.weight, epilogue

@@ -69,8 +69,8 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index, in a slot of scales, of the first word for factors that change units. These words follow the scales of
-        ``a``."""
+        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units. Such words
+        follow the scales of ``a``."""
         return self.tile_m
 
     @property
@@ -113,7 +113,7 @@ class Notes:
 
     @classmethod
     def exponents(cls, k_tiles: Any, place: Any) -> Any:
-        """Return the offset of the exponents of the units (``place`` 0) or of k tile i (``place`` i + 1)."""
+        """Return the offset of exponents: of the rows' units if ``place`` is 0, of k tile i if ``place`` is i + 1."""
         return cls.owns(cls.ranges(k_tiles)) + place * (NOTE_ROWS // 2)
 
     @classmethod
@@ -133,7 +133,7 @@ class Notes:
 
 
 def note_words(n: int, k: int, experts: int) -> int:
-    """Return the size in words of all notes of a weight."""
+    """Return the number of words that the notes of a whole weight take."""
     return experts * -(-n // NOTE_ROWS) * int(Notes.words(-(-k // K_TILE)))
 
 

@@ -39,7 +39,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class FP8FP4RecodeKernel:
-    """GEMM kernel for a recoded weight, as one ``Config`` describes."""
+    """GEMM kernel for a recoded weight, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -67,7 +67,8 @@ def notes_of(expert, column, work: Work) -> Int64:
 
 
 class RecodedWeight:
-    """Weight source: an FP8 weight that is recoded from FP4, with notes instead of scales."""
+    """Weight source for an FP8 weight that another kernel recodes from FP4. Notes (see ``Notes``) replace its
+    scales."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -39,7 +39,7 @@ ROW_LANES = (1 << ROW_THREADS) - 1
 
 
 class RecodeWeightKernel:
-    """Kernel that recodes the weight, as one ``WeightConfig`` describes."""
+    """Kernel that recodes the weight, compiled for a ``WeightConfig``."""
 
     def __init__(self, config: WeightConfig):
         self.config = config

@@ -54,15 +54,15 @@ class Config(FP8GemmConfig):
 
     @property
     def amounts_at(self) -> int:
-        """Index, in a slot of scales, of the first word with amounts by which codes are rounded.
+        """Index of the first word, in a k tile's words of scales, that holds amounts by which codes are rounded.
 
-        These words follow the scales of ``a`` and one factor per weight row and block.
+        Such words follow the scales of ``a`` and one factor per weight row and block.
         """
         return self.tile_m + BLOCKS * self.tile_n
 
     @property
     def flags_at(self) -> int:
-        """Index, in a slot of scales, of the word of flags."""
+        """Index of the flag word in a k tile's words of scales."""
         return self.amounts_at + self.tile_n
 
     @property

@@ -1,4 +1,4 @@
-"""Device code of the GEMM with codes of an MXFP4 weight. The package's docstring describes roles, data path and
+"""Device code of the GEMM that multiplies undecoded MXFP4 codes. The package's docstring describes roles, data path and
 pipelines."""
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma_codes.config import BLOCKS, Config
 
 
 class FP8FP4WgmmaCodesKernel:
-    """GEMM kernel for codes of an MXFP4 weight, as one ``Config`` describes."""
+    """GEMM kernel that multiplies undecoded MXFP4 codes, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -111,7 +111,8 @@ class CodeScales:
     # Views of the scales in a stage
 
     def row_factors(self, slot, row, smem) -> cute.Tensor:
-        """Return the factors of a weight row's blocks, in a slot of scales."""
+        """Return the factors of a weight row's blocks as a tensor in shared memory. ``slot`` is the k tile's place in
+        the pipeline."""
         return self.stages.words(slot, self.config.tile_m + row * BLOCKS, BLOCKS, smem)
 
     def amounts(self, slot, row, smem) -> cute.Tensor:
@@ -133,7 +134,7 @@ class CodeDecoder:
         self.config, self.weight, self.scales = config, weight, scales
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return the index of the warp's k tile in a stage."""
+        """Return the index of the k tile that this warp handles among a stage's k tiles."""
         return Int32(warp)
 
     @cute.jit

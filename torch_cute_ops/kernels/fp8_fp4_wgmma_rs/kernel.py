@@ -44,7 +44,7 @@ ROWS: Final = 2
 
 
 class FP8FP4WgmmaRSKernel:
-    """GEMM kernel for a weight that is decoded to registers, as one ``Config`` describes."""
+    """GEMM kernel for a weight that is decoded to registers, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -77,7 +77,7 @@ class QuarterDecoder:
         self.config = config
 
     def begin(self, warp, lane, work) -> Int32:
-        """Return the index of the warp's k tile in a stage."""
+        """Return the index of the k tile that this warp handles among a stage's k tiles."""
         return Int32(warp)
 
     @cute.jit

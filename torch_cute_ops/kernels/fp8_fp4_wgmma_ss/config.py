@@ -97,9 +97,9 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index, in a slot of scales, of the first word for factors that change units.
+        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units.
 
-        These words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
+        Such words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
         """
         return self.tile_m + 4 * self.copied_n
 

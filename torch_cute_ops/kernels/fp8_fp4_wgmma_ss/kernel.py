@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma_ss.config import Config
 
 
 class FP8FP4WgmmaSSKernel:
-    """GEMM kernel for a weight that is decoded to shared memory, as one ``Config`` describes."""
+    """GEMM kernel for a weight that is decoded to shared memory, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

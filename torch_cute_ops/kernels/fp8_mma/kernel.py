@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 
 class FP8MmaKernel:
-    """GEMM kernel by mma.sync, as one ``Config`` describes."""
+    """GEMM kernel by mma.sync, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

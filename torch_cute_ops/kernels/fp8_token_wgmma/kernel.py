@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.fp8_token_wgmma.config import Config
 
 
 class FP8TokenWgmmaKernel:
-    """GEMM kernel for per-token scales, as one ``Config`` describes."""
+    """GEMM kernel for per-token scales, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

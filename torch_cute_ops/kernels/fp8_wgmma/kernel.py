@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
 
 class FP8WgmmaKernel:
-    """GEMM kernel for FP8 operands with block scales, as one ``Config`` describes."""
+    """GEMM kernel for FP8 operands with block scales, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -47,7 +47,7 @@ class Config:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of a row."""
+        """Number of 16-byte vectors of a row."""
         return self.width // self.vector
 
     def rounds(self, threads: int) -> int:

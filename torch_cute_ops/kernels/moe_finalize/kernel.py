@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 16
 
 
 class MoeFinalizeKernel(TokenKernel):
-    """Kernel that adds up each token's rows, as one ``Config`` describes."""
+    """Kernel that adds up each token's rows, compiled for a ``Config``."""
 
     config: Config
 

@@ -19,7 +19,7 @@ VECTOR = 16
 
 
 class MoePermuteKernel(TokenKernel):
-    """Kernels that quantise tokens and copy scales, as one ``Config`` describes."""
+    """Kernels that quantise tokens and copy scales, compiled for a ``Config``."""
 
     config: Config
 

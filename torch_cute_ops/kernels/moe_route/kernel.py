@@ -13,7 +13,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class MoeRouteKernel(ExpertPlacer):
-    """Kernels that choose experts and assign rows, as one ``Config`` describes."""
+    """Kernels that choose experts and assign rows, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         super().__init__(config.placement, config.pdl)

@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class MoeRouteDenseKernel:
-    """Kernel that writes the matrix of experts' weights, as one ``Config`` describes."""
+    """Kernel that writes the matrix of experts' weights, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config, self.chooser = config, ExpertChooser(config)

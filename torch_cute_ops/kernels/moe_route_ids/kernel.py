@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class MoeRouteIdsKernel(ExpertPlacer):
-    """Kernels that assign pairs to rows, as one ``Config`` describes."""
+    """Kernels that assign pairs to rows, compiled for a ``Config``."""
 
     may_lack_experts = True
 

@@ -83,7 +83,7 @@ class Encoder:
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """Return ``amax`` times the row factor, unless the values are already multiplied by the factor."""
+        """Return ``amax * rstd``, or ``amax`` if ``rstd`` is None."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
     def rounded(self, products, rstd) -> list:

@@ -168,14 +168,15 @@ class RowQuantSpec:
 
     @property
     def folds(self) -> bool:
-        """True if the row factor may be applied to whole blocks. It is False for fp32: an fp32 norm would show that ``v
-        · w`` lost bits in the subnormal range, and all ops must give the same codes for a dtype."""
+        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32: an
+        fp32 norm would show that ``v · w`` lost bits in the subnormal range, and all ops must give the same codes for a
+        dtype."""
         return self.normalises and self.dtype != torch.float32
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads of a row count the row's blocks of unusual magnitude. This is needed if the row factor
-        may be applied to whole blocks, and a block's scale may be arbitrarily small."""
+        """True if the threads of a row count the row's blocks of unusual magnitude. This is needed if the norm's factor
+        ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property

@@ -33,7 +33,7 @@ def sum_of_squares(values: list) -> Float32:
 
 
 class RowQuantKernel:
-    """Kernel that quantises rows as one ``Config`` describes."""
+    """Kernel that quantises rows, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config

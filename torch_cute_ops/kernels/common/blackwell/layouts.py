@@ -82,7 +82,7 @@ class BlockScaledStage:
 
     @property
     def n_scale_bytes(self) -> int:
-        """Bytes of the scales of the N side."""
+        """Bytes of the N side's scales."""
         return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
@@ -124,7 +124,7 @@ class BlockScaledConfig:
 
     @property
     def stage(self) -> BlockScaledStage:
-        """Layout of a stage."""
+        """Layout of a pipeline stage, which holds one k tile."""
         raise NotImplementedError
 
     @property

@@ -151,14 +151,14 @@ def _rows_overlap(tensor: cute.Tensor) -> Boolean:
 
 
 def _are_same_view(a: _Memory, b: _Memory) -> Boolean:
-    # If a matrix has a single row, the row's stride is arbitrary.
+    # Ignore the stride of a single row, because it is arbitrary.
     is_same_stride = (Int64(a.tensor.shape[0]) <= 1) | (_pitch(a.tensor) == _pitch(b.tensor))
     return (a.begin == b.begin) & is_same_stride
 
 
 def _are_columns(a: _Memory, b: _Memory) -> Boolean:
     pitch = _pitch(a.tensor)
-    # A single row may have stride 0.
+    # Avoid a division by zero: a single row may have stride 0.
     divisor = cutlass.max(pitch, Int64(1))
     ahead = ((b.begin - a.begin) % divisor + divisor) % divisor
     are_apart = (_row_bytes(a.tensor) <= ahead) & (ahead + _row_bytes(b.tensor) <= pitch)

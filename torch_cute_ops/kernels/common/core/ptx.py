@@ -87,7 +87,7 @@ def bits_of(value, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def float_of(bits, *, loc=None, ip=None) -> Float32:
-    """Return the ``Float32`` with this bit pattern."""
+    """Return the ``Float32`` whose bit pattern is ``bits``."""
     return Float32(llvm.bitcast(T.f32(), _u32(bits, loc, ip), loc=loc, ip=ip))
 
 
@@ -247,13 +247,13 @@ def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, l
 
 
 def copy_async_16(target, source, exists) -> None:
-    """Start a copy of 16 bytes to shared memory, bypassing L1; copy zeros if ``exists`` is false."""
+    """Start a copy of 16 bytes to shared memory, bypassing L1. If ``exists`` is false, copy zeros."""
     size = select(exists, Int32(16), Int32(0))
     primitives.cp_async_shared_global(target, source, 16, primitives.LoadCacheModifier.CG, cp_size=size)
 
 
 def copy_async_4(target, source, exists) -> None:
-    """Start a copy of 4 bytes to shared memory; copy zeros if ``exists`` is false."""
+    """Start a copy of 4 bytes to shared memory. If ``exists`` is false, copy zeros."""
     size = select(exists, Int32(4), Int32(0))
     primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 

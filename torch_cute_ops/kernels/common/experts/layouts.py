@@ -256,7 +256,7 @@ class TokenListLayout:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that a list can hold: whole m tiles."""
+        """Number of tokens that a list can hold, a multiple of ``tile_m``."""
         return -(-self.token_block // self.tile_m) * self.tile_m
 
     @property

@@ -102,7 +102,8 @@ class Activations:
         bytes_at = cute.recast_ptr(scale.iterator, dtype=Uint8)
         after = [begin // size for begin in begins]
         if self.spread:
-            # The scale tile of a quarter depends on where the k tile begins.
+            # A k tile may begin in the middle of a scale tile, so compute the address of each quarter's scales
+            # separately.
             places = [(bytes_at + row + c.layout.block_offset(block + each) + k_group * 8 // size, 0) for each in after]
         else:
             byte_at = bytes_at + (row + c.layout.block_offset(block)) + k_group * 8 // size

@@ -91,9 +91,9 @@ class SmemMma:
     """MMAs of a k tile with both operands in shared memory.
 
     Args:
-            config: configuration of the kernel.
-            is_decoded: True if the weight operand is a decoded weight in ``Smem.workspace``, False if it is the weight
-                that was copied to the stages.
+        config: configuration of the kernel.
+        is_decoded: True if the weight operand is a decoded weight in ``Smem.workspace``, False if it is the weight that
+            was copied to the stages.
     """
 
     parts = 1  # number of accumulators per element of the result, for one k tile

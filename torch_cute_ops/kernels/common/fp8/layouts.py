@@ -255,7 +255,7 @@ class FP8GemmConfig:
 
     @property
     def decoded_arrivals(self) -> int:
-        """Number of decoder arrivals that make a stage full."""
+        """Number of decoder warps that must arrive to make a stage full."""
         return self.decoder_warps * (self.decoder_teams if self.teams_meet else 1)
 
     @property
@@ -280,7 +280,7 @@ class FP8GemmConfig:
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if the expert of a tile must be stored in records, because alpha or the bias depends on it."""
+        """Return True if consumers must know the expert of a tile, because alpha or the bias depends on it."""
         return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
 
     @property

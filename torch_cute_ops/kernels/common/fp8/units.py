@@ -177,7 +177,8 @@ class UnitScales:
 
     @cute.jit
     def _store_record(self, record, group, slot, row, work, smem):
-        """Store the record of a row in group number ``group`` of 32 weight rows, if this CTA decodes this group."""
+        """Store a weight row's record, if this CTA decodes the row. ``group`` is the index of the row's group of 32
+        rows."""
         part = 32 * group // self.config.copied_n
         if work.m_rank == part:
             store_words(record, record_words(self.config, self.stages, slot, row - part * self.config.copied_n, smem))
