@@ -166,8 +166,10 @@ def run_kernel(
 def _flatten(
     specs: tuple, arguments: tuple, memory: GlobalMemory
 ) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
-    """Return the values that each argument adds to the host function's arguments, and a dict from argument numbers to
-    (address, tensor)."""
+    """Convert the arguments to values for the host function: a list of numbers and addresses per argument.
+
+    Also return a dict from the numbers of tensor arguments to (address, tensor).
+    """
     if len(specs) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
     leaves: list[list[Any]] = []

@@ -450,7 +450,7 @@ SETP_COMPARES = frozenset(_COMPARE) | {"equ", "neu", "ltu", "leu", "gtu", "geu",
 
 @pure("setp", "t t pred", out="pred", mods=" ".join(SETP_COMPARES) + " and or xor ftz")
 def _setp(op, a, b, c=None):
-    """Compare two values. A second target, if any, receives the complement of the result (see ``machine``)."""
+    """Compare two values. A second target, if any, receives the complement of the result."""
     result = compare(op, a, b)
     if "xor" in op.mods:
         return result ^ c

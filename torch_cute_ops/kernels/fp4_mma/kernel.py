@@ -259,7 +259,7 @@ class FP4MmaKernel:
         c = self.config
         blocks = c.k_tile_blocks
         if const_expr(c.layout.is_linear):
-            # Copy 4 bytes at a time, because the bytes of a row of scales are only known to be a multiple of 4.
+            # Copy 4 bytes at a time, because the length of a row of scales is only known to be a multiple of 4 bytes.
             for i in range_constexpr(c.scale_bytes // 4 // THREADS):
                 vector = work.tid + i * THREADS
                 row, column = vector // (blocks // 4), vector % (blocks // 4)
@@ -330,8 +330,8 @@ class FP4MmaKernel:
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.k_tile_blocks // 2) + work.quad * count
-        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
-        # columns.
+        # In a stage, scales are laid out like a whole scale matrix with the stage's rows and columns, so the same
+        # formula gives their offsets.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(block)
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16

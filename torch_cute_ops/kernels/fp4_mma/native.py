@@ -63,8 +63,8 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
     for step in range_constexpr(K_TILE // STEP):
         left = work.blocks - k_tile * c.k_tile_blocks - step * count
         mine = [_word(codes, work.row + 8 * (i % 2), step * 2 + i // 2, work.quad) for i in range(4)]
-        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
-        # columns.
+        # In a stage, scales are laid out like a whole scale matrix with the stage's rows and columns, so the same
+        # formula gives their offsets.
         place = c.layout.row_offset(row, c.k_tile_blocks) + c.layout.block_offset(step * count)
         scale = _scales(c, scales, place, left)
         for tile in range_constexpr(c.tile_m // TILE):

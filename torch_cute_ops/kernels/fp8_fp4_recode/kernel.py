@@ -171,8 +171,8 @@ class RecodedLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage. Return the next stage
-        and its parity."""
+        """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
+        Return the next stage and its parity."""
         (flags,) = load_words(self.units.flag_word(stage, smem))
         if flags != Uint32(0):
             self.results.store_pending(acc, pending, consumer, work)

@@ -220,8 +220,8 @@ class CodeLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage. Return the next stage
-        and its parity."""
+        """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
+        Return the next stage and its parity."""
         acc.fill(0.0)
         for left in cutlass.range(work.end - work.begin - 1, -1, -1, unroll=1):
             first = stage * LINE_SPAN

@@ -155,8 +155,8 @@ class DecodingLoop:
 
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
-        """Multiply a K group's k tiles of an output tile. The caller has waited for the first stage. Return the next
-        stage and its parity.
+        """Multiply the k tiles of an output tile that belong to K group ``k_group``. The caller has waited for the
+        first stage. Return the next stage and its parity.
 
         The codes of a k tile are loaded while the MMAs of the previous k tile run.
         """

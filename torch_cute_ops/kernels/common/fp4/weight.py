@@ -243,8 +243,8 @@ class WeightStages:
         describes the arguments."""
         count = self.blocks // QUAD
         block = quad * count
-        # A stage's scales have the same layout as a whole matrix of scales with the stage's numbers of rows and
-        # columns.
+        # In a stage, scales are laid out like a whole scale matrix with the stage's rows and columns, so the same
+        # formula gives their offsets.
         column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
         row_offset = self.layout.row_offset(row, self.scale_columns)
         place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)

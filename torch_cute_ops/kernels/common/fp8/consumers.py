@@ -226,7 +226,7 @@ class MainLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage.
+        """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
         If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
         first MMAs have started. Return the next stage and its parity.
@@ -319,7 +319,7 @@ class TokenLoop:
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
-        """Multiply the CTA's stages of an output tile. The caller has waited for the first stage.
+        """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
         If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
         first MMAs have started. Return the next stage and its parity.

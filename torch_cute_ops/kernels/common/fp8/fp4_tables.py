@@ -105,8 +105,8 @@ def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) 
 
 
 def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
-    """Return the decoding table of a block that fits the row's shared unit, from byte ``i`` of two words of
-    ``SharedUnit``."""
+    """Return the decoding table of block ``i``, whose scale fits the row's shared unit, from byte ``i`` of both words
+    (see ``SharedUnit``)."""
     # PRMT can replicate the sign bit of a byte. The sign of a positive byte is 0, which gives the table's entry for
     # zero.
     low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
