@@ -2,7 +2,6 @@
 
 The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, the codes
 are multiplied without decoding.
-multiplied instead.
 """
 
 import itertools
@@ -32,7 +31,7 @@ SPLIT_K = (1, 2, 3, 4, 6, 8)
 CTAS_PER_SM = (1, 2)
 EFFICIENCY = 0.25
 """Rate of the tensor cores, divided by their rate in a good large GEMM. Every warp reads all activations of its CTA, so
-it is low (180 TFLOP/s with 64 rows, measured on an H200)."""
+the rate is low (180 TFLOP/s with 64 rows, measured on an H200)."""
 DECODE_CLOCKS = 0.035
 """SM clocks to decode one weight element (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6

@@ -73,7 +73,7 @@ class FP8Wgmma(FP8Backend):
 
 
 def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:
-    """Estimate the time of a call in seconds, in tiles of 128 rows of ``a``."""
+    """Estimate the seconds that a call takes if its tiles have 128 rows of ``a``."""
     clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
     if rows_of_expert(problem, m) <= MANY // 2:
         clocks *= ONE_GROUP

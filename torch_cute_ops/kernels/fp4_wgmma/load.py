@@ -350,9 +350,9 @@ class RowActivations(Activations):
         float16.
 
         Return the converted words and the block's factor, a power of two that undoes the scaling. The factor also
-        compensates the power of two in decoded codes (``CODE_EXPONENT``). The conversion is exact for elements of at
-        least 2^-32 times the block's largest element. Smaller elements become multiples of 2^-40 times the largest
-        element.
+        removes the power of two by which decoded codes are scaled (``CODE_EXPONENT``). The conversion is exact for
+        elements of at least 2^-32 times the block's largest element. Smaller elements become multiples of 2^-40 times
+        the largest element.
         """
         largest = Uint32(0)
         for word in words:

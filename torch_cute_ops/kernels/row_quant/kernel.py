@@ -476,7 +476,7 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Return True if ``amax``, of a block of products v · w, has an ordinary magnitude."""
+        """Return True if ``amax`` is finite and at least 2^-80. It is the amax of a block of products v · w."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
