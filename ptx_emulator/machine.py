@@ -22,7 +22,7 @@ Each of these faults raises an error with instruction, thread and address:
 
 The emulator does not model any other memory ordering: other fences have no effect, only the proxies above exist, and
 accesses to global memory are not ordered. It does not model the registers of a warpgroup MMA or ``tcgen05.ld`` before
-the operation has completed, caches, and timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed``, it
+the operation has completed, caches, or timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed``, it
 may time out once if nothing else can run.
 """
 

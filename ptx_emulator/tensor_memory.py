@@ -68,7 +68,8 @@ class Pipe:
 
 
 class Records:
-    """Last accesses of one kind: their column and clock. For loads and stores, a flag says if a fence has followed."""
+    """Last accesses of one kind: their column and clock. For loads and stores, a flag says whether a fence has
+    followed."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)

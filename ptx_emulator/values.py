@@ -231,7 +231,7 @@ def product(left: Array, right: Array) -> Array:
 
 
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
-"""Value of each FP4 code, by the code."""
+"""Value of each FP4 code, indexed by the code."""
 SCALES = {
     # PTX ignores the sign bit of ue4m3, so each value occurs twice.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),

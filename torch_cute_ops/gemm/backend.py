@@ -45,7 +45,7 @@ class Backend(abc.ABC):
 
     name: str
     by_name_only: bool = False
-    """True if, on a GPU, only the backend's name selects it: ``"auto"`` then selects it only on a CPU."""
+    """True if, on a GPU, the backend is selected only by its name: ``"auto"`` then selects it only on a CPU."""
     tactic_type: ClassVar[Any] = None
     """Named tuple of the tactics' fields, or None if tactics are plain tuples."""
     computes_prologue: ClassVar[bool] = False

@@ -136,7 +136,7 @@ def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Ch
         why_not = reasons(problem, target)
         able = [known[name] for name, reason in why_not.items() if reason is None]
         if target.device.type == "cuda":
-            # On a GPU, a slow backend must be named. Otherwise "auto" could be slow for no visible reason.
+            # On a GPU, a slow backend must be requested by name. Otherwise "auto" could be slow for no visible reason.
             able = [backend for backend in able if not backend.by_name_only]
             why_not |= {name: "is taken only where it is named" for name, one in known.items() if one.by_name_only}
         if not able:

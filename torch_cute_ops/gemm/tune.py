@@ -47,7 +47,8 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
 
 
 def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, float]:
-    """Return the estimated seconds of every candidate. They are infinite for backends that only their name selects."""
+    """Return the estimated seconds of every candidate. They are infinite for backends that are selected only by
+    name."""
     return {
         Candidate(name, tactic): math.inf if backend.by_name_only else backend.estimate(problem, m, tactic, target)
         for name, backend in candidates(problem).items()

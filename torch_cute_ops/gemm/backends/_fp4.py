@@ -64,7 +64,7 @@ class FP4KernelBackend(FP4Backend):
         return problem.configs[key]
 
     def buildable(self, problem: GemmProblem, tactics: Iterable[T], target: Target) -> tuple[T, ...]:
-        """Return those tactics whose kernels can be built for the target, or all of them if the target is no GPU."""
+        """Return those tactics whose kernels can be built for the target, or all of them if the target is not a GPU."""
         arch = target.arch
         return tuple(one for one in tactics if arch is None or self.built(problem, one, arch) is not None)
 

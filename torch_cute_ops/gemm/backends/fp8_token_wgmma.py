@@ -29,8 +29,8 @@ ONE_GROUP = 0.69
 """Factor on these clocks if a single warpgroup computes all rows of a tile. The value is the one for block scales."""
 FEW_WAIT = 0.5
 WAIT = 0.345
-"""Fraction of a k tile's transfer time that the MMAs wait: for tiles of up to 64 rows, and for larger tiles. The values
-are those for block scales."""
+"""Fraction of a k tile's transfer time during which the MMAs wait: for tiles of up to 64 rows, and for larger tiles.
+The values are those for block scales."""
 READ_AGAIN = 0.2
 """Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer. The value is the
 one for block scales."""

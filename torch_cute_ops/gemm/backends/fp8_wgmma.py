@@ -24,8 +24,8 @@ FEW_ROW_CLOCKS = 4.8
 """SM clocks per k tile for tiles of fewer than 128 rows: fixed clocks, and clocks per row (measured on an H200)."""
 WAIT = 0.345
 FEW_WAIT = 0.5
-"""Fraction of a k tile's transfer time that the MMAs wait: for tiles of 128 rows, and for smaller tiles (measured on an
-H200)."""
+"""Fraction of a k tile's transfer time during which the MMAs wait: for tiles of 128 rows, and for smaller tiles
+(measured on an H200)."""
 READ_AGAIN = 0.2
 """Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer, where CTAs do
 not start together.

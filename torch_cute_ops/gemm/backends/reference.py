@@ -42,7 +42,7 @@ class Reference(Backend):
         return ((),)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        # Assume about the rate of float64 units, so that this estimate exceeds every other backend's estimate.
+        # Assume roughly the rate of float64 units, so that this estimate exceeds every other backend's estimate.
         return 1e-3 + problem.flops(m) * 1e-12
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:

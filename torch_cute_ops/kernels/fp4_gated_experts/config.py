@@ -204,7 +204,8 @@ class Config:
 
     @property
     def lag(self) -> int:
-        """Number of k tiles that a producer warp's activation copies (``cp.async``, for wgmma) stay ahead of its waits.
+        """Number of k tiles by which a producer warp's activation copies (``cp.async``, for wgmma) stay ahead of its
+        waits.
 
         If no stage is empty, the producer waits for the activations of all started k tiles.
         """

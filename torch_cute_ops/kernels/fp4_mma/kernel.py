@@ -26,7 +26,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 LINE = 128  # bytes of codes of a row in a k tile
 QUAD = 4  # number of lanes that share a row of an MMA's operand
-TILE = 8  # number of rows of activations of one MMA
+TILE = 8  # number of rows of activations per MMA
 
 
 class Work(NamedTuple):

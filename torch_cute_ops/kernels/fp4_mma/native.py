@@ -15,7 +15,7 @@ from torch_cute_ops.kernels.fp4_mma.config import K_TILE, THREADS, Config
 
 LINE = K_TILE // 2  # bytes of codes of a row in a k tile
 STEP = 64  # K of one MMA, in elements
-TILE = 8  # number of rows of activations of one MMA
+TILE = 8  # number of rows of activations per MMA
 
 
 def code_place(row, column) -> Int32:

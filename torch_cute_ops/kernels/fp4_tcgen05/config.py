@@ -24,7 +24,7 @@ SPLIT_K: Final = (1, 2, 4, 8)
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements per row in blocks
-    of B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 B.
+    of B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 · B.
 
     Attributes:
         a: (M, K/2) uint8 FP4 codes.

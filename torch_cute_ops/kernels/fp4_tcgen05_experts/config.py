@@ -38,7 +38,7 @@ EXPERTS_PER_WORD: Final = 32
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and E experts with
     ``Config.expert_k`` elements of k each, in blocks of B. K is the number of elements of a row, for all experts. N is
-    a multiple of 8, and with linear scales K is a multiple of 4 B.
+    a multiple of 8, and with linear scales K is a multiple of 4 · B.
 
     Attributes:
         a: (M, K/2) uint8 FP4 codes.

@@ -231,7 +231,7 @@ class Loads:
                 ]
                 read = []
                 for row, k_group, after in items:
-                    # A token that does not exist reads the last existing token. Its results are not stored.
+                    # For a token that does not exist, read the last existing token. Its results are not stored.
                     token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
                     left = work.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))

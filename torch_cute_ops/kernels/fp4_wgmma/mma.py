@@ -359,8 +359,8 @@ class RowMma(Mma):
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # For bfloat16 activations, the factors already compensate the power of two in decoded codes. For FP4
-        # activations, decoding puts this power into both operands.
+        # For bfloat16 activations, the factors already remove the power of two by which decoded codes are scaled. For
+        # FP4 activations, both operands are scaled by it.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent

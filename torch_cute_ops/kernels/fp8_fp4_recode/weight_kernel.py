@@ -155,7 +155,7 @@ class RecodeWeightKernel:
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
-                    # Of two k tiles, test only if the first exists: if the second exists, so does the first.
+                    # Of two k tiles, test only the first: if it does not exist, neither does the second.
                     fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
                     of_row = scale, n, half, expert, row, notes_at

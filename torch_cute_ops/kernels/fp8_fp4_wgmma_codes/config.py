@@ -23,8 +23,8 @@ __all__ = ["Arguments", "Config", "plan"]
 BLOCKS: Final = K_TILE // MXFP4.block_size
 """Number of scale blocks of a row in a k tile."""
 TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16, 24) for split_k in SPLITS), (32, WIDE, 1))
-"""Supported (tile_m, tile_n, split_k). Each block has its own accumulators, so registers suffice for no more rows of
-``a``."""
+"""Supported (tile_m, tile_n, split_k). Each block has its own accumulators, so there are not enough registers for more
+rows of ``a``."""
 
 
 @dataclass(frozen=True)

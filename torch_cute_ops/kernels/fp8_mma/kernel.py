@@ -168,7 +168,7 @@ class FP8MmaKernel:
         scale = work.b_scale[tile.column // K_TILE, k_tile, tile.expert]
         factors = []
         for i in range_constexpr(self.config.warp_m // 8):
-            # A row that does not exist loads the factor of the expert's last row. Its results are not stored.
+            # For a row that does not exist, load the factor of the expert's last row. Its results are not stored.
             row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
             factors.append(ptx.mul_rn(work.a_scale[k_tile, Int64(tile.row) + row], scale))
         return factors

@@ -12,7 +12,7 @@ FEW = 512
 THREADS, MORE_THREADS = 128, 256
 """Largest numbers of threads of a CTA: usually 128, and 256 if there are few tokens and larger CTAs balance the SMs."""
 CTAS_PER_SM = 5
-"""Number of CTAs per SM at which the number of slices aims."""
+"""Target number of CTAs per SM, from which the number of slices is computed."""
 WARP = 32
 
 

@@ -79,7 +79,7 @@ class Encoder:
 
     @property
     def shared(self) -> SharedBlocks:
-        """FP8 blocks of 128 elements, each of which eight threads share."""
+        """FP8 blocks of 128 elements, each shared by eight threads."""
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:

@@ -36,9 +36,9 @@ MAX_UNQUANTISED_SLICE_WIDTH = 1792
 """Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes 1.2 µs
 for 1 row and 96 µs for 4,680 rows; with two slices per row, it takes 1.9 and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
-"""Bytes of row buffers per CTA from which on more groups do not speed up a kernel that adds a residual."""
+"""Bytes of row buffers per CTA at which further groups no longer speed up a kernel that adds a residual."""
 ENOUGH_THREADS = 256
-"""Number of threads per CTA from which on more groups do not speed up a kernel that gates."""
+"""Number of threads per CTA at which further groups no longer speed up a kernel that gates."""
 REGISTERS_PER_LANE = 512
 """Number of registers per lane of an SM sub-partition. All warps of a sub-partition share them. A warp gets a multiple
 of 8."""

@@ -60,7 +60,7 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         exists = expert < experts
         begin = expert * rows_per_expert
         if const_expr(offsets is not None):
-            # Clamp offsets and counts, so that wrong ones cause a wrong result but no access out of bounds.
+            # Clamp offsets and counts, so that wrong values cause a wrong result but no access out of bounds.
             begin = cutlass.max(_load(offsets, expert, exists), Int32(0))
         size = _load(counts, expert, exists)
         # An expert's rows must not exceed the expert's part of the buffer, or the buffer.

@@ -405,7 +405,7 @@ class ExpertPlacer:
             inputs: values that the kernels pass on to ``take_batch`` and ``expert_of``.
             expanded: (M, topk) int32, written: the row of each pair.
             rows: the other outputs.
-            workspace: ``ExpertPlacement.workspace_words`` int32; not accessed if this is 0 words.
+            workspace: ``ExpertPlacement.workspace_words`` int32; not accessed if this number is 0.
             row_multiple: number of rows of each expert in the masked layout; otherwise a number of which the first row
                 of each expert is a multiple.
             sms: number of SMs of the device.

@@ -180,8 +180,8 @@ def _bfloat16_pairs(word) -> list:
     """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as pairs of bfloat16, with the values e2m1 · 2^-126.
 
     In both halves of the word, one integer multiplication moves a nibble's sign to bit 15 and its other bits to bits
-    8..6. It replaces two shifts. It runs in another pipe than logic instructions, whose throughput is only half of the
-    usual.
+    8..6. It replaces two shifts. It runs in a different pipe from the logic instructions, whose throughput is only half
+    of the usual throughput.
     """
     pairs = []
     for bits in (word, word >> 8):

@@ -32,7 +32,7 @@ def store_rows(
 
     Args:
         acc: accumulators of a lane, four per eight columns.
-        out: (rows, columns), contiguous. Columns beyond its last are not stored.
+        out: (rows, columns), contiguous. Columns beyond the last are not stored.
         base: address of ``STORE_TILE_BYTES`` of shared memory of this warp, which are overwritten.
         first_row, first_column: first row and column of the warp in ``out``.
         rows: number of the warp's 16 rows that exist.

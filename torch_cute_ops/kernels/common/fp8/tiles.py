@@ -188,7 +188,8 @@ class ExpertTiles:
                 begin, count = Int32(0), Int32(0)
                 if expert < experts:
                     if const_expr(self.rows.has_offsets):
-                        # Clamp offsets and counts, so that wrong ones cause a wrong result but no access out of bounds.
+                        # Clamp offsets and counts, so that wrong values cause a wrong result but no access out of
+                        # bounds.
                         begin = cutlass.max(offsets[expert], Int32(0))
                         count = counts[expert] if const_expr(self.rows.has_counts) else offsets[expert + 1] - begin
                         count = cutlass.min(count, space - begin)

@@ -157,7 +157,7 @@ class FP4Weight:
         at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
         if self.scale_layout.is_linear:
             if self.fmt == MXFP4:
-                # A row has an even number of scale bytes but need not have a multiple of four, so load two at a time.
+                # The number of a row's scale bytes is even, but may not be a multiple of four, so load two at a time.
                 halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
                 return [halves[0] | (halves[1] << 16)]
             return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(words)]
