@@ -268,7 +268,7 @@ class Races:
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
-        """Update the clock values up to which all loads of ``threads`` have been performed."""
+        """Update, for each of ``threads``, the time up to which all its loads have been performed."""
         if self.has_copies:
             until = self.clocks[threads, self.column[threads]]
             late = positions(self.under_way[threads])
