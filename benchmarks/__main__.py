@@ -1,10 +1,11 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
-`layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, `model` whole models as
-they are served, and `tactics` every tactic of a GEMM, next to the time that the cost model predicts.
+`layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
+measures whole models as they are served, and `tactics` measures every tactic of a GEMM, and prints the time that the
+cost model predicts.
 
-Five commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md), `plots`
-(pictures of result files), `blackwell` (a model's predictions for the tcgen05 FP4 GEMM on a B200) and `distributed` (a
-model of the bytes on the wire and the time of a layer on eight H200s).
+Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
+`plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
+`distributed` prints estimated bytes and times of a layer on eight H200s.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(environment.headline(environment.collect(device)))
         print(f"peak copy {peaks.copy_tbps:.2f} TB/s, {others}", flush=True)
         benchmarks = [ops.load(name) for name in names]
-        # All our kernels are compiled before peers are imported: QuACK changes the DSL that compiles them.
+        # Compile all our kernels before a peer is imported, because importing QuACK changes the DSL.
         for benchmark in benchmarks:
             warm_up(benchmark, benchmark.cases(options.sizes), device)
         if "host" in options.what:

@@ -1,7 +1,7 @@
 """`python -m benchmarks blackwell`: modelled times of FP4 GEMMs by tcgen05 on a B200. Nothing is measured.
 
-No B200 was available. Shared memory, tensor memory and registers are read from the compiled kernels; clocks and times
-are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05` and
+No B200 was available. The compiled kernels give the sizes of shared memory, tensor memory and registers. Clocks and
+times are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05` and
 `fp4_tcgen05_experts`.
 """
 
@@ -41,11 +41,12 @@ SHAPES = {
 }
 """Numbers of rows by (N, K)."""
 PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.0, (FC2, 512): 101.0}
-"""Times in µs that TensorRT-LLM's authors publish for FC2 in NVFP4 on a B200 (pull requests 12686, 13833); the time at
-512 rows is a lower bound."""
+"""Times in µs that TensorRT-LLM's authors published for FC2 in NVFP4 on a B200 (pull requests 12686, 13833). The time
+for 512 rows is a lower bound."""
 
 MODES = (None, DENSE, ROUTED)
-"""A plain GEMM, and GEMMs over experts with a factor for each token and expert: all experts, or routed experts only."""
+"""None for a plain GEMM. For GEMMs with experts over K, `DENSE` computes all experts, and `ROUTED` only experts that a
+token is routed to."""
 
 ABOUT = """\
 A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs and {pflops:.1f} PFLOP/s in FP4, by data sheets, and {tbps:.1f} TB/s,
@@ -65,7 +66,7 @@ HEADER = (
 
 
 class Line(NamedTuple):
-    """Modelled figures of one GEMM.
+    """Estimates for one GEMM.
 
     Attributes:
         mode: Entry of ``MODES``.
@@ -103,7 +104,7 @@ def line(
     registers: dict[Any, int] | None,
     mode: str | None = None,
 ) -> Line:
-    """Return the figures of the tactic that the cost model chooses.
+    """Return the estimates for the tactic that the cost model chooses.
 
     `registers` caches register counts by configuration. If it is None, nothing is compiled.
     """
@@ -125,7 +126,7 @@ def line(
     flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
-    # The cost of all experts is the cost of one GEMM over the concatenated K.
+    # Computing all experts costs the same as one plain GEMM over the concatenated K.
     least = problem if mode == ROUTED else plain
     floor = max(least.bytes_moved(m) / cost.bytes_per_second(target), least.flops(m) / peak)
     return Line(
@@ -138,7 +139,7 @@ def line(
 
 
 def cells(one: Line) -> list[str]:
-    """Return a row of the table."""
+    """Format the estimates for one GEMM as cells of a table row."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
     columns = config.tmem_columns
     return [

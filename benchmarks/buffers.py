@@ -1,4 +1,5 @@
-"""Fill outputs with poison before an op runs, so that unwritten elements are detected."""
+"""Fill outputs with a fixed value (poison) before an op runs, so that elements that the op does not write are
+detected."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def poisoned_outputs(op: str, call: Callable[[Callable[..., Any]], Any]) -> dict
     """Return poisoned outputs of an op by name, with the shapes and dtypes of its fake implementation.
 
     Args:
-        call: function that calls its argument, a function, with the op's arguments.
+        call: function that takes a function and calls it with the arguments of the op.
     """
     spec = OPS[op]
     return {name: poisoned(output) for name, output in zip(spec.outputs, as_tuple(call(spec.fake)), strict=True)}
@@ -33,5 +34,5 @@ def poisoned(like: torch.Tensor) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers, because `torch.where` does not support all float8 dtypes."""
+    """View a tensor as integers of the same size. `torch.where` supports integers, but not all float8 dtypes."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])

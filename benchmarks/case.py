@@ -1,4 +1,4 @@
-"""Definitions for the benchmark file of an op: cases, bytes by formula, tensors, variants and marks."""
+"""Interface of an op's benchmark: its cases, formulas for bytes moved, tensors, variants and targets."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Case:
 
     Attributes:
         sizes: Sizes by name.
-        inductor: Mode of compiling the torch composition: "" (not at all), "static" (`dynamic=False`, one compile for
-            this shape) or "dynamic" (one compile per row length, with a symbolic M).
-        choices: Other arguments that differ between cases of one op, by name.
+        inductor: How Inductor compiles the baseline of plain torch ops: "" (not at all), "static" (`dynamic=False`, one
+            compile for this shape) or "dynamic" (one compile per row length, with a symbolic M).
+        choices: Arguments other than sizes that differ between the cases of an op, by name.
     """
 
     sizes: Mapping[str, int]
@@ -37,17 +37,17 @@ class Case:
 
     @property
     def chosen(self) -> str:
-        """Return the choices as text for a title."""
+        """Return ``choices`` as text for a title."""
         return " ".join(self.choices.values())
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of the work.
+    """One implementation to measure: our op, one of its backends, or a peer.
 
     Attributes:
-        call: `call(i)` runs it on buffer set i and returns the outputs. The caller keeps them alive, so that sets never
-            share memory.
+        call: `call(i)` runs the implementation on buffer set i and returns the outputs. The caller keeps the outputs
+            alive, so that buffer sets never share memory.
         bytes: Smallest number of bytes that a call of this implementation must move.
     """
 
@@ -62,7 +62,8 @@ class Variant:
 class Mark:
     """A target and the measured value.
 
-    `value` is None if this run did not measure it. `notes` names the file of notes if it differs from the benchmark's.
+    `value` is None if the run did not measure it. `notes` names the file in docs/notes that explains the value, if it
+    is not the benchmark's file.
     """
 
     name: str
@@ -74,17 +75,17 @@ class Mark:
 
 
 def at_least(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """Return a mark that is reached if value >= goal."""
+    """Return a target that is reached if value >= goal."""
     return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit, notes)
 
 
 def at_most(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """Return a mark that is reached if value <= goal."""
+    """Return a target that is reached if value <= goal."""
     return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit, notes)
 
 
 class Benchmark(ABC):
-    """The benchmark of one op. A file `ops/<op>.py` binds an instance to the module name `BENCHMARK`."""
+    """Benchmark of one op. The file `ops/<op>.py` assigns an instance to `BENCHMARK`."""
 
     op: str
     family: ClassVar[str]
@@ -94,35 +95,36 @@ class Benchmark(ABC):
     peers: ClassVar[Sequence[str]] = ("quack", "inductor")
     """Peers of this op, in the order of the table's columns."""
     of_copy: ClassVar[float | None] = None
-    """Target for the fraction of the copy bandwidth at large sizes, for the picture."""
+    """Target for the bandwidth at large sizes as a fraction of a copy's bandwidth; drawn in the picture."""
     tolerance: float = 0.0
     """Largest fraction of output elements that may differ from `expected` (docs/numerics.md)."""
     checked_elements: int = 2**27
-    """Cases up to this many elements (first two sizes multiplied) are checked against `expected` before timing."""
+    """Largest number of elements (product of the first two sizes) of a case that is checked before it is timed."""
     about: str = ""
-    """Text on the variants in the report, after the method."""
+    """Text of the report that describes the variants; follows the description of the method."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return the lines of the report below the table."""
+        """Return the lines that the report prints below the table."""
         return ()
 
     @property
     def ways(self) -> Sequence[str]:
-        """Return the names of our other implementations, such as backends. `peer` creates them, also in runs without
-        peers."""
+        """Return the names of our further implementations, such as backends. `peer` creates their variants, also in
+        runs without peers."""
         return ()
 
     @abstractmethod
     def cases(self, sizes: str) -> list[Case]:
-        """Return the cases of "marks", "quick" or "full" in the order they run. Each set contains the previous one."""
+        """Return the cases of the set "marks", "quick" or "full", in the order in which they run. "quick" contains all
+        cases of "marks", and "full" all cases of "quick"."""
 
     @abstractmethod
     def bytes_moved(self, case: Case) -> int:
         """Return the bytes that the op must move: each input read once, each output written once, without padding."""
 
     def flops(self, case: Case) -> int:
-        """Return the multiplications and additions of the op; 0 if memory alone limits it."""
+        """Return the number of multiplications and additions of the op, or 0 if memory bandwidth always limits it."""
         return 0
 
     @abstractmethod
@@ -130,11 +132,11 @@ class Benchmark(ABC):
         """Return the smallest case that runs the same compiled kernels as `case`."""
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:  # noqa: B027  most peers need nothing
-        """Prepare the peers once for all cases, for example by compiling in parallel. It may fail."""
+        """Prepare the peers once for all cases, for example by compiling in parallel. Exceptions are ignored."""
 
     @abstractmethod
     def make_set(self, case: Case, device: torch.device) -> Tensors:
-        """Return one buffer set: fresh random inputs and poisoned outputs."""
+        """Return one buffer set: new random inputs and poisoned outputs (see `buffers.py`)."""
 
     @abstractmethod
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
@@ -154,11 +156,11 @@ class Benchmark(ABC):
 
     @abstractmethod
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return the targets with the values that were measured."""
+        """Return the targets of the op with the values measured in ``rows``."""
 
     @abstractmethod
     def panel(self, case: Case) -> str:
-        """Return the plot panel of a case."""
+        """Return the title of the plot panel that shows a case."""
 
 
 def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -15,7 +15,7 @@ from . import host, layer, ops, report
 from .case import Row
 
 TOLERANCE = 0.02
-"""Relative slowdown up to which a case is not marked."""
+"""Largest relative slowdown for which a case is not marked."""
 NOTHING_TO_COMPARE = 2
 
 ABOUT = """\
@@ -30,7 +30,7 @@ class Times:
 
     ours: float
     others: Mapping[str, float]
-    """Times of variants whose code is not ours, by name."""
+    """Times of variants that do not run our code, by name."""
     is_right: bool = True
 
 
@@ -48,7 +48,7 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """Return the median ratio over all peers that are in both results."""
+        """Return the median ratio of new to old time over all peers that both results contain."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
@@ -71,7 +71,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return a case for each precision or way that this package computes (not for bf16, for example)."""
+    """Return a case for each precision or implementation that runs our code, so not for bf16, for example."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"
@@ -88,7 +88,7 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:
-    """Return the times of a row. `ways` names further variants that are our own implementations."""
+    """Return the times of a row. `ways` names variants, in addition to "ours", that run our code."""
     variants = row["variants"]
     others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
     return Times(variants["ours"]["us"], others, row["correct"] is not False)

@@ -1,6 +1,7 @@
-"""Compositions of plain torch operations, as a user would write them for `torch.compile`. See docs/numerics.md.
+"""The ops as compositions of plain torch operations, as a user would write them for `torch.compile`.
 
-They are the baselines that run eagerly or compiled by Inductor, and the reference of measured kernels.
+The benchmarks time these functions, eagerly or compiled by Inductor, as baselines, and compare the results of kernels
+with theirs. docs/numerics.md defines the results.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ E4M3_MAX = 448.0
 
 
 def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, K) fp32 → packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn, global scale 1."""
+    """Quantise (M, K) fp32 to packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn, with global scale
+    1."""
     blocks = y.unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1)
     scale = (amax * (1 / 6)).clamp(max=E4M3_MAX)
@@ -38,8 +40,8 @@ def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_128x4(scale: torch.Tensor) -> torch.Tensor:
-    """(M, K/16) float8_e4m3fn scales, row-major → (⌈M/128⌉, ⌈K/64⌉, 32, 4, 4), the "128x4" layout of cuBLAS with
-    zero padding."""
+    """Convert row-major scales (M, K/16) float8_e4m3fn to the "128x4" layout of cuBLAS, (⌈M/128⌉, ⌈K/64⌉, 32, 4, 4),
+    with zero padding."""
     rows, columns = scale.shape
     row_tiles, column_tiles = (rows + 127) // 128, (columns + 3) // 4
     padding = (0, column_tiles * 4 - columns, 0, row_tiles * 128 - rows)
@@ -55,7 +57,8 @@ def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Packed e2m1 (M, K/2) and row-major block scales (M, K/16) → (M, K), exact in bfloat16 and wider."""
+    """Decode packed e2m1 (M, K/2) with row-major block scales (M, K/16) to (M, K). The result is exact in bfloat16 and
+    in wider dtypes."""
     step = torch.arange(8, dtype=dtype, device=codes.device)  # a graph cannot capture an upload
     magnitudes = torch.where(step < 4, step / 2, torch.where(step < 6, step - 2, step * 2 - 8))
     values = torch.cat([magnitudes, -magnitudes])
@@ -207,7 +210,8 @@ def silu_mul_fp8quant(
     return e4m3_quantize(silu_mul_fp32(x), scale, granularity, scale_layout)
 
 
-# --- routing: DeepSeek-V3's choice by grouped sigmoids, and the order of the experts' rows ---
+# --- routing: DeepSeek-V3's choice of experts (sigmoid scores, groups of experts), and the order of the experts' rows
+# ---
 
 
 def choose_experts(
@@ -234,7 +238,8 @@ def moe_route_dense(
 def moe_route_ids(
     ids: torch.Tensor, experts: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort pairs of a token and an expert by expert: rows of pairs, pairs of rows, offsets and counts."""
+    """Sort pairs of a token and an expert by expert. Return the row of each pair, the pair of each row, and each
+    expert's offset and number of rows."""
     tokens, topk = ids.shape
     expert, order = ids.flatten().sort(stable=True)
     expert = expert.long()

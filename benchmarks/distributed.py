@@ -1,5 +1,5 @@
-"""`python -m benchmarks distributed`: modelled bytes on the wire and time of a layer on eight H200s. Nothing is
-measured, because eight GPUs were not available.
+"""`python -m benchmarks distributed`: estimated bytes that collectives transfer, and estimated time of a layer, on
+eight H200s. Nothing is measured, because eight GPUs were not available.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from . import report
 
 RANKS: Final = 8
 NVLINK: Final = 450e9
-"""Bytes a second that an H200 sends, and receives, by NVIDIA's data sheet: 900 GB/s in both directions together,
-through switches that connect every pair at full rate."""
+"""Bytes per second in each direction of an H200's NVLink. NVIDIA's data sheet gives 900 GB/s for both directions
+together. Switches connect every pair of GPUs at this rate."""
 
 OPERANDS: Final = {
     "bf16": (Operand(torch.bfloat16), None),
     "fp8": (Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128)),
     "nvfp4": (Operand(NVFP4, SCALE_LAYOUTS["128x4"]),) * 2,
 }
-"""Activations and weight of each format; bf16 uses no GEMM of ours."""
+"""Activations and weight by format. bf16 is missing because its GEMMs are not ours."""
 
 SUMS: Final = {"float32": 4, "bf16": 2}
-"""Bytes of an element of the partial sums in the reduce-scatter."""
+"""Bytes of a partial sum in the reduce-scatter, by dtype."""
 CASES: Final = (("bf16", "bf16"), *((fmt, sums) for fmt in ("fp8", "nvfp4") for sums in SUMS))
 """Formats, and dtypes of the partial sums."""
 
@@ -74,15 +74,15 @@ class Sizes(NamedTuple):
 
 LLAMA_70B: Final = Sizes(8192, 28672, 64, 8, 128)
 TOKENS: Final = (64, 512, 4096, 16384)
-"""Tokens of all ranks together."""
+"""Numbers of tokens of a decoder layer, over all ranks together."""
 HIDDEN, EXPERTS_COUNT, TOPK = 7168, 256, 8
 """Sizes of DeepSeek-V3."""
 OWN_TOKENS: Final = (16, 64, 128, 512, 4096)
-"""Tokens of each rank."""
+"""Numbers of tokens of an expert layer, per rank."""
 
 
 class Layer(NamedTuple):
-    """Modelled figures of a decoder layer on one GPU.
+    """Estimates for a decoder layer on one GPU.
 
     Attributes:
         gathered, scattered: Bytes that the GPU receives in each collective.
@@ -101,8 +101,8 @@ def row_bytes(fmt: str, width: int) -> int:
 
 
 def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
-    """Estimate the time of a GEMM: the smallest estimate of any backend, or for bf16 the time of its bytes or of its
-    operations, whichever is longer."""
+    """Return the estimated time of a GEMM in seconds: the smallest estimate of any backend. For bf16, return the longer
+    of the time to read its operands and the time to compute its operations."""
     activations, weight = OPERANDS[fmt]
     if weight is None:
         moved = 2 * (n * k + m * (n + k))
@@ -117,7 +117,7 @@ def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
 
 
 def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLAMA_70B, ranks: int = RANKS) -> Layer:
-    """Return the figures of a dense decoder layer, if all ranks together hold `tokens` tokens."""
+    """Return the estimates for a dense decoder layer with `tokens` tokens on all ranks together."""
     others = (ranks - 1) / ranks
     gathered = 2 * tokens * row_bytes(fmt, sizes.hidden) * others
     scattered = 2 * tokens * sizes.hidden * SUMS[sums] * others

@@ -1,5 +1,4 @@
-"""Base class of the benchmarks of an expert layer's second GEMM: sizes, routings, and the bytes and operations of
-routed pairs."""
+"""Base class of the benchmarks of the `moe_fc2_` ops: sizes, routings, and the bytes and operations of routed pairs."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from .gemms import DTYPE
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 N, K, EXPERTS = 7168, 65536, 256
-"""DeepSeek-V3's experts on one of eight GPUs: 256 of each expert's 2,048 elements."""
+"""N, K and number of experts for DeepSeek-V3 on one of eight GPUs, which stores 256 of each expert's 2,048 columns."""
 TOP = 8
-"""Experts of a token."""
+"""Number of experts per token."""
 DENSE_ROWS = ROWS[:5]
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "marks": {"top-8": ROWS, "dense": DENSE_ROWS},
     "quick": {"top-8": ROWS, "Zipf": ROWS, "dense": DENSE_ROWS},
     "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
 }
-"""M by routing, for each set of sizes."""
+"""Numbers of tokens by routing, for each set of sizes."""
 MARLIN_US = dict(zip(ROWS, (7.0, 35, 54, 86, 115, 130, 170, 290), strict=True))
 """Times of Marlin's expert kernel at these sizes with top-8 routing, from an earlier measurement outside this
 benchmark."""
@@ -53,9 +52,10 @@ def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tenso
 
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
-    """Return `alpha` (M, E), float32 on the CPU, with the same values in each call. `name` is a key of `SIZES[…]`.
+    """Return the routing weights `alpha` (M, E), float32 on the CPU, equal for equal arguments. `name` is "top-8",
+    "Zipf" or "dense".
 
-    Factors are powers of two, so that products with bfloat16 activations are exact.
+    The weights are powers of two, so that products with bfloat16 activations are exact.
     """
     generator = torch.Generator().manual_seed(m)
     factors = 2.0 ** -torch.randint(1, 5, (m, experts), generator=generator)
@@ -67,7 +67,7 @@ def routing(name: str, m: int, experts: int) -> torch.Tensor:
 
 
 class ExpertGemmBenchmark(FP4GemmBenchmark):
-    """Benchmark of `out = Σ_e alpha[:, e] · a_e @ w_e.T`. Subclasses define `a`."""
+    """Benchmark of `out = Σ_e alpha[:, e] · a_e @ w_e.T`. Subclasses define the format of `a`."""
 
     peers = ("humming", "cublas_bf16")
     family = "fp4_experts"
@@ -87,7 +87,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     # --- cases ---
 
     def case(self, m: int, n: int = N, k: int = K, experts: int = EXPERTS, name: str = "top-8") -> Case:
-        """Return a case of this op."""
+        """Return the case with these sizes and the named routing."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -96,11 +96,11 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"{super().panel(case)}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: exact for a routing, which `GemmProblem` can only estimate ---
+    # --- formulas: exact for the case's routing, while `GemmProblem` only estimates the routing ---
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes of the touched experts' weights and the pairs' activations with their scales, `alpha`, and
-        the result."""
+        """Return the bytes of the weights of all experts that a token is routed to, of the activations of routed pairs,
+        of the scales of both, of `alpha`, and of the result."""
         problem, m, alpha = self.problem(case), case["M"], self.alpha_of(case)
         used, pairs = int(alpha.any(0).sum()), int(alpha.count_nonzero())
         read = problem.n * problem.b.row_bytes(used * problem.expert_k) + pairs * problem.a.row_bytes(problem.expert_k)
@@ -111,7 +111,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return 2 * int(self.alpha_of(case).count_nonzero()) * case["N"] * self.problem(case).expert_k
 
     def alpha_of(self, case: Case) -> torch.Tensor:
-        """Return `alpha` on the CPU."""
+        """Return the routing weights `alpha` of a case, on the CPU."""
         return routing(case.choices["routing"], case["M"], case["E"])
 
     # --- tensors ---
@@ -124,7 +124,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return weight | {name: tensors[name] for name in ("a", "a_scale", "alpha") if name in tensors}
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
-        """Return a buffer set for peers, which compute a dense GEMM."""
+        """Return a buffer set for peers. Peers compute a dense GEMM with the weights of all experts."""
         width = case["K"] // case["E"]
         a = self.decoded_a(tensors, DTYPE) * tensors["alpha"].to(DTYPE).repeat_interleave(width, 1)
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Run a whole model with experts and random codes: in DeepSeek-V3's shape in FP8, or in gpt-oss's shape in MXFP4.
+"""Run a whole model with experts and random weights: in the shapes of DeepSeek-V3 in FP8, or of gpt-oss in MXFP4.
 
     python examples/expert_models.py                                  # DeepSeek-V3 with FP8 blocks
     python examples/expert_models.py --model gpt-oss                  # gpt-oss with MXFP4 experts
     python examples/expert_models.py --layers 4 --experts 64 --tokens 128 --batches 1 16
 
-The model class is from transformers. Linear layers and experts are modules of torch_cute_ops.nn, whose weights never
-exist in another format. `generate` continues each batch of prompts with a static cache, and on a GPU compiles and
-captures the decode step. The first layer of experts is compared with the decoded weights in float32. Without a GPU the
-ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+The model class is from transformers. Linear layers and experts are modules of torch_cute_ops.nn. The weights are drawn
+as codes and never stored in 16 bits. `generate` continues each batch of prompts with a static cache, and on a GPU
+compiles and captures the decode step. The script compares the result of the first layer of experts with a computation
+from the decoded weights in float32. Without a GPU the ops run their references in plain torch. The last line starts
+with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ LARGE = {
     },
     "gpt-oss": {"layers": 8, "hidden": 2880, "width": 2880, "experts": 32, "heads": 64, "vocabulary": 32_000},
 }  # fmt: skip
-"""SMALL on a CPU; LARGE on a GPU: each model's own widths, with fewer layers, experts and words."""
+"""Sizes by model: SMALL for a CPU; LARGE for a GPU, with the published widths but fewer layers, experts and words."""
 
 LEAST_COSINE = 0.995
-"""Smallest cosine of a token's result: FP8 activations cost 0.001 to 0.002 in each of two GEMMs."""
+"""Smallest accepted cosine between a token's result and the exact result. FP8 activations reduce the cosine by 0.001 to
+0.002 in each of two GEMMs."""
 
 
 @torch.no_grad()

@@ -6,18 +6,22 @@
     python examples/fp8_moe_layer.py --weights mxfp4          # or nvfp4: half of the weights' bytes
     python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
-A router chooses 8 experts for each token, from at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts
-and gives each pair of a token and an expert a row; `moe_permute_fp8quant` writes the tokens to these rows, in FP8 with
-a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gate and up values from weights with a scale per
-128 x 128 elements; `moe_swiglu_fp8quant` computes the input of the second `grouped_mm_fp8` from them; and
-`moe_finalize` adds up the rows of each token, weighted. Nothing waits for the host, and no shape depends on the
-routing, so the layer is captured as one CUDA graph. With FP4 weights, `grouped_mm_fp8_fp4` replaces `grouped_mm_fp8`;
-nothing else changes.
+A router chooses 8 experts for each token, from at most 4 of 8 groups. Each step is one op:
 
-The bf16 layer uses the original weights of the FP8 layer, or the decoded weights of an FP4 layer. Weights are random.
-Without a GPU the ops run their references in plain torch, and no time is measured. The bf16 layer loops over the
-experts and waits for the device, so its time is measured over calls, not as a graph. The last line starts with SUCCESS
-or FAILURE, and the exit status follows it.
+1. `moe_route` chooses experts, and assigns a row to each pair of a token and an expert.
+2. `moe_permute_fp8quant` writes the tokens to these rows, in FP8 with a scale for each 128 elements.
+3. `grouped_mm_fp8` multiplies by the experts' gate and up weights, which have a scale per 128 x 128 elements.
+4. `moe_swiglu_fp8quant` applies SwiGLU and quantises the result.
+5. `grouped_mm_fp8` multiplies by the experts' down weights.
+6. `moe_finalize` computes the weighted sum of each token's rows.
+
+With FP4 weights, `grouped_mm_fp8_fp4` replaces `grouped_mm_fp8`. Nothing waits for the host, and no shape depends on
+the routing, so the layer can be captured as one CUDA graph.
+
+Weights are random. The layer is compared with a layer in bf16, which uses the original weights, or for FP4 the decoded
+weights. Without a GPU the ops run their references in plain torch, and no time is measured. The bf16 layer loops over
+the experts and waits for the device, so it is timed call by call, not as a graph. The last line starts with SUCCESS or
+FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -49,13 +53,14 @@ BLOCK = 128
 LARGEST_CODE = 448.0
 SCALING = 2.5  # DeepSeek-V3's ``routed_scaling_factor``
 SIZES: dict[str, Sizes] = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32, 2048, (1, 8, 64, 512, 4096, 8192))}
-"""Small on a CPU; on a GPU DeepSeek-V3's, with an eighth of its experts, as on one of eight GPUs."""
+"""Hidden size, experts, intermediate size and numbers of tokens, by device: small sizes for a CPU. For a GPU, the sizes
+of DeepSeek-V3 with an eighth of its experts, as on one of eight GPUs."""
 
 LEAST_COSINE = {"fp8": 0.995, "mxfp4": 0.998, "nvfp4": 0.9965}
 LARGEST_ERROR = {"fp8": 0.1, "mxfp4": 0.06, "nvfp4": 0.075}
-"""Limits of the checks for each token. Measured on a CPU, in FP8, 60 layers of three sizes: cosines of 0.9965 and more,
-errors up to 0.081; in MXFP4 and NVFP4, 12 layers of two sizes: cosines of 0.9986 and 0.9976, errors up to 0.045 and
-0.059."""
+"""Limits of the checks for each token. On a CPU we measured 60 layers of three sizes in FP8: cosines were at least
+0.9965, and errors at most 0.081. For 12 layers of two sizes in MXFP4 and NVFP4, cosines were at least 0.9986 and
+0.9976, and errors at most 0.045 and 0.059."""
 
 
 class Weights(NamedTuple):
@@ -64,7 +69,7 @@ class Weights(NamedTuple):
     router: torch.Tensor
     """(E, H)."""
     bias: torch.Tensor
-    """(E,), fp32: added to scores for the choice."""
+    """(E,), fp32: added to the scores when experts are chosen."""
     up: torch.Tensor
     """(E, 2·I, H)."""
     down: torch.Tensor
@@ -72,7 +77,7 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Numbers of the routing: groups of experts, groups that a token uses, and experts that a token gets."""
+    """Parameters of the routing: the number of expert groups, groups per token, and experts per token."""
 
     num_groups: int
     topk_groups: int
@@ -135,7 +140,7 @@ def random_weights(hidden: int, experts: int, intermediate: int, device: torch.d
 
 
 class BF16Layer:
-    """The layer in plain torch, expert by expert."""
+    """Expert layer in bf16 and plain torch, which loops over the experts."""
 
     def __init__(self, weights: Weights, routing: Routing) -> None:
         self.weights = weights
@@ -168,7 +173,7 @@ class FP8Experts:
 
     Attributes:
         tensors: codes and scales.
-        represented: bf16 weights of the layer that results are compared with; here the original weights.
+        represented: bf16 weights for the layer that results are compared with: the original weights.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -183,8 +188,8 @@ class FP8Experts:
 
 
 class FP4Experts:
-    """Weights of experts in FP4: codes and scales as in a checkpoint, and the decoded weights. The GEMM divides out
-    NVFP4's global scale by ``alpha``."""
+    """Weights of experts in FP4: codes and scales as in a checkpoint, and the decoded weights. For NVFP4, ``alpha`` of
+    the GEMM divides out the global scale."""
 
     def __init__(self, weight: torch.Tensor, block_size: int) -> None:
         self.block_size = block_size
@@ -211,7 +216,7 @@ EXPERTS: dict[str, Callable[[torch.Tensor], FP8Experts | FP4Experts]] = {
 
 
 class FP8Layer:
-    """The layer with FP8 activations, except in the router.
+    """Expert layer with FP8 activations. The router computes in bf16.
 
     Args:
         router, bias: the router's weight and bias, as in the bf16 layer.
@@ -250,11 +255,12 @@ class FP8Layer:
         )
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
         if self.is_masked:
-            # The same rows, grouped by expert.
+            # View the rows as (E, max_rows, ...), the masked layout.
             a, a_scale = (each.unflatten(0, (len(counts), -1)) for each in (a, a_scale))
             offsets = None
         else:
-            # Without padding the offsets alone locate the rows, and GEMMs choose their tiles for packed rows.
+            # Packed rows need no counts: the offsets alone locate the rows. Without counts, GEMMs choose tiles for
+            # packed rows.
             counts = None
         both = self.up(a, a_scale, offsets, counts)
         h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts)

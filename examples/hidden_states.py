@@ -29,7 +29,8 @@ pan; when it foams, add the potatoes, crush each with the back of a spoon, and l
 
 
 def load(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return the states that the quickstart's options name, as float32 tensors on the CPU."""
+    """Return rows (M, H), a norm weight (H,) and a description, as the quickstart's options request. The tensors are
+    float32 on the CPU."""
     if options.model is None:
         return synthetic(options.rows, options.hidden, options.seed)
     try:
@@ -53,7 +54,7 @@ def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, 
     """Return rows spread over a matrix of a .safetensors file, and a norm weight of equal width.
 
     The weight is the longest vector whose name matches *norm*weight, because shorter vectors belong to attention heads.
-    The matrix is the largest matrix whose name contains embed, or if there is none the largest of all.
+    The matrix is the largest matrix whose name contains "embed". If no name does, it is the largest matrix of the file.
     """
     from safetensors import safe_open
 

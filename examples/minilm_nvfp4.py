@@ -4,9 +4,10 @@
     python examples/minilm_nvfp4.py                    # weights in NVFP4, activations in bf16: mm_fp4_weight_only
     python examples/minilm_nvfp4.py --activations fp4  # activations in NVFP4 too: mm_fp4
 
-The model is all-MiniLM-L6-v2, from the extra `examples`; `torch_cute_ops.nn.quantize_` quantises it. The same model in
-bf16 is compared too, to show how little of the difference comes from bf16. Without a GPU the ops run their references
-in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+The model is all-MiniLM-L6-v2, which the extra `examples` installs. `torch_cute_ops.nn.quantize_` quantises it. The
+script also compares the model in bf16 with the model in fp32, to show that little of the difference comes from bf16.
+Without a GPU the ops run their references in plain torch. The last line starts with SUCCESS or FAILURE; the exit status
+is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ HEAD = 32  # elements of an attention head
 
 
 class Minimums(NamedTuple):
-    """Limits of the checks over the sentences: cosines of embeddings, Kendall's tau, nearest neighbours kept."""
+    """Smallest accepted values over all sentences: cosines of the embeddings, Kendall's tau, and the number of
+    sentences whose nearest neighbour does not change."""
 
     mean_cosine: float
     worst_cosine: float
@@ -61,16 +63,15 @@ class Minimums(NamedTuple):
     nearest: int
 
 
-# Measured on a CPU with 640 other sentences from Python's documentation, in 40 sets of 16: the lowest value of any set,
-# rounded down. In this script each sentence is paired with another, so more nearest neighbours are kept: 15 and 16 of
-# 16; a
-# sentence about the bank finds two neighbours within 0.01. The error of 36 layers hides a fault in one of them, even
-# scales in a wrong order, so each layer is also compared separately.
+# The limits are the lowest values of 40 sets of 16 sentences from Python's documentation, measured on a CPU and rounded
+# down. In this script each sentence has a partner of similar meaning, so fewer nearest neighbours change: 15 and 16 of
+# 16 stay the same. (One sentence about the bank has two neighbours within 0.01.) The errors of 36 layers together hide
+# a fault in one layer, even scales in a wrong order, so each layer is also compared separately.
 MINIMUMS = {
     "16bit": Minimums(mean_cosine=0.97, worst_cosine=0.95, mean_tau=0.82, nearest=14),
     "fp4": Minimums(mean_cosine=0.955, worst_cosine=0.915, mean_tau=0.77, nearest=14),
 }
-# A layer rounds once, to bf16: by 2^-8 at most, and about 0.0016 in the root mean square.
+# A layer rounds its result once, to bf16. The relative error is at most 2^-8, and about 0.0016 in the root mean square.
 MAX_LAYER_ERROR = 2.0**-8
 
 
@@ -129,7 +130,7 @@ def encode(
 
 
 class Block(nn.Module):
-    """A layer of the encoder; the names follow the tensors in the file."""
+    """One layer of the encoder. Its modules are named like the tensors in the model's file."""
 
     def __init__(self, hidden: int, wide: int) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class MiniLM(nn.Module):
         self.embeddings["LayerNorm"] = layer_norm(hidden)
         layers = sum(name.endswith("intermediate.dense.weight") for name in tensors)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Block(hidden, wide) for _ in range(layers))})
-        # The file also contains a pooler, which sentence embeddings do not use, and the numbers of the positions.
+        # The file also contains a pooler and the position numbers, which sentence embeddings do not use.
         self.load_state_dict({name: tensors[name] for name in self.state_dict()})
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,7 @@ def quantized(
 
 
 def decoded(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
-    """Return the layer's result computed from the decoded FP4 numbers in fp32."""
+    """Return the result of the layer for ``x``, computed in fp32 from decoded FP4 weights and activations."""
     rows = x.flatten(0, -2).float()
     if layer.activations == "fp4":
         codes, scale = layer.quantize(x).operands
@@ -219,7 +220,8 @@ def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
 
 
 def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the embeddings, and each layer's relative error against ``decoded`` (Frobenius norms)."""
+    """Run the model. Return the embeddings, and for each quantised layer the relative error of its result compared with
+    ``decoded`` (ratio of Frobenius norms)."""
     errors = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -237,13 +239,14 @@ def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 class Comparison(NamedTuple):
-    """Comparison of two embeddings per sentence: their cosine, and the agreement of the orders in which they rank the
-    other sentences by similarity.
+    """Comparison of a sentence's embeddings from two models. For each model, the other sentences are sorted by their
+    similarity to this sentence.
 
     Attributes:
         cosine: cosine of the two embeddings.
-        tau: Kendall's tau, 1 for the same order, -1 for the opposite; (1 + tau) / 2 of the pairs keep their order.
-        nearest: True if the nearest sentence is the same.
+        tau: Kendall's tau of the two orders: 1 for equal orders, -1 for opposite orders. (1 + tau) / 2 of all pairs of
+            sentences are in the same order.
+        nearest: True if the most similar sentence is the same.
     """
 
     cosine: torch.Tensor
@@ -252,7 +255,7 @@ class Comparison(NamedTuple):
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> Comparison:
-    """Compare unit rows (N, H)."""
+    """Compare the embeddings of two models, rows (N, H) of norm 1."""
     got, want = got.double(), want.double()
     n = len(got)
     others = ~torch.eye(n, dtype=torch.bool, device=got.device)
@@ -263,7 +266,7 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> Comparison:
 
 
 def report(fp4: Comparison, bf16: Comparison, minimums: Minimums) -> list[str]:
-    """Print the comparison of each sentence; return the violated limits."""
+    """Print the comparison for each sentence, and return a message for each violated limit."""
     width = 52
     print(f"\n{'sentence':{width}}  cosine bf16  cosine NVFP4  order (tau)  nearest")
     for sentence, bf16_cosine, cosine, tau, nearest in zip(SENTENCES, bf16.cosine, *fp4, strict=True):
@@ -282,7 +285,7 @@ def report(fp4: Comparison, bf16: Comparison, minimums: Minimums) -> list[str]:
 
 
 def summary(comparison: Comparison) -> list[float]:
-    """Return the values that ``Minimums`` bounds, in its order."""
+    """Return the measured values in the order of the fields of ``Minimums``."""
     cosine, tau, nearest = comparison
     return [value.item() for value in (cosine.mean(), cosine.min(), tau.mean(), nearest.sum())]
 

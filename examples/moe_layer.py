@@ -6,21 +6,24 @@
     python examples/moe_layer.py --model gpt-oss        # MXFP4, biases, another gate, no shared expert
     python examples/moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
-A router chooses some of the experts for each token. The result is the sum of these experts' results
-`down(swiglu(gate(x), up(x)))`, weighted by the router, and in DeepSeek-V3 plus the result of a shared expert.
+A router chooses some of the experts for each token. The result of a token is the weighted sum of its experts' results,
+`down(swiglu(gate(x), up(x)))`. DeepSeek-V3 adds the result of a shared expert.
 
-The layer is a `torch_cute_ops.nn.ExpertLayer`. Few tokens take three ops, without permuted rows: `moe_route_dense`
-writes the routing weights of all experts, 0 for unrouted experts; `moe_fc1_fp4` computes gate, up and SwiGLU of the
-routed pairs and quantises them; `moe_fc2_fp4` multiplies these pairs and adds them up, weighted. Many tokens are
-permuted into the experts' order, with activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`,
-`moe_swiglu_fp8quant`, and so on. Few means up to 16 tokens for each expert on average, and 512 in all; with experts as
-wide as gpt-oss's no call counts as few (`torch_cute_ops.nn.experts.few_tokens`). No shape depends on the routing, and
-the layer can be captured in a CUDA graph. The ops for few tokens and for many tokens need the second weight in
-different orders.
+The layer is a `torch_cute_ops.nn.ExpertLayer`. Calls with few tokens run three ops and permute no rows:
+
+1. `moe_route_dense` writes the routing weights of all experts, 0 for experts that a token is not routed to.
+2. `moe_fc1_fp4` computes gate, up and SwiGLU for each routed pair of a token and an expert, and quantises the result.
+3. `moe_fc2_fp4` multiplies by the second weight, and computes the weighted sum over each token's experts.
+
+Calls with many tokens permute rows into the experts' order, with activations in FP8: `moe_route`,
+`moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4` and `moe_finalize`. A call has
+few tokens if it has up to 16 tokens per expert on average, and up to 512 tokens. For experts as wide as gpt-oss's,
+calls never have few tokens (`torch_cute_ops.nn.experts.few_tokens`). The two kinds of calls need the second weight in
+different layouts. No shape depends on the routing, so the layer can be captured in a CUDA graph.
 
 Weights are random. Without a GPU, or if the GPU lacks kernels for both GEMMs, the ops run their references in plain
-torch on the CPU, and no time is measured. The bf16 layer loops over the experts and waits for the device, so its time
-is measured over calls, not as a graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+torch on the CPU, and no time is measured. The bf16 layer loops over the experts and waits for the device, so it is
+timed call by call, not as a graph. The last line starts with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torch_cute_ops.nn import ExpertLayer, GatedMLP, merge, quantize_
 from torch_cute_ops.nn.experts import few_tokens, reason_unrouted
 
 Sizes = tuple[int, int, int, Sequence[int]]
-"""Hidden, experts, intermediate, and numbers of tokens."""
+"""Hidden size, number of experts, intermediate size, and numbers of tokens."""
 
 
 class Model(NamedTuple):
@@ -48,7 +51,7 @@ class Model(NamedTuple):
 
     Attributes:
         sizes: sizes on a GPU; for DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
-        top: number of experts per token.
+        top: number of experts per token (topk).
         block_size: block size of the weights: 16 (NVFP4) or 32 (MXFP4).
         scoring: arguments of `moe_route` and `moe_route_dense`.
         swiglu: alpha, beta and limit of the gate.
@@ -77,12 +80,12 @@ MODELS = {
     "gpt-oss": Model((2880, 128, 2880, TOKENS), 4, 32, {}, (1.702, 1.0, 7.0), has_bias=True),
 }
 SMALL: Sizes = (256, 16, 64, (1, 8, 33))
-"""Sizes on a CPU; with 8 of 16 experts, 33 tokens count as many."""
+"""Sizes for a CPU. With 8 of 16 experts per token, a call with 33 tokens is a call with many tokens."""
 
 LARGEST_ERROR = {"bf16": 0.014, "nvfp4": 0.2, "mxfp4": 0.26, "fp8": 0.06}
-"""Largest relative error of a run, by the format of activations: 0.014 and 0.2 are cosines of 0.9999 and 0.98. Measured
-on a CPU, 20 layers of two sizes of each model, with 1 and 8 tokens: 0.0036 to 0.0065 in bf16, 0.098 to 0.144 in NVFP4,
-0.148 to 0.238 in MXFP4; with 60 tokens 0.031 to 0.041 in FP8."""
+"""Largest accepted relative error, by the format of the activations. Errors of 0.014 and 0.2 correspond to cosines of
+0.9999 and 0.98. On a CPU we measured 20 layers of two sizes for each model. With 1 and 8 tokens, errors were 0.0036 to
+0.0065 in bf16, 0.098 to 0.144 in NVFP4, and 0.148 to 0.238 in MXFP4. With 60 tokens they were 0.031 to 0.041 in FP8."""
 
 
 class Weights(NamedTuple):
@@ -173,12 +176,12 @@ def layer_parser(
 
 
 def print_device(device: torch.device, kernels: str) -> None:
-    """Print the device and its kernels."""
+    """Print the device, and ``kernels``, a description of the code that runs on it."""
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {kernels}")
 
 
 def print_weights(in_bf16: Iterable[torch.Tensor], quantised: Iterable[torch.Tensor]) -> None:
-    """Print the sizes of the experts' weights."""
+    """Print the bytes of the experts' weights in bf16 and quantised."""
     before, after = (sum(tensor.nbytes for tensor in tensors) for tensors in (in_bf16, quantised))
     print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
 
@@ -227,7 +230,7 @@ def random_weights(model: Model, hidden: int, experts: int, intermediate: int, d
 
 
 class BF16Layer:
-    """The layer in plain torch, expert by expert."""
+    """Expert layer in bf16 and plain torch, which loops over the experts."""
 
     def __init__(self, model: Model, weights: Weights) -> None:
         self.model = model
@@ -277,9 +280,9 @@ def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) ->
 
 
 class ModelExperts(torch.nn.Module):
-    """Experts as Hugging Face models store them; `quantize_` turns this module into a `QuantExperts`.
+    """Experts as Hugging Face models store them.
 
-    `quantize_` compares the forward with the computation of `QuantExperts` on random tokens.
+    `quantize_` replaces this module with a `QuantExperts`, after it has compared the results of both on random tokens.
     """
 
     def __init__(self, model: Model, weights: Weights) -> None:
@@ -305,7 +308,7 @@ class ModelExperts(torch.nn.Module):
 
 
 def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activations: str) -> ExpertLayer:
-    """Return the layer with its weights in FP4, except the router's.
+    """Return the layer with the experts' weights in FP4. The router's weight stays in bf16.
 
     Args:
         model: properties of the layer.
@@ -333,14 +336,15 @@ def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activat
 
 
 def linear(weight: torch.Tensor) -> torch.nn.Linear:
-    """Return a linear layer with this weight (N, K)."""
+    """Return an `nn.Linear` without a bias, with the given weight (N, K)."""
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = torch.nn.Parameter(weight, requires_grad=False)
     return made
 
 
 def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return global scales of NVFP4 activations: of the tokens and of each expert's activations. MXFP4 uses none."""
+    """Return the arguments of `route_few_` with the global scales of NVFP4 activations: one for the tokens, and one for
+    each expert's activations. For MXFP4, return an empty dict."""
     if model.scheme != "nvfp4":
         return {}
     twin = BF16Layer(model, weights)
@@ -352,7 +356,7 @@ def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> 
 
 
 def decoded(layer: ExpertLayer, weights: Weights) -> Weights:
-    """Return the layer's decoded weights in bf16."""
+    """Return the decoded weights of a quantised layer, in bf16."""
     up, down = layer.experts.dequantize(torch.bfloat16)
     weights = weights._replace(up=up, down=down)
     if layer.shared is None:
@@ -375,7 +379,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, replays: int = 50) -> float:
-    """Return the median time of a replay of the captured layer; its weights may be in L2."""
+    """Return the median time of a graph replay of the layer. The weights may be in L2, because all replays use them."""
     layer(x)  # compiles and loads; a server would call torch_cute_ops.warmup
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -392,7 +396,7 @@ def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, 
 
 
 def called_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, calls: int = 5) -> float:
-    """Return the median time of a call."""
+    """Return the median time of a call of the layer, in µs, without a CUDA graph."""
     times = []
     for _ in range(calls + 1):
         torch.cuda.synchronize()

@@ -5,10 +5,10 @@
     python examples/quantize_and_save.py --activations fp4           # for calibrated FP4 activations
     python examples/quantize_and_save.py --scheme fp8_block --out x  # FP8; keep the checkpoints, in the new folder x
 
-The model is a stack of decoder layers in bf16 with random weights. Each checkpoint is loaded into a model on the meta
-device, with q, k and v merged into one layer, and gate and up into another. Its logits are compared with the saved
-model's. Without a GPU the ops run their references in plain torch. The last line starts with SUCCESS or FAILURE, and
-the exit status follows it.
+The model is a stack of decoder layers in bf16 with random weights. The script loads each checkpoint into a model on the
+meta device, in which q, k and v are merged into one layer, and gate and up into another. It compares the logits of the
+loaded model with the logits of the saved model. Without a GPU the ops run their references in plain torch. The last
+line starts with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ STYLES = {
     "mxfp4": ("compressed-tensors",),
     "fp8_block": ("compressed-tensors",),
 }
-# Largest relative error of the logits against the bf16 model: more than twice the error of four random layers.
+# Largest accepted relative error of the logits, compared with the bf16 model: more than twice the error that we
+# measured for four random layers.
 MAX_ERROR = {"16bit": 0.15, "fp4": 0.2, "fp8": 0.05}
-# Merging keeps the order of every sum, but on a GPU a wider GEMM may use another tactic.
+# Merging layers does not change the order of any sum, but on a GPU the wider GEMM may use another tactic.
 MAX_DIFFERENCE = 0.02
 
 
@@ -92,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def refuse_activations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with a message if the scheme's layers do not take activations in the requested format."""
+    """Exit with a message if the layers of the scheme do not support the requested format of activations."""
     taken = ("auto", *SCHEMES[options.scheme].choices)
     if options.activations not in taken:
         parser.error(f"--activations {options.activations}: the scheme {options.scheme} takes {' or '.join(taken)}")
@@ -110,10 +111,10 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class Layer(nn.Module):
-    """A decoder layer; its linear layers carry Llama's names.
+    """A decoder layer. Its linear layers have the same names as in Llama.
 
     Args:
-        hidden: the width.
+        hidden: width of the residual stream.
         is_merged: True if q, k and v are one linear layer, and gate and up another.
     """
 
@@ -150,7 +151,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A stack of decoder layers: token ids (N, T) to logits (N, T, vocabulary)."""
+    """A stack of decoder layers that computes logits (N, T, vocabulary) from token ids (N, T)."""
 
     def __init__(self, layers: int, hidden: int, is_merged: bool = False) -> None:
         super().__init__()

@@ -5,8 +5,8 @@
     python examples/quickstart.py --model minilm             # a real model's, on real text (the extra `examples`)
     python examples/quickstart.py --model model.safetensors  # a norm weight and an embedding from a file
 
-Runs the op eagerly, under torch.compile and, on a GPU, captured in a CUDA graph. Without a GPU the op runs its
-reference in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+The script runs the op eagerly, under torch.compile and, on a GPU, captured in a CUDA graph. Without a GPU the op runs
+its reference in plain torch. The last line starts with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ EPS = 1e-6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 
-# Limits of the checks. The op computes in fp32, so a value near a rounding boundary may be rounded the other way: one
-# element in a thousand may differ, by one step. Hidden states give 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
+# Limits of the checks. The op computes in fp32, so a value near a rounding boundary may be rounded in the other
+# direction than in float64: one element in a thousand may differ, by one step. The signal-to-noise ratio of quantised
+# hidden states is 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
 AGREEMENT = 0.999
 MAX_STEPS = 1
 MIN_SNR_DB = {"nvfp4": 18.0, "mxfp4": 14.0}
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     x = x.to(device, getattr(torch, options.dtype))
     weight = weight.to(device, x.dtype)
     exact = norm_float64(x, weight)
-    # A served model takes this number from calibration.
+    # In a served model, the amax comes from a calibration instead of from the input.
     factor = torch_cute_ops.nvfp4_global_scale(exact.abs().max()) if fmt.has_global_scale else None
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
     print(f"input      {x.shape[0]} x {x.shape[1]} {options.dtype}: {source}")
@@ -124,7 +125,8 @@ def pick_device() -> tuple[torch.device, str]:
         return torch.device("cpu"), f"the op's reference in plain torch ({error})"
 
 
-# Ways to run the op. Each returns a callable, or the reason that it does not work on this machine.
+# The following functions prepare different ways to run the op. Each returns a callable, or the reason that this way
+# does not work on this machine.
 
 
 def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
@@ -162,7 +164,7 @@ def timed(call: Call) -> str:
     return f"{us:.1f} µs a call" if us < 1000 else f"{us / 1000:.1f} ms a call"
 
 
-# The same computation in float64, written from the definitions.
+# RMSNorm and FP4 quantisation in float64, written from the definitions in docs/numerics.md.
 
 
 def norm_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -178,7 +180,8 @@ def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest
 
 
 def quantize_float64(norm: torch.Tensor, factor: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return elements (M, blocks, block size) and block scales (M, blocks), as numbers."""
+    """Quantise a norm in float64. Return the rounded elements (M, blocks, block size) and block scales (M, blocks) as
+    numbers, not as codes."""
     blocks = norm.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     if fmt is NVFP4:
@@ -198,7 +201,8 @@ def compare_with_float64(
     fmt: FP4Format,
     layout: str,
 ) -> list[str]:
-    """Compare the op's outputs with float64 and with the unquantised norm; print figures, return violated limits."""
+    """Compare the op's outputs with the float64 computation and with the unquantised norm. Print the differences, and
+    return a message for each violated limit."""
     rows, hidden = exact.shape
     want, want_scale = quantize_float64(exact, 1.0 if factor is None else factor.item(), fmt)
     want_steps = torch.bucketize(want.abs(), torch.tensor(E2M1, dtype=want.dtype, device=want.device)) * want.sign()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serve a quantised model: requests of different lengths that come and go, in batches that change with every step.
+"""Serve a quantised model with continuous batching, for requests of different lengths.
 
     python examples/serve.py                            # a tiny model with random weights
     python examples/serve.py --size 8b                  # the shapes of Llama 3 8B; 70b fits one H200
@@ -7,11 +7,11 @@
     python examples/serve.py --config config.json       # random weights of a model of transformers
     python examples/serve.py --size 8b --scheme fp8_block --requests 256
 
-Random weights are drawn as codes and never exist in bf16, so making the model needs no more memory than serving it.
-transformers' continuous batching forms the batches: a request joins when a batch has room and leaves when it is done.
-On a GPU steps are captured as CUDA graphs, one for each size. At the end the served tokens are checked: in a forward
-pass over a whole request each token must be the most likely one, or nearly. The last line starts with SUCCESS or
-FAILURE, and the exit status follows it.
+Random weights are drawn as codes and never stored in bf16, so creating the model needs no more memory than serving it.
+transformers' continuous batching forms the batches: a request joins the batch when the batch has room, and leaves when
+it is done. On a GPU, steps are captured as CUDA graphs, one for each batch size. At the end the script checks the
+served tokens with a forward pass over each whole request: the logit of each served token must be the largest logit, or
+nearly as large. The last line starts with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES = {
 }
 PAGE = 256  # tokens of a page of transformers' cache
 CHECKED = 4  # requests
-# Largest distance of a token's logit from the best logit, in standard deviations: a pass over a whole request rounds
-# its attention in another order than single steps.
+# Largest accepted distance between the logit of a served token and the largest logit, in standard deviations. The two
+# may differ, because a forward pass over a whole request sums attention in another order than single steps.
 MAX_SHORTFALL = 0.1
 
 
@@ -65,16 +65,17 @@ def main(arguments: list[str] | None = None) -> int:
     rows = max(options.prompt, min(len(prompts), options.batch))
     torch_cute_ops.nn.warmup(model, rows=range(1, rows + 1))
     if not is_cuda:
-        # It warns that it cannot read the CPU's memory, which is not needed here.
+        # Without psutil, transformers warns that it cannot read the memory size of the CPU. This script does not need
+        # it.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    # Explicit, because the defaults would fill all free memory.
+    # Limit the cache explicitly, because by default it would fill all free memory.
     batching = ContinuousBatchingConfig(
         num_blocks=pages + 1,
         max_batch_tokens=rows,
         max_requests_per_batch=options.batch,
         use_cuda_graph=is_cuda,
     )
-    # No token ends a request: random weights would draw it anywhere.
+    # Disable the end-of-sequence token, because a model with random weights would generate it at random positions.
     decoding = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     start = time.perf_counter()
     try:
@@ -151,14 +152,15 @@ def llama_config(options: argparse.Namespace) -> Any:
 
 
 def random_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """Return random prompts, from half of the longest prompt's length up to the full length."""
+    """Return random prompts. Their lengths vary from half of ``options.prompt`` to ``options.prompt``."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(-(-options.prompt // 2), options.prompt + 1, (options.requests,), generator=random)
     return [torch.randint(vocabulary, (length,), generator=random).tolist() for length in lengths.tolist()]
 
 
 def shortfall(model: Any, prompt: list[int], output: list[int]) -> float:
-    """Return the largest distance of a served token's logit from the best logit, in the logits' standard deviations."""
+    """Return the largest distance between the logit of a served token and the largest logit at its position, in
+    standard deviations of the logits."""
     ids = torch.tensor([prompt + output], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]

@@ -7,13 +7,15 @@
         --kv-heads 8 --layers 4 --tokens 4096                                    # Llama 3 70B's layers
 
 Rank 0 writes a checkpoint with random codes, and every rank reads only its slices. Between the layers each rank stores
-some of the tokens: it adds, normalises and quantises them in one pass. Codes and scales are gathered and multiplied
-with the rank's rows of q, k, v, gate and up, and then with its columns of o and down; the sums are scattered again. The
-expert layer sends each token to the ranks of its experts as FP8 rows, and receives rows back.
+some of the tokens. It adds the residual to these tokens, normalises them and quantises them in one pass. The ranks
+gather the codes and scales of all tokens. Each rank multiplies them by its rows of q, k, v, gate and up, and multiplies
+the results by its columns of o and down. The sums over the ranks are scattered to the ranks again. The expert layer
+sends each token to the ranks of its experts as FP8 rows, and these ranks send their results back.
 
-Both results are compared with one rank that computes from the whole checkpoint. On GPUs the layers are captured as CUDA
-graphs, compared again, and timed. Before they begin, the ranks check that they match; if one dies, the others name it.
-The last line, rank 0's, starts with SUCCESS or FAILURE, and the exit status follows it.
+The results of both layers are compared with the results of a single rank that reads the whole checkpoint. On GPUs the
+layers are captured as CUDA graphs, compared again, and timed. Before the layers run, the ranks check that their
+versions, sources and tensors match. If a rank dies, the other ranks name it. Rank 0 prints the last line, which starts
+with SUCCESS or FAILURE; the exit status is 0 or 1 accordingly.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ from torch_cute_ops.nn import QuantizedRows, random_, warmup
 STYLES = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
 ACTIVATIONS: dict[str, Any] = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8_block": "fp8"}
 LEAST_SAVED = {"nvfp4": 3.5, "mxfp4": 3.7, "fp8_block": 1.9}
-"""Smallest ratio of gathered bytes, bf16 over the scheme."""
+"""Smallest accepted ratio of gathered bytes in bf16 to gathered bytes in the scheme."""
 MAX_ERROR = 0.02
-"""Largest relative error of the result. Ranks add sums in another order; a sum that is rounded differently may move a
-code of the next layer by a step, which is a tenth, or in FP8 a hundredth."""
+"""Largest accepted relative error of the result. Several ranks add partial sums in another order than one rank. If a
+sum is then rounded differently, a code of the next layer may differ by one step, which is about a tenth of the value in
+FP4 and a hundredth in FP8."""
 TOPK = 2
 MINUTES = 5
 
@@ -64,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             return run(options, device, backend)
     finally:
         dist.destroy_process_group()
-        # A group ends with the last reference to it, such as a layer's. Until then gloo's threads live. If the
-        # interpreter ends while a thread still holds a tensor of the last collective, the process aborts.
+        # Layers refer to their group, and gloo's threads run until nothing refers to the group any more. If the
+        # interpreter exits while a thread still uses a tensor of the last collective, the process aborts.
         gc.collect()
 
 
@@ -129,7 +132,7 @@ def by_device(device: torch.device) -> dict[str, Any]:
 
 
 def shared_folder(own: str) -> Path:
-    """Return rank 0's folder."""
+    """Send the name of rank 0's folder ``own`` to all ranks, and return it."""
     folder = [own]
     dist.broadcast_object_list(folder)
     return Path(folder[0])
@@ -156,7 +159,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(options.hidden, options.hidden, bias=False)
 
     def forward(self, rows: QuantizedRows) -> torch.Tensor:
-        """Return the output projection of this rank's heads, for all tokens."""
+        """Compute attention for this rank's heads and all tokens, and return the result of the output projection."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head)).transpose(0, 1).unsqueeze(0)
             for part in self.qkv_proj(rows).split(self.qkv_proj.parts, -1)
@@ -188,7 +191,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(options.hidden, eps=1e-6)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add ``x`` to ``residual`` in place, and return the layer's output, to be added by the next layer."""
+        """Add ``x`` to ``residual`` in place, and return the layer's output, which the next layer adds to the
+        residual."""
         to_rows = cute_distributed.normed_rows
         x = self.self_attn(to_rows(self.self_attn.qkv_proj, x, self.input_layernorm.weight, residual))
         return self.mlp(to_rows(self.mlp.gate_up_proj, x, self.post_attention_layernorm.weight, residual))
@@ -201,7 +205,8 @@ class Decoder(nn.Module):
         self.model.layers = nn.ModuleList(Layer(options, is_merged) for _ in range(options.layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the last layer, for tokens (M, H): this rank's tokens, or all."""
+        """Return the residual stream after the last layer, for tokens (M, H). These are this rank's tokens, or with one
+        rank all tokens."""
         residual = torch.zeros_like(x)
         for layer in self.model.layers:
             x = layer(x, residual)
@@ -209,7 +214,7 @@ class Decoder(nn.Module):
 
 
 def norms_(model: nn.Module) -> None:
-    """Create weights of norms, which ``random_`` leaves on the meta device."""
+    """Create the norm weights of a model in place, because ``random_`` leaves them on the meta device."""
     random = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
@@ -307,7 +312,8 @@ def random_experts(experts: int, n: int, k: int, random: torch.Generator) -> cut
 
 
 def captured_problems(name: str, call: Callable[[], torch.Tensor], want: torch.Tensor) -> list[str]:
-    """Capture a call with its collectives as a CUDA graph, compare its result, and print its time."""
+    """Capture a call with its collectives as a CUDA graph, compare the result of a replay with ``want``, and print the
+    time. Return a list with a message if the error is too large."""
     graph, out = captured(call)
     out.zero_()
     graph.replay()
