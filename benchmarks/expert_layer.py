@@ -7,9 +7,9 @@ many      `nn.ExpertLayer.forward_many`, with activations in FP8: `moe_route`, `
 many-fp8  `many` with weights in FP8, by `grouped_mm_fp8`: a peer
 bf16      the decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order: a peer
 
-Calls of a captured graph cycle through several sets of tokens with different experts, and through two sets of weights,
-so L2 holds almost none of the weights that a call reads. The router's GEMM and shared experts are not measured because
-they are equal in all rows of this list.
+The calls in a captured graph use several sets of tokens with different experts, and two sets of weights, in turn. So L2
+contains almost none of the weights that a call reads. The router's GEMM and shared experts are not measured, because
+they are the same for all of these implementations.
 
 Routing: a token's experts are drawn without replacement. With "uniform", all experts are equally likely. With "zipf",
 the r-th likeliest expert has a probability proportional to 1/r. With "hot", all tokens take one expert, and their other
@@ -55,11 +55,11 @@ from .runner import ASSUMED_TFLOPS, describe
 
 NOTES = "fp4_gated_experts"
 BUDGET_MS = 80.0
-"""GPU time in ms for the replays of one row: about 60 rows take less than two minutes with their preparations."""
+"""GPU time in ms for the replays of one table row. With this time, about 60 rows take less than two minutes."""
 WEIGHT_SETS = 2
 """Number of sets of weights. Each set is many times larger than L2."""
 COSINE_ROWS = (8, 64)
-"""Numbers of tokens at which results are compared with a layer of decoded weights."""
+"""Numbers of tokens for which results are compared with the results of a layer with decoded weights."""
 MARLIN_NOTE = (
     "Marlin's expert kernel, from notes and not from this run: the second GEMM alone of the sizes of DeepSeek-V3 above "
     f"(256 experts of 256, 7,168 columns, NVFP4, top-8, without adding up a token's experts), µs: {MARLIN_FIGURES}."
@@ -70,8 +70,8 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, FEW_ROWS, LARGE)
 
 
 def blank(model: Model, routing: str, m: int) -> dict[str, Any]:
-    """Return a row of the result file before the measurement. `experts` in use and `bytes` of their weights are means
-    over the calls."""
+    """Return a row of the result file without times. `experts` is the number of experts that tokens are routed to, and
+    `bytes` is the size of their weights; both are means over the calls."""
     return {
         "rows": m,
         "routing": routing,
@@ -93,8 +93,8 @@ def run(
     settings: Settings,
     copy_tbps: float,
 ) -> None:
-    """Fill a row: time of each way in µs, lower bound of the time (reading the weights of the experts in use at the
-    copy rate), and reasons for missing times."""
+    """Measure a layer and write the results to `row`: the time of each implementation in µs, the time to read the
+    weights of the experts in use at the bandwidth of a copy as a lower bound, and reasons for missing times."""
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
     absent, size = row["absent"], {name: WAYS[name].expert_bytes(model) for name in names}
     flops = 6 * m * model.topk * model.intermediate * model.hidden
@@ -131,7 +131,7 @@ def _call(ways: Sequence[Way], inputs: Sequence[Inputs], i: int) -> Tensor:
 
 
 def faster(row: Mapping[str, Any]) -> float | None:
-    """Return the time of the faster of `few` and `many`, if measured."""
+    """Return the time of `few` or `many`, whichever is smaller, or None if neither was measured."""
     return min((each["us"] for name, each in row["variants"].items() if name in ("few", "many")), default=None)
 
 
@@ -140,9 +140,9 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
     measured with uniform routing.
 
     The result is the longer of two estimates. The first estimate interpolates linearly over bytes between two measured
-    numbers of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. This estimate is for many
-    tokens,
-    which touch nearly all experts: with more tokens, the time grows and the bytes do not.
+    numbers of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. The second estimate is
+    needed
+    if many tokens use nearly all experts: with more tokens, the time then increases and the bytes do not.
 
     Args:
         uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.
@@ -160,7 +160,7 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
 
 def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None, str]:
     """Return the mean number of tokens per expert above which `many` is faster than `few`, interpolated
-    logarithmically, and a line of text."""
+    logarithmically, and a sentence that states this number. The number is None if the lines do not cross."""
     points = [
         (row["rows_of_expert"], math.log(row["variants"][few]["us"] / row["variants"]["many"]["us"]))
         for row in sorted(rows, key=lambda row: row["rows"])
@@ -179,7 +179,7 @@ def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None,
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Return the measured values against the targets of `targets.py`."""
+    """Return the targets of `targets.py` with the measured values."""
     by_case = {(row["model"], row["routing"], row["rows"]): row for row in rows}
     found = []
     for m, most in targets.EXPERT_LAYER_US.items():
@@ -221,12 +221,13 @@ def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def least_cosine(rows: Sequence[Mapping[str, Any]], model: str, way: str) -> float | None:
-    """Return the smallest cosine over the compared tokens."""
+    """Return the smallest measured cosine of an implementation, or None."""
     return min((row["cosine"][way] for row in rows if row["model"] == model and way in row["cosine"]), default=None)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a table per model and routing, followed by the crossing of `few` and `many`."""
+    """Return the report: a table per model and routing, then the number of tokens above which `many` is faster than
+    `few`."""
     parts = [
         f"# Routed expert layers\n\n{environment.headline(result['environment'])}",
         "µs a layer, medians: routing and both GEMMs; floor: bytes of the weights of the experts in use at "

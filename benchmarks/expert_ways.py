@@ -21,17 +21,17 @@ from .expert_gemms import keys
 
 DTYPE = torch.bfloat16
 FEW_ROWS = 1024
-"""Largest number of tokens measured by routed pairs only, or with skewed routing."""
+"""Largest number of tokens for which `few` and skewed routings are measured."""
 HIDDEN_AMAX = 64.0
-"""Largest gated activation that the NVFP4 global scales cover."""
+"""Largest magnitude of gated activations for which the NVFP4 global scales are computed."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """An expert layer.
+    """Sizes and formats of an expert layer.
 
     Attributes:
-        experts, hidden, intermediate, topk: E, H, I, and experts of a token.
+        experts, hidden, intermediate, topk: E, H, I, and number of experts per token.
         scheme: Scheme of the weights in `torch_cute_ops.nn`.
         scoring: Arguments of `moe_route` and `moe_route_dense`.
         swiglu: Parameters of the gate.
@@ -56,7 +56,7 @@ MODELS = {
     GPT_OSS: Model(128, 2880, 2880, 4, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 7.0), has_bias=True),
     QWEN3: Model(128, 2048, 768, 8, "nvfp4"),
 }
-"""Models by name. DeepSeek-V3's experts have an eighth of their columns, as on one of eight GPUs."""
+"""Models by name. The experts of DeepSeek-V3 are reduced to an eighth of their columns, as on one of eight GPUs."""
 ROUTINGS = ("uniform", "zipf", "hot")
 
 
@@ -65,7 +65,7 @@ ROUTINGS = ("uniform", "zipf", "hot")
 
 @torch.no_grad()
 def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -> QuantExperts:
-    """Return experts with random codes, and biases of a few tenths."""
+    """Return experts with random codes. Biases, if the model has any, are a few tenths."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, width = model.experts, model.hidden, model.intermediate
     bias = torch.empty(0, dtype=DTYPE) if model.has_bias else None
@@ -114,7 +114,8 @@ class Inputs(NamedTuple):
 
 
 def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) -> Inputs:
-    """Return random tokens, equal for equal arguments. Experts are drawn on the CPU."""
+    """Return random tokens and router logits for a routing. Equal arguments give equal experts, which are drawn on the
+    CPU."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(model.experts, generator=generator)
     logits = keys(order + 1.0 if routing == "zipf" else torch.ones(model.experts), m, generator)
@@ -132,7 +133,7 @@ class Way:
     """Implementation of a layer of experts. Work that does not depend on the tokens is done in advance."""
 
     is_few = False
-    """True if it computes routed pairs only."""
+    """True if the implementation computes routed pairs only."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         self.model, self.experts = model, experts
@@ -159,8 +160,8 @@ class Few(Way):
     activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        # `Few` shares the weights of the other implementations, except that the experts' second layers are
-        # concatenated.
+        # Share the tensors of the first layers with the other implementations. `route_few_` adds a copy of the second
+        # layers in the side-by-side layout.
         own = QuantExperts(
             *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
         )
@@ -171,7 +172,7 @@ class Few(Way):
             amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=own.down_proj.weight.device)
             names = ("input_global_scale", "hidden_global_scale")
             scales = {name: ops.nvfp4_global_scale(each) for name, each in zip(names, amax, strict=True)}
-        # `Few` is also measured for numbers of tokens for which `Many` is faster.
+        # Raise the limit, because `Few` is also measured with numbers of tokens for which `Many` is faster.
         own.route_few_(self.activations, tokens_of_expert=FEW_ROWS, **scales)
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class Few(Way):
 
 
 class FewBf16(Few):
-    """`Few` with activations in bf16."""
+    """Computes only routed pairs, with activations in bf16."""
 
     activations: FewActivations = "16bit"
 
@@ -196,7 +197,7 @@ class Many(Way):
 
 
 class ManyFP8(Many):
-    """`Many` with weights in FP8."""
+    """Computes one row per routed pair, in the experts' order, with FP8 activations and FP8 weights."""
 
     @classmethod
     def scheme(cls, model: Model) -> str:
@@ -221,7 +222,8 @@ class Bf16(Way):
         return ops.moe_finalize(h, expanded, weights)
 
     def _multiplied(self, rows: Tensor, weight: Tensor, ends: Tensor, layer: int, owners: Tensor | None) -> Tensor:
-        """Return each expert's rows times its weight plus its bias. `owners` are the experts of the rows."""
+        """Multiply each expert's rows by the expert's weight and add the expert's bias. `owners` contains the expert of
+        each row, or is None without biases."""
         product, bias = torch._grouped_mm(rows, weight, offs=ends), self.biases[layer]
         return product if bias is None or owners is None else product + bias[owners]
 
@@ -246,7 +248,7 @@ def stacked_biases(model: Model, experts: QuantExperts) -> list[Tensor | None]:
 
 
 def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
-    """Return SwiGLU of the halves of rows."""
+    """Return SwiGLU of the two halves of each row."""
     gate, up = both.chunk(2, -1)
     if swiglu.limit is not None:
         gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
@@ -254,8 +256,8 @@ def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Return the requested implementations that are measured with `m` tokens. With more than `FEW_ROWS` tokens,
-    implementations that list routed pairs are left out."""
+    """Return the requested implementations that are measured with `m` tokens: all of them up to `FEW_ROWS` tokens, and
+    above only implementations that permute rows."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names
@@ -263,7 +265,7 @@ def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[st
 
 
 class Decoded:
-    """The layer with decoded weights in bf16, multiplied in fp32 expert by expert."""
+    """Expert layer with decoded weights in bf16, which multiplies in fp32 and loops over the experts."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         self.model = model
@@ -289,7 +291,7 @@ class Decoded:
 
 
 class Prepared:
-    """Weights and layers of a model that its rows share, created on first use."""
+    """Weights and layers of a model, created on first use and shared by all measurements of the model."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -297,8 +299,8 @@ class Prepared:
         self._ways: dict[tuple[str, int], Way] = {}
 
     def way(self, name: str, which: int) -> Way:
-        """Return an implementation of the layer for a set of weights. Implementations of one format share the
-        weights."""
+        """Return the named implementation of the layer with weight set `which`. Implementations with the same weight
+        format share the weights."""
         if (name, which) not in self._ways:
             scheme = WAYS[name].scheme(self.model)
             if (scheme, which) not in self._experts:

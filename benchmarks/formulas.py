@@ -1,4 +1,4 @@
-"""Bytes of the tensors of row-wise ops. For GEMMs, see `GemmProblem.bytes_moved`."""
+"""Formulas for the bytes of the tensors of row-wise ops. For GEMMs, see `GemmProblem.bytes_moved`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def row_bytes(rows: int, columns: int, itemsize: int) -> int:
 
 
 def fp4_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of NVFP4 data and scales. The zero padding of a tiled scale layout is written, but not
-    counted."""
+    """Return the bytes of NVFP4 codes and scales. The zero padding of tiled scales is not counted, although ops write
+    it."""
     return rows * Operand(NVFP4).row_bytes(columns)
 
 
 def fp8_bytes(rows: int, columns: int, granularity: str) -> int:
-    """Return the bytes of FP8 data and float32 scales. With granularity "tensor", the single scale is both read and
-    written."""
+    """Return the bytes of FP8 codes and float32 scales. With granularity "tensor", the single scale counts twice,
+    because it is read and written."""
     if granularity == "tensor":
         return rows * columns + 2 * 4
     return rows * Operand(FP8_FORMATS[granularity]).row_bytes(columns)

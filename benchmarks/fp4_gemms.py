@@ -1,4 +1,4 @@
-"""Base of the benchmarks of GEMMs with an NVFP4 weight: sizes, targets, buffer sets and peers."""
+"""Base class of the benchmarks of GEMMs with an NVFP4 weight: sizes, targets, buffer sets and peers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MARK_SIZES = frozenset(
 QUICK_SIZES = MARK_SIZES | {(m, n, k) for m in (1, 16, 64, 256, 1024, 4096) for n, k in SHAPES}
 FULL_SIZES = QUICK_SIZES | {(2**i, n, k) for i in range(14) for n, k in SHAPES}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, N, K) of each set of sizes: "marks", the sizes that the marks need; "quick", also six M for each weight; "full",
-also M = 1 to 8,192 by powers of two for each weight."""
+"""(M, N, K) of each set of sizes. "marks" contains the sizes that have targets. "quick" adds six values of M for each
+weight. "full" adds the powers of two from M = 1 to 8,192 for each weight."""
 
 ALPHA = 2.0**-6
-"""Power of two, so that its product with a bfloat16 weight is exact."""
+"""Value of `alpha`: a power of two, so that its product with a bfloat16 weight is exact."""
 SCALE_BYTES = (0x30, 0x41)
 """Range of the random scales' e4m3 bytes: 0.5 to 2."""
 
@@ -63,20 +63,21 @@ def cublas_bf16(row: Row) -> float | None:
 
 
 def slowest_case(rows: Sequence[Row], other: Callable[[Row], float | None]) -> float | None:
-    """Return the smallest ratio of `other`'s time to ours over the rows that contain `other`."""
+    """Return our smallest speedup over `other`: the minimum, over rows that contain `other`, of its time divided by
+    ours."""
     pairs = [(other(row), row["variants"]["ours"]["us"]) for row in rows]
     return min((us / ours for us, ours in pairs if us is not None), default=None)
 
 
 class FP4GemmBenchmark(GemmBenchmark):
-    """Benchmark of `out = alpha · a @ b`. Subclasses define `a`."""
+    """Benchmark of `out = alpha · a @ b` with an NVFP4 weight `b`. Subclasses define the format of `a`."""
 
     peers = tuple(fp4_peers.PEERS)
     family = "fp4_wgmma"
     tolerance = 1e-3
     about = ABOUT
     peer_note = ""
-    """Difference between the work of the FP4 peers and ours."""
+    """Sentence of the report on how the work of the FP4 peers differs from ours."""
     settings: ClassVar = {"weight": "NVFP4", "scale layout": "128x4", "alpha": "given", "result": "bfloat16"}
 
     def properties(self, case: Case) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class FP4GemmBenchmark(GemmBenchmark):
     # --- cases ---
 
     def case(self, m: int, n: int, k: int) -> Case:
-        """Return a case of this op."""
+        """Return the case with these sizes."""
         return Case({"M": m, "N": n, "K": k})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -114,11 +115,11 @@ class FP4GemmBenchmark(GemmBenchmark):
         return {"b": tensors["b"].t(), **{name: tensors[name] for name in names if name in tensors}}
 
     def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:
-        """Return `alpha`, one element."""
+        """Return the argument `alpha` of the op, a tensor of one element."""
         return torch.full((1,), ALPHA, device=device)
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
-        """Return `a`, with its scales if it is quantised."""
+        """Return random activations `a` (M, K), with their scales if they are quantised."""
         return {"a": torch.randn(m, k, dtype=DTYPE, device=device)}
 
     def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
@@ -147,7 +148,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         return Variant(call, self.peer_bytes(name, case), self.peer_note)
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
-        """Return a buffer set in the form that peers take."""
+        """Convert a buffer set to the operands of the peers, whose activations are bfloat16."""
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)
         return Operands(self.decoded_a(tensors, DTYPE), tensors["b"], scale, tensors["alpha"], tensors["out"])
 
@@ -168,10 +169,10 @@ class FP4GemmBenchmark(GemmBenchmark):
         return ((total * tensors["alpha"].double()).to(DTYPE),)
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the fraction of results that are off by more than one ulp and by more than 2^-8 of their root mean
-        square.
+        """Return the fraction of wrong elements. An element is wrong if its error exceeds one ulp, and also exceeds
+        2^-8 of the root mean square of the results.
 
-        The second bound allows for partial sums that are rounded to bfloat16, as in cuBLAS.
+        The second condition accepts partial sums that are rounded to bfloat16, as in cuBLAS.
         """
         [result], [correct] = got, expected
         if result.shape != correct.shape or result.dtype != correct.dtype:
@@ -199,7 +200,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return marks for the ratio of the time of "auto" to the time of our fastest backend."""
+        """Return the targets for the choice of "auto": its time divided by the time of our fastest backend."""
         ways, over = self.ways, []
         for row in rows:
             times = [row["variants"][name]["us"] for name in ways if name in row["variants"]]

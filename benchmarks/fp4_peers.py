@@ -1,8 +1,9 @@
 """The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function that takes operands, one `Operands` per buffer set. It packs the weights in the peer's layout,
-outside of any timing, and returns `call(i)`, which writes `out` of set i, or a `str` with the reason why the peer is
-missing. An exception is a reason too (`runner.collect_variants`). Each peer is imported only when it runs.
+A peer is a function that takes a list of `Operands`, one per buffer set. It packs the weights in the peer's layout
+before anything is timed. It returns a function `call(i)` that writes `out` of buffer set i, or a `str` with the reason
+that the peer is missing. If a peer raises an exception, the exception is the reason (`runner.collect_variants`). A
+peer's library is imported only when the peer runs.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def _missing(name: str, error: Exception) -> str:
 
 
 HUMMING_NVFP4 = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-"""Checkpoint configuration under which humming reads these weights."""
+"""Checkpoint configuration that makes humming read weights in ModelOpt's NVFP4 format."""
 
 
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
-    """Return humming's layer, which repacks NVFP4 weights from ModelOpt's checkpoint layout. alpha is the weight's
-    second scale."""
+    """Return a function that calls humming's layers. humming repacks NVFP4 weights from ModelOpt's checkpoint layout.
+    The weight's global scale applies alpha."""
     m, n, k = sets[0].size
     weights = [
         {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
@@ -109,7 +110,7 @@ def humming_layers(
 
 
 def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
-    """Compile humming's kernels for these sizes in parallel. Each takes seconds in a compiler process."""
+    """Compile humming's kernels for these sizes in parallel, because each kernel takes seconds to compile."""
     from humming.kernel.humming import HummingKernel
     from humming.schema.modelopt import ModeloptNvfp4WeightSchema
     from humming.transform import prepare_layer_config
@@ -123,7 +124,7 @@ def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
         kernels[config.to_str(), json.dumps(tuning)] = None
 
     def compile_one(layer_and_tuning: tuple[str, str]) -> None:
-        with contextlib.suppress(Exception):  # it will fail again, and be reported, in its case
+        with contextlib.suppress(Exception):  # the same error is reported when the case runs
             HummingKernel.prepare_kernels(layer_and_tuning[0], None, layer_and_tuning[1], device)
 
     with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
@@ -131,7 +132,8 @@ def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
 
 
 def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
-    """Return QuACK's GEMM with a 4-bit weight, repacked into fragments. alpha is a number on the host."""
+    """Return a function that calls QuACK's GEMM with a 4-bit weight, which is repacked into MMA fragments. alpha is
+    passed as a number on the host."""
     try:
         from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
     except Exception as error:
@@ -147,7 +149,8 @@ def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
 
 
 def marlin(sets: Sequence[Operands]) -> str:
-    """Return the reason why Marlin is missing: torch does not contain it, and vLLM is not installed here."""
+    """Return the reason that Marlin is missing. torch does not contain Marlin, and this benchmark does not call
+    vLLM's."""
     if importlib.util.find_spec("vllm") is None:
         return f"torch {torch.__version__} has no such GEMM, and vLLM, which has Marlin, is not installed"
     return "vLLM is installed, and this benchmark does not know how to call its Marlin"

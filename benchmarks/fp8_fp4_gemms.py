@@ -1,5 +1,5 @@
-"""Base of the benchmarks of FP8 × FP4 GEMMs: weights, and the peers: our FP8 GEMMs, DeepGEMM's, and humming's with
-MXFP4 weights."""
+"""Functions for the benchmarks of FP8 × FP4 GEMMs: random weights, and three peers: our FP8 GEMMs, DeepGEMM's FP8
+GEMMs, and humming's GEMMs with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
 """Name of our GEMM with an FP8 weight of the same shape, twice as large in bytes."""
 SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
-"""Ranges of random scales: 1/2 to 2."""
+"""Ranges of the bytes of random scales, by scale format. The scales are 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]
 ABOUT = """\
 The weight is re-encoded to FP8 while it is multiplied. "fp8_weight" is our GEMM with an FP8 weight of the same shape,
@@ -35,7 +35,7 @@ HUMMING: dict[str, dict[str, Any]] = {
     "humming_w4a8": {"input_config": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": BLOCK}},
     "humming_w4a16": {},
 }
-"""humming variants: settings of the activations by name."""
+"""Settings of the activations of humming's layers, by name of the variant."""
 PEERS = (FP8_WEIGHT, DEEP_GEMM, *HUMMING)
 
 
@@ -45,7 +45,7 @@ def format_of(tensors: Tensors) -> FP4Format:
 
 
 def random_weight(fmt: FP4Format, *shape: int, device: torch.device) -> Tensors:
-    """Return a weight (..., N, K) with random codes and scales of ordinary size."""
+    """Return a weight (..., N, K) with random codes, and random scales of 1/2 to 2."""
     codes, scale = fp4_shapes(shape, fmt, LAYOUT)
     low, high = SCALE_BYTES[fmt.scale_format]
     return {
@@ -61,7 +61,8 @@ def decoded_weight(tensors: Tensors) -> torch.Tensor:
 
 
 def gemm(a: torch.Tensor, a_scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ weight.T`` of e4m3 rows and a decoded weight, in float64, rounded to the result's dtype."""
+    """Compute ``a @ weight.T`` in float64 from e4m3 rows with block scales and a decoded weight, and round the result
+    to the result's dtype."""
     return ((a.double() * a_scale.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]]) @ weight.t()).to(DTYPE)
 
 
@@ -72,13 +73,13 @@ def humming(
     sets: Sequence[Tensors],
     experts: Mapping[str, Any] | None = None,
 ) -> Variant | str:
-    """Return one of the variants in `HUMMING` with the weights of these buffer sets.
+    """Return a variant that runs humming's layers with the weights of these buffer sets.
 
     Args:
         name: Key of `HUMMING`.
-        problem: Problem of our op.
-        rows: M in its formulas.
-        sets: Operands; all rows of activations are one matrix, scales are (M, K/128).
+        problem: GEMM problem of our op.
+        rows: M for the formulas of `problem`.
+        sets: Buffer sets. The activations are one matrix, and their scales are (M, K/128).
         experts: Names of the buffers that describe the experts' rows; None without experts.
     """
     if format_of(sets[0]) is not MXFP4:
@@ -115,17 +116,17 @@ def humming(
 
 
 def in_bf16(a: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 rows (M, K) times their scales (M, K/128), rounded to bfloat16."""
+    """Decode e4m3 rows (M, K) with block scales (M, K/128), and round the result to bfloat16."""
     return (a.float() * scales.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]).to(DTYPE)
 
 
 def with_fp8_weight(variant: Variant | str) -> Variant | str:
-    """Mark a peer as unchecked because its FP8 weight differs from the op's weight."""
+    """Mark a peer's results as not to be checked, because its FP8 weight differs from the op's FP4 weight."""
     return variant if isinstance(variant, str) else replace(variant, note="an FP8 weight", checked=False)
 
 
 def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[float]:
-    """Return the ratios of our time to the time with an FP8 weight, for the rows that `keep` selects."""
+    """Return our time divided by the time of our GEMM with an FP8 weight, for each row that `keep` selects."""
     return [
         row["variants"]["ours"]["us"] / row["variants"][FP8_WEIGHT]["us"]
         for row in rows
@@ -134,17 +135,18 @@ def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[flo
 
 
 def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a mark for the largest ratio of a time to the time with an FP8 weight."""
+    """Return a target for the largest of these ratios of our time to the time with an FP8 weight."""
     return at_most(f"{name}: time over that with FP8 weights", max(ratios, default=None), goal, " ×")
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a mark for the smallest ratio of a rate to the rate with an FP8 weight."""
+    """Return a target for the smallest ratio of our rate to the rate with an FP8 weight. `ratios` are ratios of
+    times."""
     return at_least(
         f"{name}: rate over that with FP8 weights", min((1 / ratio for ratio in ratios), default=None), goal, " ×"
     )
 
 
 def choices_of(case: Case) -> dict[str, Any]:
-    """Return the static properties of a case's choices."""
+    """Convert the choices of a case to static properties of the op."""
     return {"block_size": FORMATS[case.choices["weight"]].block_size}

@@ -1,4 +1,4 @@
-"""Base of the benchmarks of FP8 GEMMs with block scales: tensors, checks, and the GEMMs of torch and DeepGEMM.
+"""Base class of the benchmarks of FP8 GEMMs: tensors, checks, and the peers (GEMMs of torch and DeepGEMM).
 
 The distribution `sgl-deep-gemm` contains DeepGEMM. A wheel works only with the torch that it was built for (0.1.4 with
 torch 2.11); with another torch its assertion `dim == 2 or dim == 3` fails.
@@ -21,8 +21,8 @@ from .gemms import DTYPE, GemmBenchmark
 FP8 = torch.float8_e4m3fn
 BLOCK = FP8_BLOCK128.block_size
 NOISE = 2.0**-9
-"""Allowed error over the root mean square of the results: a few times the loss of a k tile on tensor cores, which keep
-14 bits of a sum."""
+"""Largest accepted error, relative to the root mean square of the results. It is a few times the error that tensor
+cores make in a k tile, because they keep only 14 bits of a sum."""
 
 ABOUT = """\
 torch's GEMMs with one scale for each row of `a` and each column of the result ("rowwise"), which cuBLAS computes, have
@@ -31,7 +31,7 @@ are not compared. "blockwise" has the op's scales, where torch and cuBLAS suppor
 the op; its scales are laid out as it takes them, and it compiles its kernels on their first call."""
 DEEP_GEMM = "deep_gemm"
 Prepared = tuple[Callable[[], None], torch.Tensor]
-"""A peer's GEMM, and the tensor that receives its result."""
+"""Function that runs a peer's GEMM, and the tensor that it writes."""
 
 
 class FP8GemmBenchmark(GemmBenchmark):
@@ -56,7 +56,7 @@ class FP8GemmBenchmark(GemmBenchmark):
         return {"b": b, "b_scale": scales(experts, -(-n // BLOCK), k // BLOCK, device=device)}
 
     def activations(self, rows: int, case: Case, device: torch.device) -> Tensors:
-        """Return ``rows`` rows (R, K) and their column-major scales."""
+        """Return random activations (rows, K) and their column-major block scales."""
         k = case["K"]
         return {"a": codes(rows, k, device), "a_scale": scales(k // BLOCK, rows, device=device).t()}
 
@@ -65,7 +65,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     def torch_gemm(
         self, make: Callable[[Tensors], Callable[[], torch.Tensor]], case: Case, sets: Sequence[Tensors], note: str = ""
     ) -> Variant | str:
-        """Return a GEMM that ``make`` prepares for a buffer set, or the reason why it does not run."""
+        """Return the variant of one of torch's GEMMs, or the reason that it does not run. ``make`` returns the call for
+        a buffer set."""
         try:
             functions = [make(tensors) for tensors in sets]
             functions[0]()
@@ -76,7 +77,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     def deep_gemm(
         self, make: Callable[[ModuleType, Tensors], Prepared], case: Case, sets: Sequence[Tensors]
     ) -> Variant | str:
-        """Return DeepGEMM's GEMM, prepared by ``make``, or the reason why it does not run."""
+        """Return the variant of one of DeepGEMM's GEMMs, or the reason that it does not run. ``make`` prepares the call
+        for a buffer set."""
 
         def prepared(tensors: Tensors) -> Callable[[], torch.Tensor]:
             import deep_gemm
@@ -94,7 +96,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- the check ---
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the fraction of elements whose error exceeds a rounding plus the precision that tensor cores lose."""
+        """Return the fraction of elements whose error exceeds one rounding plus `noise`, the error of the tensor
+        cores."""
         ((a,), (b,)) = got, expected
         if not b.numel():
             return 0.0
@@ -119,7 +122,7 @@ def codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def scales(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return scales with the magnitude of trained weights and activations."""
+    """Return random scales with magnitudes as in trained models."""
     return torch.rand(shape, device=device) * 1e-2 + 1e-3
 
 
@@ -137,7 +140,7 @@ def rate(row: Row, name: str = "ours") -> float | None:
 
 
 def found(rows: Sequence[Row], **labels: Any) -> Row | None:
-    """Return the measured row with these sizes and choices, or None."""
+    """Return the row with these sizes and choices, or None if it was not measured."""
     for row in rows:
         if {**row["sizes"], **row["choices"]} == labels:
             return row
@@ -145,7 +148,8 @@ def found(rows: Sequence[Row], **labels: Any) -> Row | None:
 
 
 def peer_mark(name: str, rows: Sequence[Row], peers: Sequence[str], least: float = targets.FP8_OVER_PEER) -> Mark:
-    """Return a mark for our smallest rate over the rate of the fastest of these peers; the target is ``least``."""
+    """Return a target for our rate divided by the rate of the fastest of these peers. The smallest ratio over all rows
+    must be at least ``least``."""
     ratios = []
     for row in rows:
         best = max((value for peer in peers if (value := rate(row, peer)) is not None), default=None)

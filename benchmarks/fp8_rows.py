@@ -1,4 +1,5 @@
-"""Row-wise ops whose output is FP8: every size with a scale per token, some with the other granularities."""
+"""Benchmarks of row-wise ops whose output is FP8: all sizes with one scale per token, and some sizes with block scales
+or one scale per tensor."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ OTHERS_LARGE = math.ceil(LARGE / DECODE_WIDTH)
 """M of the large case of `OTHERS`."""
 OTHERS_ROWS = {"marks": (), "quick": (32, OTHERS_LARGE), "full": (*(2**k for k in range(17)), OTHERS_LARGE)}
 GIVEN_SCALE = 0.0625
-"""Scale of a whole tensor: values reach 10 or 20, so that almost none saturates."""
+"""Static scale of a tensor. The values reach 10 or 20, so almost no element saturates."""
 
 
 class Fp8Rows(RowBenchmark):
-    """Benchmark of an op that writes FP8 codes, with float32 scales by the case's choices."""
+    """Benchmark of an op that writes FP8 codes and float32 scales. The choices of a case select the granularity and the
+    layout of the scales."""
 
     settings: ClassVar = {"dtype": "bfloat16", "format": "FP8 (e4m3)", "scales": "float32"}
     choices: ClassVar = TOKEN

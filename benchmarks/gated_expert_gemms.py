@@ -1,5 +1,5 @@
-"""Base of the benchmarks of an expert layer's first GEMM: sizes, bytes and operations of routed pairs, and the
-check."""
+"""Base class of the benchmarks of the `moe_fc1_` ops: sizes, the bytes and operations of routed pairs, and the check of
+results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fp4_gemms import FP4GemmBenchmark, random_nvfp4
 from .gemms import DTYPE
 
 INTERMEDIATE, HIDDEN = 256, 7168
-"""DeepSeek-V3's experts on one of eight GPUs: 256 of each expert's 2,048 columns."""
+"""I and H of DeepSeek-V3 on one of eight GPUs, which stores 256 of each expert's 2,048 columns."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "marks": {"top-8": ROWS},
     "quick": {"top-8": ROWS, "Zipf": ROWS},
@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """M by routing, for each set of sizes."""
 ALPHA = 2.0**-9
-"""Factor that makes gates a few units large."""
+"""Value of `alpha`, chosen so that gates have magnitudes of a few units."""
 
 ABOUT = """\
 A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
@@ -58,7 +58,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def case(
         self, m: int, width: int = INTERMEDIATE, hidden: int = HIDDEN, experts: int = EXPERTS, name: str = "top-8"
     ) -> Case:
-        """Return a case of this op."""
+        """Return the case with these sizes and the named routing."""
         return Case({"M": m, "I": width, "H": hidden, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -67,18 +67,18 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"I = {case['I']:,}, H = {case['H']:,}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: exact for a routing, which `GemmProblem` can only estimate ---
+    # --- formulas: exact for the case's routing, while `GemmProblem` only estimates the routing ---
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes of the weights of experts that get tokens, of the activations, both with their scales, of
-        the routing, and of the routed pairs' columns with their scales."""
+        """Return the bytes of the weights of all experts that a token is routed to, of the activations, of the results
+        of routed pairs, of the scales of all three, and of `routing`."""
         problem, m, routed = self.problem(case), case["M"], self.routing_of(case)
         used, pairs = int(routed.any(0).sum()), int(routed.count_nonzero())
         read = used * 2 * case["I"] * problem.b.row_bytes(problem.k) + m * problem.a.row_bytes(problem.k)
         return read + routed.nbytes + 4 * case["E"] + pairs * self.column_bytes(case)
 
     def column_bytes(self, case: Case) -> int:
-        """Return the bytes of a pair's result."""
+        """Return the bytes of the result of one pair of a token and an expert."""
         return case["I"] * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
@@ -86,7 +86,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return 2 * int(self.routing_of(case).count_nonzero()) * 2 * case["I"] * case["H"]
 
     def routing_of(self, case: Case) -> torch.Tensor:
-        """Return `routing` on the CPU."""
+        """Return the argument `routing` of a case, on the CPU."""
         return routing(case.choices["routing"], case["M"], case["E"])
 
     # --- tensors ---
@@ -178,7 +178,7 @@ class QuantisedGates(GatedExpertBenchmark):
         codes, scale = nvfp4_quantize(self.gated(tensors))
         routed = tensors["routing"] != 0
         y = torch.where(routed.repeat_interleave(case["I"] // 2, 1), codes, tensors["y"])
-        # Mask in the tiled layout; a 1 marks a scale that is not written.
+        # Convert a mask of the scales that are not written (1) to the 128x4 layout.
         skipped = (~routed).repeat_interleave(case["I"] // 16, 1).to(torch.uint8)
         left = to_128x4(skipped.view(torch.float8_e4m3fn)).view(torch.uint8) != 0
         new = to_128x4(scale).view(torch.uint8)

@@ -1,4 +1,5 @@
-"""Base of the benchmarks of all GEMMs: the problem of a case, its bytes and operations, and the call of our op."""
+"""Base class of the benchmarks of all GEMMs: the GEMM problem of a case, its bytes and operations, and the call of our
+op."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ DTYPE = torch.bfloat16
 
 @cache
 def problem_of(op: str, **properties: Any) -> GemmProblem:
-    """Return the problem of an op's calls with these static properties."""
+    """Return the `GemmProblem` of calls of an op with these static properties."""
     spec = OPS[op]
     assert isinstance(spec.path, BackendPath)
     kwargs = spec.path.example(**properties, device="meta")
@@ -41,7 +42,7 @@ class GemmBenchmark(Benchmark):
         return {"n": case["N"], "k": case["K"], "m": case["M"]}
 
     def problem(self, case: Case) -> GemmProblem:
-        """Return the problem of the case's calls."""
+        """Return the `GemmProblem` of a case."""
         return problem_of(self.op, **self.properties(case))
 
     def bytes_moved(self, case: Case) -> int:
@@ -55,7 +56,7 @@ class GemmBenchmark(Benchmark):
 
     @abstractmethod
     def operands(self, case: Case, device: torch.device) -> Tensors:
-        """Return a buffer set without its output."""
+        """Return the input tensors of one buffer set."""
 
     @abstractmethod
     def arguments(self, tensors: Tensors) -> Tensors:
@@ -72,7 +73,7 @@ class GemmBenchmark(Benchmark):
         getattr(torch_cute_ops, self.op)(**self.arguments(tensors), backend=backend, out=out)
 
     def results(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of a buffer set."""
+        """Return the output tensors of a buffer set."""
         return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:

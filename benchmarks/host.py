@@ -1,10 +1,10 @@
 """Host cost of one call in µs: CPU time of Python, the dispatcher and the launch, at a size for which the GPU idles.
 
-Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of calls is
-timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so the launch queue never
-fills. Variants take turns, round by round. The figure of a variant is the minimum over rounds of the median over a
-round's chunks, because larger medians are noise of the machine. Garbage collection is off. Every figure includes the
-loop and a lambda, which "empty lambda" measures.
+Method: tensors are small (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of
+calls is timed with the host clock. Between chunks the GPU is synchronised, outside of the timing, so the launch queue
+never fills. Variants are timed in turns. The reported time of a variant is the minimum over rounds of the median over
+the chunks of a round, because larger medians are caused by other work on the machine. Garbage collection is off. Every
+time includes the loop and the call of a lambda; "empty lambda" measures these two alone.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ RAW = "raw TVM-FFI call"
 QUACK = "QuACK rmsnorm"
 EMPTY, NEW_TENSOR = "empty lambda", "torch.empty"
 NOT_OURS = (EMPTY, NEW_TENSOR, RMS_NORM, MM, RAW, QUACK)
-"""Calls to compare with. The raw call launches our kernel, but its whole cost is TVM-FFI's."""
+"""Names of the calls that our calls are compared with. The raw call launches our kernel directly through TVM-FFI."""
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
-"""Environment variables that name the folders of compiled kernels: ours, our default, the DSL's, the driver's."""
+"""Environment variables that name folders of compiled kernels: our cache, its default location, and the caches of the
+DSL and of the driver."""
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Time of a call in µs: minimum and maximum over rounds of the median over chunks."""
+    """Time of a call in µs: the minimum and the maximum, over rounds, of the median over a round's chunks."""
 
     us: float
     worst_round: float
@@ -101,7 +102,8 @@ def measure_host(
 
 
 def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return the calls to time, and the reason for each missing call. Our calls run once before a peer is imported."""
+    """Return the calls to time by name, and the reason for each missing call. Each of our calls runs once before a peer
+    is imported, because a peer may change the DSL."""
     op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
     add_op, add_function = torch.ops.cute.add_rmsnorm_fp4quant, torch_cute_ops.add_rmsnorm_fp4quant
     op_out, rms_norm = op.out, torch.nn.functional.rms_norm
@@ -140,7 +142,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
 
 
 def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return the calls of GEMMs, and `torch.mm` of bfloat16 matrices."""
+    """Return the calls of all GEMMs in `GEMMS` by name, and a call of `torch.mm` with bfloat16 matrices."""
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
     w = torch.randn(COLUMNS, WIDTH, dtype=DTYPE, device=device).t()
     out = torch.empty(ROWS, COLUMNS, dtype=DTYPE, device=device)
@@ -180,7 +182,7 @@ def first_calls() -> list[dict[str, float]]:
 
 
 def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[Mark]:
-    """Return the host targets."""
+    """Return the targets for host times with the measured values."""
 
     def us(name: str) -> float | None:
         return times[name].us if name in times else None

@@ -1,11 +1,13 @@
-"""`python -m benchmarks layer`: the GEMMs, norms and gate of a decoder layer as one chain, by precision.
+"""`python -m benchmarks layer`: time of the GEMMs, norms and gate of a decoder layer in one captured graph, by
+precision.
 
-add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers with distinct weights,
-one after the other in a captured graph, with their true dependencies. Attention is left out: o reads the first elements
-of the result of qkv. The chain is measured because users wait for it, not for the sum of the times of separate ops.
+A layer is add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down. The graph contains several
+layers with distinct weights, one after the other; each op depends on the previous op. Attention is left out: o reads
+the first elements of the result of qkv. The ops are measured together because consecutive kernels overlap, so the sum
+of the times of separate ops would be wrong.
 
 "gate apart" is W4A16 with a separate kernel for the gate at any number of rows. It is measured only if `--precisions`
-names it. humming, a peer, uses the weights of W4A16. humming and bf16 run with Inductor's norms and gates. (QuACK is
+names it. The peer humming uses the weights of W4A16. humming and bf16 run with Inductor's norms and gates. (QuACK is
 compared only with `mm_fp4` and `mm_fp4_weight_only`, because it changes the DSL that compiles our kernels.)
 
 `--join` merges results of several models, measured at the same time on several GPUs of one machine.
@@ -42,12 +44,13 @@ from .runner import ASSUMED_TFLOPS, describe
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
 NOTES_OF = {"W4A8": "fp8_fp4_wgmma_ss", "FP8": "fp8_wgmma"}
-"""Notes on the limits of a layer, for precisions whose GEMMs belong to another family than `NOTES`."""
+"""Files of notes on the limits of a layer, for precisions whose GEMMs do not belong to the family `NOTES`."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of a layer: residual stream; q, k and v together; input of o; gate (as wide as up)."""
+    """Widths of a layer: of the residual stream, of q, k and v together, of the input of o, and of the gate (equal to
+    up)."""
 
     hidden: int
     qkv: int
@@ -56,7 +59,7 @@ class Widths:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """N and K of each weight, by name."""
+        """(N, K) of each weight, by name."""
         return {
             "qkv": (self.qkv, self.hidden),
             "o": (self.hidden, self.attention),
@@ -80,10 +83,11 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 INDUCTOR = {"triton.enable_pdl": True} if hasattr(inductor_config.triton, "enable_pdl") else {}
-"""Options of `torch.compile`: Inductor's kernels may overlap the kernels before and after them, as ours do."""
+"""Options of `torch.compile`. With PDL, Inductor's kernels may overlap the kernels before and after them, as ours
+do."""
 
 
-# Norm and gate for precisions without a fused op: Inductor compiles them
+# The norm and the gate of precisions that have no fused op; Inductor compiles these functions
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -92,13 +96,13 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 
 def gate(rows: Tensor) -> Tensor:
-    """Return the SiLU of the first half of each row times the second half."""
+    """Multiply the SiLU of the first half of each row by the second half."""
     first, second = rows.chunk(2, -1)
     return F.silu(first) * second
 
 
 class Layer:
-    """A layer in bf16, and the base class of the other precisions.
+    """Decoder layer in bf16; base class of the layers in other precisions.
 
     Attributes:
         label: name of the precision in tables.
@@ -110,9 +114,9 @@ class Layer:
     scheme: Any = None
     element_bytes = 2.0
     scales = "weight_scale"
-    """Attribute of a linear layer that holds the scales of the weight."""
+    """Name of the attribute of a linear layer that contains the scales of its weight."""
     following: Layer | None = None
-    """Next layer in a chain."""
+    """Layer that follows in the captured graph, or None."""
 
     def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
         self.widths = widths
@@ -139,22 +143,22 @@ class Layer:
         x = self.multiply("o", self.quantised(rows))
         return self.down(self.multiply("gate_up", self.normed(x, residual, 1)))
 
-    # Steps that precisions override; rows are a tensor, or codes and scales
+    # Steps that the subclasses override. The input of a GEMM is a tensor, or codes and scales
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
-        """Return the normalised rows in the form that the GEMM expects."""
+        """Add `x` to the residual, normalise the sum, and return it in the format of the following GEMM's input."""
         return self.add_norm(x, residual, self.norms[which])
 
     def gated(self, rows: Tensor) -> Any:
-        """Return the gated rows in the form that the GEMM expects."""
+        """Apply the gate, and return the result in the format of the following GEMM's input."""
         return self.gate(rows)
 
     def down(self, rows: Tensor) -> Tensor:
-        """Apply the gate and the last GEMM to rows of gate and up."""
+        """Apply the gate and the `down` GEMM to rows of gate and up."""
         return self.multiply("down", self.gated(rows))
 
     def quantised(self, rows: Tensor) -> Any:
-        """Return rows in the form that the GEMM expects."""
+        """Return rows in the format of the following GEMM's input."""
         return rows
 
     def multiply(self, name: str, rows: Any) -> Tensor:
@@ -162,20 +166,21 @@ class Layer:
         return self.linears[name](rows)
 
     def product(self, op: Callable[..., Tensor], name: str, **given: Any) -> Tensor:
-        """Multiply by the named weight with one of our ops; `given` are its further arguments."""
+        """Call one of our GEMM ops with the named weight; `given` are the op's further arguments."""
         each: Any = self.linears[name]
         weight = {"b": each.weight.t(), "b_scale": getattr(each, self.scales)}
         return op(**weight, **given, out_dtype=DTYPE, static_weight=True, prefetch=self.next_weight(name))
 
     def next_weight(self, name: str) -> Tensor | None:
-        """Return the weight of the next GEMM in the chain, or None for the last GEMM."""
+        """Return the weight of the GEMM that follows the GEMM `name` in the captured graph, or None for the last
+        GEMM."""
         names = list(self.linears)
         at = names.index(name) + 1
         owner = self if at < len(names) else self.following
         return None if owner is None else owner.linears[names[at % len(names)]].weight  # type: ignore[return-value]
 
     def decoded(self) -> Layer:
-        """Return an eager layer in bf16 with this layer's weights, decoded."""
+        """Return an eager bf16 layer whose weights are the decoded weights of this layer."""
         twin = Layer.__new__(Layer)
         twin.widths, twin.norms, twin.add_norm, twin.gate = self.widths, self.norms, add_norm, gate
         weights = {name: linear.dequantize(DTYPE) for name, linear in self.linears.items()}  # type: ignore[operator]
@@ -184,7 +189,7 @@ class Layer:
 
 
 class NVFP4Weights(Layer):
-    """NVFP4 weights; results are multiplied by their global scales."""
+    """Layer with NVFP4 weights. `alpha` of each GEMM divides out the weight's global scale."""
 
     scheme, element_bytes = "nvfp4", 0.5625
 
@@ -193,7 +198,8 @@ class NVFP4Weights(Layer):
 
 
 class W4A16(NVFP4Weights):
-    """Activations in bf16. With one row, the next GEMM applies the gate; with more rows, Inductor's kernel does."""
+    """NVFP4 weights and bf16 activations. With one row, the `down` GEMM applies the gate; with more rows, a kernel of
+    Inductor does."""
 
     label = "W4A16"
 
@@ -219,8 +225,8 @@ class GateApart(W4A16):
 
 
 class W4A4(NVFP4Weights):
-    """NVFP4 activations. With few rows, the GEMM quantises its input if no norm precedes it; with one row, it also
-    applies the gate."""
+    """NVFP4 weights and activations. With few rows, a GEMM that follows no norm quantises its input. With one row, the
+    `down` GEMM also applies the gate."""
 
     label = "W4A4"
 
@@ -234,7 +240,7 @@ class W4A4(NVFP4Weights):
         return rows if self.quantises_with_gemm(rows) else ops.fp4_quantize(rows)
 
     def quantises_with_gemm(self, rows: Tensor, *, gated: bool = False) -> bool:
-        """Check whether the GEMM quantises these rows."""
+        """Check whether the GEMM quantises its input, in the same launch."""
         return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size, gated=gated)
 
     def down(self, rows: Tensor) -> Tensor:
@@ -323,7 +329,7 @@ NOT_OURS = (Layer.label, Humming.label)
 
 
 def cosine(layer: Layer, m: int, device: torch.device) -> float:
-    """Return the cosine of a layer's result to the result of the same weights in bf16."""
+    """Return the cosine between the results of a layer and of a bf16 layer with its decoded weights."""
     x, residual = (torch.randn(m, layer.widths.hidden, dtype=DTYPE, device=device) for _ in range(2))
     return layers.cosine(layer(x, residual.clone()), layer.decoded()(x, residual.clone()))
 
@@ -345,8 +351,8 @@ def run(
         record: function that returns the kernels of a replay, or None to record no timelines.
 
     Returns:
-        A row of the results: times in µs; the floor, the time to read the weights at `read_tbps`; cosines; reasons
-        that a precision is absent; timelines.
+        A row of the result file: times in µs; "floor", the time to read the weights at `read_tbps`; cosines; the reason
+        for each missing precision; timelines.
     """
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
@@ -402,7 +408,7 @@ def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int]
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Return the measured times with their targets."""
+    """Return the targets for layers with the measured times."""
     times = {(row["model"], row["rows"], label): each["us"] for row in rows for label, each in row["variants"].items()}
     found = []
     for model, longest in targets.LAYER_US.items():
@@ -462,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
-    """Merge result files of different models. The first file's read rate determines all floors.
+    """Merge result files of different models. All floors are computed with the read bandwidth of the first file.
 
     Raises:
         ValueError: if the files were measured in different environments, or two contain the same model.

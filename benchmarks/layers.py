@@ -1,6 +1,7 @@
 """Code shared by `layer` and `expert_layer`, the benchmarks of whole layers.
 
-Rows of their result files are {"model", "rows", "variants": {label: times and floor}, "cosine", "absent"}.
+Each row of their result files is a dict with the keys "model", "rows", "variants" (times and floor by label), "cosine"
+and "absent".
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def on_gpu(
 
 
 def cosine(got: Tensor, want: Tensor) -> float:
-    """Return the cosine of two tensors, over all elements."""
+    """Return the cosine of two tensors, each read as one vector."""
     return F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0).item()
 
 
@@ -68,7 +69,8 @@ def finish(
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], labels: Sequence[str], size: str, path: Path) -> None:
-    """Plot time over rows: a panel per title, and per label a line and a dashed line for the floor."""
+    """Plot time against the number of rows. Each entry of `panels` is a panel; in a panel, each label is a solid line
+    for the time and a dashed line for the floor."""
     from matplotlib import pyplot
 
     columns = min(3, len(panels))

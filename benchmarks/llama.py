@@ -1,7 +1,7 @@
 """Build and call the Llamas that `python -m benchmarks model` measures, by size and precision.
 
-The models use transformers' modelling code with random weights. The bf16 models are unchanged. In ours, linear layers
-are quantised, and merged if they share an input; `lm_head` stays in bf16.
+The models use transformers' modelling code with random weights. The bf16 models are unchanged. In our models, linear
+layers are quantised, and linear layers with the same input are merged; `lm_head` stays in bf16.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ DTYPE = layer.DTYPE
 HEAD = 128
 """Width of an attention head."""
 BATCHES, CONTEXT, TOKENS = (1, 16, 64), 1024, 2048
-"""Batch sizes of decode steps, tokens in the cache, tokens of a prefill."""
+"""Batch sizes of decode steps; number of tokens in the cache; number of tokens of a prefill."""
 MANY = 64
 """Smallest batch size for which FP8 activations are measured too."""
 ROUNDS = 11
 """Rounds of timing; each round times a decode step, prefill or generation of each model once."""
 PROMPT, NEW, LONGEST, GENERATIONS = 16, 128, 256, 3
-"""`generate()`: tokens of the prompt; new tokens when timing; new tokens when counting recompilations; repetitions."""
+"""For `generate()`: number of tokens of the prompt; number of new tokens when timing, and when counting recompilations;
+number of repetitions."""
 BF16 = "bf16"
 UNMASKED = "sdpa_unmasked"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a Llama model, and the measurements that suit it.
+    """Size of a Llama model, and its default measurements.
 
     Attributes:
         widths: widths of a layer.
@@ -53,7 +54,7 @@ class Size:
     bf16_layers: tuple[int, ...] = ()
 
     def config(self, layers: int | None = None, attention: str = "sdpa") -> Any:
-        """Return transformers' configuration, with `layers` layers or all."""
+        """Return transformers' configuration of the model, with `layers` layers, or with all layers if it is None."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -124,7 +125,7 @@ def decoded(model: nn.Module) -> nn.Module:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of all tensors of a model; shared tensors count once."""
+    """Return the bytes of all parameters and buffers of a model. Shared tensors count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -134,7 +135,7 @@ def bytes_of(model: nn.Module) -> int:
 class Context:
     """A static cache with random keys and values in all positions except the last.
 
-    The layers' token counts are views of one tensor, so that one fill resets them all.
+    The token counts of all layers are views of one tensor, so that filling this tensor resets all counts.
     """
 
     def __init__(self, config: Any, batch: int, length: int, device: torch.device) -> None:
@@ -153,7 +154,7 @@ class Context:
             each.values.normal_()
 
     def rewind(self) -> None:
-        """Make the last position free again."""
+        """Reset the number of cached tokens, so that the next step writes the last position again."""
         self.taken.fill_(self.length - 1)
 
 

@@ -1,4 +1,5 @@
-"""Measuring method (``torch_cute_ops.runtime.timing``), and the ceilings that results are compared with."""
+"""Functions that time calls (with ``torch_cute_ops.runtime.timing``), and that measure the GPU's largest bandwidth and
+rate, the ceilings that results are compared with."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of the GPU, measured in this run; None if not measured."""
+    """Largest rates of the GPU, measured in this run. A rate is None if it was not measured."""
 
     copy_tbps: float
     """Rate of a large copy, reads and writes, in TB/s."""
@@ -58,8 +59,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """Backend that runs functions without arguments, and captures nothing: the functions are replays of earlier
-    captures, or eager code."""
+    """Timing backend that calls functions as they are and captures no graph. The functions already replay a graph, or
+    are to be timed eagerly."""
 
     backend: Backend
 
@@ -84,8 +85,8 @@ def measure_what_captures(
     backend: Backend,
     lost: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """Measure the variants that can be captured. `lost` is called for every variant that cannot be captured, and may
-    raise."""
+    """Measure the variants that can be captured. For every other variant, call `lost` with its name and the exception;
+    `lost` may raise."""
     replays: dict[str, Any] = {}
     for name, call in variants.items():
         try:
@@ -108,7 +109,7 @@ def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy by an elementwise kernel that reads and writes every word. Its speed is the ceiling.
+    """Copy with an elementwise kernel, whose bandwidth is the ceiling for row-wise ops.
 
     `target.copy_(source)` is a memcpy, which the driver runs at 4.1 or 2.7 TB/s depending on the size. (H200, driver
     580: 85,983,232 bytes take 42.1 µs, 85,985,280 bytes 63.9 µs; this kernel takes 42.5 µs for both.)
@@ -142,7 +143,7 @@ def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, r
 
 
 def ceilings(backend: Backend, device: torch.device) -> Ceilings:
-    """Measure all ceilings. Ceilings that only GEMMs need may be missing."""
+    """Measure all ceilings. The ceilings that only GEMMs need are None if their measurement fails."""
     copy_tbps = peak_copy_tbps(backend, device)
     others: list[float | None] = []
     for peak in (peak_read_tbps, peak_bf16_tflops):

@@ -1,6 +1,6 @@
-"""`python -m benchmarks model`: whole models as they are served, ours and in bf16: decode, prefill, generation, memory.
+"""`python -m benchmarks model`: decode, prefill, generation and memory of whole models, quantised and in bf16.
 
-A bf16 model that exceeds the GPU's memory is timed with few layers, and its time is extrapolated linearly.
+If a bf16 model exceeds the GPU's memory, it is timed with few layers, and its time is extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from .model_report import ATTENTION, COSINES, failures, markdown, marks
 NOTES = layer.NOTES
 LOGIT_LAYERS, LOGIT_TOKENS = 4, 64
 W4A8 = "mxfp4/fp8"
-"""Precision added to the requested ones for prefill, and for steps of at least `llama.MANY` sequences."""
+"""Precision that is also measured for prefill and for decode steps of at least `llama.MANY` sequences, even if it was
+not requested."""
 
 
 def cosines(got: Tensor, want: Tensor) -> Tensor:
-    """Return the cosine of each token's logits, (…, vocabulary), to the expected logits."""
+    """Return, for each token, the cosine between its logits `got` (…, vocabulary) and the expected logits `want`."""
     return F.cosine_similarity(got.double(), want.double(), -1)
 
 
@@ -51,7 +52,7 @@ def extrapolated(times: Mapping[int, float], layers: int) -> float:
 
 @dataclass
 class Bench:
-    """Measurements of one model size. Each part adds its findings to `result`.
+    """Measurements of one model size. Each part adds its results to `result`.
 
     Attributes:
         name: Name of the size in the tables.
@@ -62,7 +63,7 @@ class Bench:
         context: Position of the token of a decode step.
         tokens: Number of tokens of a prefill.
         attention: transformers' name of the attention implementation, for decode steps and prefill.
-        save: Function called after each finding, so that an aborted run keeps its findings.
+        save: Function that writes the results; called after each result, so that an aborted run loses none.
         compile_config: Compile configuration of `generate()`, or None for transformers' default.
         is_compiled: True if `torch.compile` compiles the models of decode steps and prefill.
     """
@@ -84,7 +85,7 @@ class Bench:
     models: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run the parts in order. A failure is recorded, and the next part runs."""
+        """Run the parts in order. If a part fails, record the error and continue with the next part."""
         failed = self.result["failed"].setdefault(self.name, {})
         for part in (each for each in llama.PARTS if each in self.parts):
             start = time.perf_counter()
@@ -98,27 +99,28 @@ class Bench:
         self.collect()
 
     def as_called(self, model: Any) -> Any:
-        """Return the model, compiled if `is_compiled`."""
+        """Compile the model with `torch.compile` if `is_compiled`, and return it."""
         return torch.compile(model, dynamic=False) if self.is_compiled else model
 
     def rows_of(self, label: str) -> list[int]:
-        """Return the numbers of rows to warm a model up for."""
+        """Return the numbers of rows for which the kernels of a model are compiled before it is measured."""
         rows = {"decode": self.batches_of(label), "prefill": [self.tokens]}
         if label in self.labels:
             rows["generate"] = [1, llama.PROMPT]
         return sorted({each for part in self.parts for each in rows.get(part, ())})
 
     def with_w4a8(self) -> list[str]:
-        """Return the requested precisions and `W4A8`."""
+        """Return the requested precisions, and `W4A8` if it was not requested."""
         return list(dict.fromkeys([*self.labels, W4A8]))
 
     def batches_of(self, label: str) -> list[int]:
-        """Return the batches of decode steps for a precision: only large ones for `W4A8` if it was not requested."""
+        """Return the batch sizes of decode steps for a precision. If `W4A8` was not requested, it is measured only with
+        large batches."""
         return [each for each in self.batches if label in (*self.labels, BF16) or each >= llama.MANY]
 
     @contextmanager
     def noting(self, what: str, failed: dict[str, str]) -> Iterator[None]:
-        """Record an exception of the block as a line in `failed`."""
+        """Context manager that catches an exception of its block and records it in `failed`."""
         try:
             yield
         except Exception as error:
@@ -128,7 +130,7 @@ class Bench:
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """Count kernels that are prepared in the block, which the warm-up missed."""
+        """Context manager that counts the kernels compiled or loaded in its block: kernels that the warm-up missed."""
         before = len(compiler._compiled)
         try:
             yield
@@ -137,13 +139,14 @@ class Bench:
             late[key] = late.get(key, 0) + len(compiler._compiled) - before
 
     def collect(self) -> None:
-        """Free the memory of unused objects."""
+        """Free the memory of objects that are no longer referenced."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def made(self, label: str, layers: int | None = None) -> Any:
-        """Return a warmed-up model with `layers` layers, or all. The first call builds it and records its memory."""
+        """Return a model whose kernels are compiled, with `layers` layers, or with all layers if it is None. The first
+        call for a label builds the model and records its memory."""
         key = (label, layers or self.size.layers)
         if key not in self.models:
             config, on_gpu = self.size.config(layers, self.attention), self.device.type == "cuda"
@@ -165,7 +168,7 @@ class Bench:
         return self.models[key]
 
     def bf16_layers(self) -> Sequence[int | None]:
-        """Return the numbers of layers of the models that represent the bf16 model."""
+        """Return the numbers of layers of the bf16 models that are timed; None stands for the whole model."""
         return self.size.bf16_layers or (None,)
 
     def all_made(self, labels: Sequence[str], failed: dict[str, str]) -> dict[Any, Any]:
@@ -179,7 +182,8 @@ class Bench:
         return found
 
     def add(self, part: str, case: str, timings: Mapping[Any, Any], failed: dict[str, str], **more: Any) -> None:
-        """Add a row of times by label. Times of bf16 with few layers are extrapolated to one."""
+        """Add a row of times by label to the result. If bf16 was timed with few layers, its time is extrapolated to the
+        whole model."""
         variants = {label: timing.as_dict() for (label, layers), timing in timings.items() if layers is None}
         few = {layers: timing.us for (_, layers), timing in timings.items() if layers is not None}
         if few and len(few) == len(self.size.bf16_layers):
@@ -199,7 +203,7 @@ class Bench:
             self.made(label)
 
     def decode(self) -> None:
-        """Measure a captured step at the last position of a full cache, all models in turn."""
+        """Measure a captured decode step at the last position of the cache, for all models in turn."""
         unmade: dict[str, str] = {}
         labels = [label for label in self.with_w4a8() if self.batches_of(label)]
         models = self.all_made(labels, unmade)
@@ -224,7 +228,7 @@ class Bench:
             self.collect()
 
     def prefill(self) -> None:
-        """Measure a prompt into a new cache."""
+        """Measure the forward pass of a prompt with a new cache."""
         failed: dict[str, str] = {}
         labels = self.with_w4a8()
         models, calls = self.all_made(labels, failed), {}
@@ -279,7 +283,7 @@ class Bench:
         return {"us": median / llama.NEW * 1e6, "tokens_per_s": llama.NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """For a model with few layers, compare the logits with the bf16 model's logits, and both with fp32."""
+        """Compare the logits of models with few layers: ours with bf16, and both with fp32."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:
@@ -295,7 +299,7 @@ class Bench:
                 print(f"  {self.name}, logits, {label}: cosine {least[0]:.6f}", flush=True)
 
     def lose(self, key: tuple[str, int | None], error: Exception, failed: dict[str, str]) -> None:
-        """Record that a step could not be captured."""
+        """Record the reason that a decode step could not be captured."""
         with self.noting(key[0], failed):
             raise error
 

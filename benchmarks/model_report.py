@@ -1,4 +1,4 @@
-"""Report of `python -m benchmarks model`: marks and tables of a result file."""
+"""Report of `python -m benchmarks model`: targets and tables from a result file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def goal_of(row: Mapping[str, Any], label: str) -> float | None:
 
 
 def marks(result: Mapping[str, Any]) -> list[Mark]:
-    """Return the measured values against the targets of a served model."""
+    """Return the targets for served models with the measured values."""
     found = []
     for row in result["rows"]:
         for label, ratio in ratios(row).items():
@@ -80,7 +80,7 @@ def failures(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return tables of times, memory, logits and marks."""
+    """Return the report: tables of times, memory, logits and targets."""
     rows = result["rows"]
     few = {len(each["by_layers"]) for row in rows for each in row["variants"].values() if "by_layers" in each}
     labels = list(dict.fromkeys(label for row in rows for label in row["variants"]))

@@ -1,5 +1,5 @@
-"""Base classes of the benchmarks of the ops before, between and after an expert layer's GEMMs: sizes, routings, buffer
-sets, marks."""
+"""Base classes of the benchmarks of an expert layer's ops other than GEMMs: sizes, routings, buffer sets and
+targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_mos
 
 DTYPE = torch.bfloat16
 EXPERTS, TOP = 256, 8
-"""Experts, and experts of a token, of DeepSeek-V3."""
+"""Number of experts, and number of experts per token, of DeepSeek-V3."""
 CHOICE: dict[str, Any] = {
     "topk": TOP,
     "scoring": "sigmoid",
@@ -30,9 +30,9 @@ CHOICE: dict[str, Any] = {
     "topk_groups": 4,
     "scaling_factor": 2.5,
 }
-"""Arguments of DeepSeek-V3's routing."""
+"""Arguments of `moe_route` for DeepSeek-V3's routing."""
 PACKED, PADDED = 1, 128
-"""Alignments of an expert's first row: `grouped_mm_fp8` takes any, other libraries take whole tiles."""
+"""Alignments of an expert's first row. `grouped_mm_fp8` accepts any alignment; other libraries need whole tiles."""
 DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
 SIZES = {
@@ -40,13 +40,13 @@ SIZES = {
     "quick": (*DECODE_ROWS, 512, *LARGE_ROWS),
     "full": tuple(2**k for k in range(15)),
 }
-"""Tokens by set of sizes."""
+"""Numbers of tokens by set of sizes."""
 
 
 @cache
 def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
-    """Return uniformly drawn experts of M tokens and the order of their rows, on the CPU, with the same values in each
-    call."""
+    """Draw the experts of M tokens uniformly, and return the routing tensors by name, on the CPU. Equal arguments give
+    equal values."""
     generator = torch.Generator().manual_seed(m)
     ids = torch.rand(m, experts, generator=generator).topk(TOP, dim=1).indices
     names = ("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
@@ -66,7 +66,7 @@ class MoeRowBenchmark(Benchmark):
     """Name of the row length."""
     usual_width: ClassVar[int] = 7168
     alignments: ClassVar[tuple[int, ...]] = (PACKED, PADDED)
-    """Alignments that decode steps are measured with; larger steps use padded rows."""
+    """Alignments with which calls with few tokens are measured. Calls with many tokens use padded rows."""
     about = """\
 Tokens have 8 of 256 experts, all equally likely; bytes are those of the rows that belong to a token. An expert's first
 row is a multiple of `alignment`: with 128, the rows of 64 tokens lie in a buffer of 33,024, most of it padding, and the
@@ -80,7 +80,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
     # --- cases ---
 
     def case(self, m: int, width: int | None = None, experts: int = EXPERTS, alignment: int = PADDED) -> Case:
-        """Return a case of this op."""
+        """Return the case with these sizes and this alignment."""
         sizes = {"M": m, self.width: width or self.usual_width, "E": experts}
         return Case(sizes, choices={"alignment": str(alignment)} if len(self.alignments) > 1 else {})
 
@@ -111,7 +111,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return {name: parts[name].to(device, copy=True) for name in names}
 
     def rows(self, case: Case) -> int:
-        """Return the rows of the experts' buffer."""
+        """Return the number of rows of the experts' buffer, padding included."""
         return rows_bound(case["M"], TOP, case["E"], alignment_of(case.choices))
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
@@ -132,7 +132,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return out
 
     def numbers(self, case: Case) -> dict[str, Any]:
-        """Return the op's other arguments by name."""
+        """Return the op's arguments that are not tensors, by name."""
         return {}
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
@@ -142,7 +142,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return "there is none"
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the reference's outputs. Elements that the op leaves unspecified keep their earlier value."""
+        """Return the outputs of the reference. Elements that the op does not specify have the poison value."""
         op = OPS[self.op]
         given = {name: tensor for name, tensor in tensors.items() if name not in self.outputs} | self.numbers(case)
         results = as_tuple(op.reference(**given))
@@ -172,7 +172,8 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
 
 class RoutingBenchmark(MoeRowBenchmark):
-    """Benchmark of an op that chooses experts or orders rows. The peer is the eager composition of that name."""
+    """Benchmark of an op that chooses experts or orders rows. The peer is the function of the same name in
+    `compositions`, run eagerly."""
 
     family = "moe_route"
     peers = ("torch",)
@@ -198,5 +199,5 @@ class RoutingBenchmark(MoeRowBenchmark):
 
 
 def alignment_of(choices: Mapping[str, str]) -> int:
-    """Return the alignment of an expert's first row from the choices of a case or a row."""
+    """Return the alignment of an expert's first row from the choices of a case or of a result row."""
     return int(choices.get("alignment", PADDED))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks performance`: write measured values against every target into `docs/performance.md`."""
+"""`python -m benchmarks performance`: write every target with its measured value to `docs/performance.md`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 HOST_NOTES = "call_path"
-"""Notes on the host cost of a call."""
+"""Name of the file of notes on the host cost of a call."""
 LAYERS: dict[str, Any] = {"expert_layer": expert_layer, "layer": layer}
-"""Benchmarks of whole layers by result file."""
+"""Modules of the benchmarks of whole layers, by name of the result file."""
 
 TEXT = """\
 # Performance against targets
@@ -34,7 +34,8 @@ This file is written by `python -m benchmarks performance` from `benchmarks/resu
 
 
 def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
-    """Return op, notes, GPU and marks of each result file, judged by today's targets."""
+    """Return the op, the name of its notes, the GPU and the targets of each result file. Measured values are compared
+    with the present targets, not with the targets at the time of the measurement."""
     found = []
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +54,7 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
 
 
 def document(results: Path = RESULTS) -> str:
-    """Return the text of the document."""
+    """Return the text of `docs/performance.md`."""
     files = measured(results)
     body = []
     for name, notes, _, marks in files:

@@ -1,5 +1,5 @@
-"""Picture of one op's results: per panel, bandwidth against rows; fraction of a copy's bandwidth; and peers' times
-relative to ours."""
+"""Draw the picture of an op's results: the bandwidth against the number of rows, in several panels; the fraction of a
+copy's bandwidth; and the peers' times divided by ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "humming": "v", "cublas_b
 
 
 def _count(value: float, _: Any = None) -> str:
-    """Format a size: 1, 128, 4k, 64k, 2M."""
+    """Format a size as an axis label, such as 1, 128, 4k, 64k or 2M."""
     for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
         if value >= unit:
             return f"{value / unit:.3g}{letter}"
@@ -60,8 +60,8 @@ def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float
 
 
 def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: float | None) -> None:
-    """Draw the ratio of our bandwidth to the bandwidth of a copy of as many bytes, against the bytes moved, one line
-    per panel."""
+    """Draw our bandwidth divided by the bandwidth of a copy of the same number of bytes, against the bytes moved, with
+    one line per panel."""
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
         colour = palette((index + 0.5) / len(panels))
@@ -109,8 +109,7 @@ def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | 
 
 
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Draw the ratio of each peer's time to ours against the bytes moved (GEMMs: against the first size). Above 1, ours
-    is faster."""
+    """Draw each peer's time divided by ours, against the bytes moved, or for GEMMs against M. Above 1 we are faster."""
     every = [row for rows in panels.values() for row in rows]
     size = next(iter(every[0]["sizes"]))
     is_gemm = report.multiplies(every)
@@ -150,7 +149,8 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
 
 
 def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> None:
-    """Draw `result` (as in the JSON file) into a PNG, with the target for the fraction of the copy's bandwidth."""
+    """Draw `result`, the content of a result file, as a PNG. `of_copy` is the target for the fraction of a copy's
+    bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,7 +180,7 @@ def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> No
     what = ", ".join(filter(None, (result["op"], result["settings"].get("dtype"))))
     title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
     upper.suptitle(title, fontsize=12, x=0.01, ha="left")
-    # The legend is next to the title if there is room, else below the panels, next to their axis label.
+    # Put the legend next to the title if there is space; otherwise below the panels, next to their axis label.
     few = len(labels) <= 4
     upper.supxlabel(f"{size} (rows)", fontsize=10, x=0.5 if few else 0.1)
     place = "upper right" if few else "outside lower right"

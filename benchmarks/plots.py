@@ -1,4 +1,5 @@
-"""`python -m benchmarks plots`: redraw the pictures of result files, since a GPU machine may lack matplotlib."""
+"""`python -m benchmarks plots`: draw the pictures of result files again. The machine that measured may lack
+matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ WITHOUT = ("host", "model")
 
 
 def draw(path: Path) -> Path:
-    """Draw a result file into a picture next to it."""
+    """Draw the picture of a result file, write it next to the file, and return its path."""
     from .plot import plot
 
     result, picture = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")

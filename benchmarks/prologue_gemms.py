@@ -1,5 +1,5 @@
-"""Base classes of the benchmarks of GEMMs with a prologue, which gate or quantise their activations. The column "apart"
-is two ops: the gate or quantisation, and the GEMM."""
+"""Base classes of the benchmarks of GEMMs with a prologue, a gate or quantisation of the activations. The column
+"apart" gives the time of two separate ops: the gate or quantisation, and the GEMM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS: dict[str, tuple[int, ...]] = {
     "quick": (1, 8, 16, 64, 1024),
     "full": tuple(2**i for i in range(14)),
 }
-"""M of each set of sizes."""
+"""Values of M in each set of sizes."""
 SEPARATE = "apart"
 
 
@@ -48,7 +48,7 @@ class PrologueGemm(FP4GemmBenchmark):
 
     @abstractmethod
     def call_apart(self, given: Tensors, out: torch.Tensor) -> None:
-        """Call the two equivalent ops with the op's arguments."""
+        """Call the two separate ops with the arguments `given` of the op, and write the result to `out`."""
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         if name != SEPARATE:
@@ -71,11 +71,11 @@ class QuantisingPrologueGemm(PrologueGemm):
 
     settings: ClassVar = {**PrologueGemm.settings, "global scale": "given"}
     quantise: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """Op that makes the quantised activations."""
+    """Op that quantises the activations."""
 
     @abstractmethod
     def value(self, a: torch.Tensor) -> torch.Tensor:
-        """Return the values to quantise, in fp32."""
+        """Return the values that the prologue quantises, in fp32."""
 
     def properties(self, case: Case) -> dict[str, Any]:
         return {**super().properties(case), "global_scale": True}

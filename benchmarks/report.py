@@ -1,4 +1,4 @@
-"""Tables for people and JSON for programs."""
+"""Reports of results: Markdown tables, and JSON files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = {
 
 
 def label(name: str) -> str:
-    """Return the readable name of a variant."""
+    """Return the name of a variant in tables and pictures."""
     return LABELS.get(name, name)
 
 
@@ -66,14 +66,15 @@ def fraction(value: float | None) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their sizes, by the last size first and by M last; rows of equal sizes keep their order."""
+    """Sort rows by their sizes. The last size is the first sort key, and M is the last. Rows of equal sizes keep their
+    order."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
 
 
 def grouped(
     rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Group rows by title in order: the panels of a picture."""
+    """Group rows by title for the panels of a picture, in the order of their first appearance."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title(row), []).append(row)
@@ -81,18 +82,19 @@ def grouped(
 
 
 def variant_names(rows: Sequence[Row]) -> list[str]:
-    """Return the variants of all rows in the order of `LABELS`; others, which are ours, follow "ours"."""
+    """Return the names of all variants in the order of `LABELS`. Names that `LABELS` does not contain are our backends;
+    they follow "ours"."""
     names = dict.fromkeys(name for row in rows for name in row["variants"])
     return sorted(names, key=lambda name: list(LABELS).index(name) if name in LABELS else 0.5)
 
 
 def multiplies(rows: Sequence[Row]) -> bool:
-    """Check that the rows belong to a GEMM and contain rates."""
+    """Check whether the rows belong to a GEMM, so that they contain rates in TFLOP/s."""
     return any(row.get("flops") for row in rows)
 
 
 def case_name(row: Row) -> str:
-    """Return a row's case as `Case` prints it."""
+    """Return the name of a row's case, as `str(case)` would."""
     return str(Case(row["sizes"], choices=row["choices"]))
 
 
@@ -102,8 +104,8 @@ def choices_of(rows: Sequence[Row]) -> list[str]:
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line per case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s
-    of a GEMM), and ratios to the peers."""
+    """Return a table with one line per case: the time of every variant in µs, with the 20th and 80th percentile of
+    ours; our bandwidth, or for a GEMM our rate, with its fraction of the ceiling; and the ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
     choices = choices_of(rows)
@@ -130,8 +132,8 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line per case of a GEMM: TFLOP/s of every variant, and in brackets the fraction of
-    cuBLAS's rate."""
+    """Return a table with one line per case of a GEMM: the rate of every variant in TFLOP/s, and in brackets the rate
+    divided by cuBLAS's rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
     choices = choices_of(rows)
     body = []
@@ -146,7 +148,8 @@ def rates_table(rows: Sequence[Row]) -> str:
 
 
 def wrong_results(rows: Sequence[Row]) -> list[str]:
-    """Return one line per variant, except ours, with a wrong result: largest fraction of wrong elements, and cases."""
+    """Return one line for each variant, except ours, that computed a wrong result. The line gives the largest fraction
+    of wrong elements, and the cases."""
     lines = []
     for name in variant_names(rows):
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
@@ -159,12 +162,12 @@ def wrong_results(rows: Sequence[Row]) -> list[str]:
 
 
 def marks_table(marks: Sequence[Mark]) -> str:
-    """Return a table with one line per mark: target, measured value, reached or missed."""
+    """Return a table with one line per target: the target, the measured value, and whether the target is reached."""
     return table(["mark", "target", "measured", ""], [[mark.name, *judged(mark)] for mark in marks])
 
 
 def judged(mark: Mark) -> tuple[str, str, str]:
-    """Return target, measured value, and verdict of a mark."""
+    """Format a target, its measured value, and whether it is reached."""
     words = {True: "reached", False: "MISSED", None: "not measured"}
     return mark.goal, number(mark.value) + (mark.unit if mark.value is not None else ""), words[mark.passed]
 
@@ -184,7 +187,7 @@ STAR = "* the sets of this case together are smaller than 3 × L2 ({least:.1f} �
 
 
 def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
-    """Return the report of one op."""
+    """Return the Markdown report of one op."""
     rows = result["rows"]
     least = min((row["rotation_over_l2"] for row in rows), default=3.0)
     star = STAR.format(least=least) if least < 2.999 else ""
@@ -217,6 +220,7 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
 
 
 def write_json(result: dict[str, Any], marks: Sequence[Mark], path: Path) -> None:
-    """Write the result atomically, so that an aborted run leaves the last complete file."""
+    """Write the result to a JSON file. The file is replaced as a whole, so that an aborted run leaves a complete
+    file."""
     text = json.dumps({**result, "marks": [asdict(mark) for mark in marks]}, indent=1, ensure_ascii=False)
     files.replace(path, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Row-wise ops whose output is bfloat16, the input of GEMMs with 16-bit activations."""
+"""Benchmarks of row-wise ops whose output is bfloat16, the input of GEMMs with 16-bit activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of the benchmarks of row-wise ops: sizes, marks, buffer sets and peers of (M, H) problems in bfloat16."""
+"""Base class of the benchmarks of row-wise ops on (M, H) bfloat16 tensors: sizes, targets, buffer sets and peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARK_WIDTHS = (2048, 4096, 7168, 8192, 16384, 32768)
 DECODE_WIDTH = 7168
 DECODE_ROWS = (1, 8, 32, 128)
 LARGE = 2**26
-"""Smallest M·H to which the copy mark applies."""
+"""Smallest number of elements M·H for which the bandwidth is compared with a copy's."""
 INDUCTOR_LARGE = (16384, 8192)
 INDUCTOR_DECODE = (32, DECODE_WIDTH)
 DTYPE = torch.bfloat16
@@ -32,14 +32,15 @@ MARK_SIZES = SMALLEST_LARGE | {(m, DECODE_WIDTH) for m in DECODE_ROWS} | {INDUCT
 QUICK_SIZES = MARK_SIZES | {(4 * m, h) for m, h in SMALLEST_LARGE}
 FULL_SIZES = QUICK_SIZES | {(2**k, h) for k in range(17) for h in WIDTHS}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, H) of each set of sizes: "marks", the sizes that the marks need; "quick", also four times those M·H; "full", also
-M = 1 to 65,536 by powers of two at every width."""
+"""(M, H) of each set of sizes. "marks" contains the sizes that have targets. "quick" also contains sizes with four
+times their M·H. "full" also contains the powers of two from M = 1 to 65,536 for every width."""
 
 STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
-"""Sizes that Inductor compiles separately, in addition to those that an op's marks need."""
+"""Sizes that Inductor compiles separately, in addition to the sizes for which an op has a target relative to
+Inductor."""
 DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
-"""Sizes of "full" that one compile for each width serves, with a symbolic M. A fourth M of one row tile would compile
-once more."""
+"""Sizes of "full" for which Inductor compiles once per width, with a symbolic M. A further M in the same row tile would
+cause another compilation."""
 
 ABOUT = """\
 QuACK writes bfloat16 and does not quantise. Inductor compiles for one shape, or for one row length with a symbolic
@@ -67,8 +68,8 @@ def rows_and_width(row: Row) -> tuple[int, int]:
 class RowBenchmark(Benchmark):
     """Benchmark of an op on M rows. Subclasses define bytes, arguments and targets.
 
-    The op is the function with the benchmark's name in `torch_cute_ops`; its composition is the function with this name
-    in `compositions`. Both take the row tensors, then the weight, then keywords.
+    The functions `torch_cute_ops.<op>` and `compositions.<op>` are measured. Both take the row tensors, then the
+    weight, then keyword arguments.
     """
 
     family = "row_quant"
@@ -78,15 +79,15 @@ class RowBenchmark(Benchmark):
     width = "H"
     """Name of the row length."""
     inputs_per_row = 1
-    """Ratio of an input row's length to the row length."""
+    """Length of an input row divided by the row length: 2 for gates."""
     adds = False
-    """True if the op takes and updates a residual."""
+    """True if the op adds its input to a residual in place."""
     weighted = True
     """True if the op takes a weight (H,) in the input dtype."""
     choices: ClassVar[Mapping[str, str]] = {}
-    """Choices of the cases that the copy marks are judged on."""
+    """Choices of the cases whose bandwidth is compared with a copy's."""
     most_over_quack: float | None = None
-    """Largest time over QuACK's rmsnorm at decode."""
+    """Target for M ≤ 128: largest ratio of our time to the time of QuACK's rmsnorm. None if there is no target."""
     least_over_inductor: ClassVar[Mapping[tuple[int, int], float]] = {}
     """Smallest speedup over the Inductor composition, by size."""
 
@@ -97,7 +98,7 @@ class RowBenchmark(Benchmark):
     # --- cases ---
 
     def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
-        """Return a case of this op, with its default choices unless others are given."""
+        """Return the case with these sizes. If `choices` is None, the default choices of the op are used."""
         return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:
@@ -122,10 +123,11 @@ class RowBenchmark(Benchmark):
         return tensors | poisoned_outputs(self.op, lambda fake: self.call(fake, case, tensors))
 
     def make_inputs(self, case: Case, device: torch.device) -> Tensors:
-        """Return the op's arguments by name; a scale argument is named "given"."""
-        # Repeated calls update the residual: r + n·x grows with n until x is less than half an ulp of the sum, at 256
-        # to 512 times |x| in bfloat16, and then stays. Rows thus remain ordinary random values after any number of
-        # replays (sums of squares are far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
+        """Return the op's tensor arguments by name. The argument `scale` is named "given", because "scale" is an
+        output."""
+        # Repeated calls add x to the same residual. The residual grows until x is less than half an ulp of it, at 256
+        # to 512 times |x| in bfloat16, and then does not change. So after any number of replays the sums of squares are
+        # far inside 2^-80 to 2^80, and the time of a kernel does not depend on the values.
         m, width = case["M"], case[self.width]
         tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
         if self.adds:
@@ -139,11 +141,11 @@ class RowBenchmark(Benchmark):
         return [tensors[name] for name in ("input", "residual") if name in tensors]
 
     def outputs(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the tensors for the op's `out`."""
+        """Return the tensors of a buffer set that are passed as `out` to the op."""
         return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def results(self, returned: Any, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return all tensors that the op or composition writes: its results, and an updated residual."""
+        """Return all tensors that the op or the composition writes: its results, and the residual if it is updated."""
         return (*as_tuple(returned), tensors["residual"]) if self.adds else as_tuple(returned)
 
     def call(self, function: Callable[..., Any], case: Case, tensors: Tensors, **more: Any) -> Any:
@@ -160,7 +162,7 @@ class RowBenchmark(Benchmark):
         self.call(getattr(torch_cute_ops, self.op), case, tensors, out=out if len(out) > 1 else out[0])
 
     def composition(self) -> Callable[..., Any]:
-        """Return the torch composition."""
+        """Return the op's composition of plain torch operations."""
         return getattr(compositions, self.op)
 
     # --- variants ---
@@ -212,13 +214,13 @@ class RowBenchmark(Benchmark):
         return marks + [self.inductor_mark(rows, size, least) for size, least in self.least_over_inductor.items()]
 
     def copy_mark(self, rows: Sequence[Row], width: int, prefix: str = "") -> Mark:
-        """Return a mark at one width: the smallest fraction of the copy bandwidth over rows with M·H ≥ 2^26."""
+        """Return the target for one width: the smallest fraction of a copy's bandwidth over rows with M·H ≥ 2^26."""
         large = [row for row in rows if rows_and_width(row)[1] == width and math.prod(rows_and_width(row)) >= LARGE]
         name = f"{prefix}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
         return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
     def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
-        """Return a mark: the largest ratio of our time to the time of QuACK's rmsnorm for M ≤ 128 at H = 7168."""
+        """Return the target for M ≤ 128 and H = 7168: the largest ratio of our time to the time of QuACK's rmsnorm."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"
@@ -226,14 +228,14 @@ class RowBenchmark(Benchmark):
         return at_most(name, max(ratios, default=None), most, " ×")
 
     def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], least: float, prefix: str = "") -> Mark:
-        """Return a mark: the speedup over the Inductor composition at one size."""
+        """Return the target for the speedup over the composition compiled by Inductor, at one size."""
         found = [ratio(row, "inductor", "ours") for row in rows if rows_and_width(row) == size]
         name = f"{prefix}{size[0]}×{size[1]}: faster than Inductor"
         return at_least(name, found[0] if found else None, least, " ×")
 
 
 class GatedRows(RowBenchmark):
-    """Benchmark of an op that gates one half of each row by the other. I is the width of the output."""
+    """Benchmark of an op that applies SwiGLU to the two halves of each row. I is the width of the output."""
 
     peers = ("inductor",)
     width = "I"

@@ -13,14 +13,14 @@ from .case import Benchmark, Case, Row, Tensors, Variant
 from .measure import Backend, Ceilings, Plan, Settings, copy, copy_sets, measure_what_captures, plan
 
 ASSUMED_TFLOPS = 600.0
-"""Rate for estimating the duration of a GEMM, to choose its number of runs."""
+"""Rate in TFLOP/s from which the duration of a GEMM is estimated, to choose the number of runs."""
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op once per smallest case, in each way, so that compilation stays outside of any timing.
+    """Run our op with each of its implementations once for every kernel, so that no compilation is timed.
 
-    Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. A failure occurs again, and
-    is reported, when its case runs.
+    Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. Exceptions are ignored here:
+    they occur again, and are reported, when the case runs.
     """
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
         with contextlib.suppress(Exception):
@@ -37,10 +37,9 @@ def describe(error: Exception) -> str:
 def collect_variants(
     benchmark: Benchmark, case: Case, sets: Sequence[Tensors], with_peers: bool
 ) -> tuple[dict[str, Variant], dict[str, str]]:
-    """Return the variants of this case, and the reason for each missing way and peer.
+    """Return the variants of this case, and the reason for each missing implementation or peer.
 
-    A peer that fails when it is created or on its first call is also reported as missing, so that it does not end the
-    run.
+    If a peer fails when it is created or on its first call, it is reported as missing, so that it does not end the run.
     """
     variants, absent = {"ours": benchmark.ours(case, sets)}, {}
     for name in (*benchmark.ways, *(benchmark.peers if with_peers else ())):
@@ -60,10 +59,10 @@ def collect_variants(
 
 
 def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: dict[str, Variant]) -> dict[str, float]:
-    """Return the largest fraction of wrong elements of each variant that computes the op; empty if the case is too
-    large.
+    """Return the largest fraction of wrong elements for each variant that computes the op. If the case is too large to
+    check, return an empty dict.
 
-    Before each call, buffer set 0 is restored, including the poison in its outputs.
+    Before each call, all tensors of buffer set 0 are restored, and its outputs are filled with poison again.
     """
     dimensions = list(case.sizes.values())
     if dimensions[0] * dimensions[1] > benchmark.checked_elements:
@@ -83,7 +82,7 @@ def cloned(tensors: Tensors) -> Tensors:
 
 
 def restore(tensors: Tensors, made: Tensors) -> None:
-    """Restore a buffer set from the copies in `made`."""
+    """Overwrite the tensors of a buffer set with their copies in `made`."""
     for name, tensor in made.items():
         tensors[name].copy_(tensor)
 
@@ -99,8 +98,8 @@ def run_case(
     ceilings: Ceilings,
     with_peers: bool = True,
 ) -> Row:
-    """Measure one case. Return times in µs; bandwidth in TB/s and rates in TFLOP/s, computed by formula; and fractions
-    of the ceilings."""
+    """Measure one case, and return a result row: times in µs, bandwidth in TB/s and rates in TFLOP/s from the formulas
+    for bytes and operations, and fractions of the ceilings."""
     size, flops = benchmark.bytes_moved(case), benchmark.flops(case)
     n_variants = 2 + len(benchmark.ways) + (len(benchmark.peers) if with_peers else 0)
     how = plan(size, n_variants, l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)
@@ -179,7 +178,7 @@ def run(
     after_case: Callable[[Case, list[Row], str], None] = lambda case, rows, error: None,
     **how: Any,
 ) -> list[Row]:
-    """Measure all cases with `run_case`. A failing case does not end the run.
+    """Measure all cases with `run_case`. If a case fails, continue with the next case.
 
     `after_case(case, rows so far, error)` is called after each case; `error` is empty if it succeeded.
     """

@@ -1,8 +1,8 @@
 """`python -m benchmarks tactics`: measured time and estimate of every tactic of a GEMM.
 
-The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for `python -m
-torch_cute_ops tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are as in tuning:
-random operands, cold L2, calls replayed from a CUDA graph. Packed rows belong to random experts.
+The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Name calls as for `python -m torch_cute_ops
+tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. As in tuning, operands are random, L2 is cold, and
+calls are replayed from a CUDA graph. In the packed layout, rows belong to random experts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[T
 
 
 def markdown(rows: Sequence[Timed]) -> str:
-    """Return a table with the tactic that the cost model chooses in bold."""
+    """Return a table of tactics, in which the tactic that the cost model chooses is bold."""
     least = min(row.estimate for row in rows)
     fastest = min((row.seconds for row in rows if row.seconds is not None), default=None)
     body = []

@@ -1,15 +1,15 @@
-"""Targets of all benchmarks (`marks`). `docs/performance.md` lists them with the measured values."""
+"""Targets of all benchmarks. `docs/performance.md` lists the targets with the measured values."""
 
 from __future__ import annotations
 
 # --- ops whose speed is limited by memory bandwidth ---
 
 OF_COPY = 0.92
-"""Smallest fraction of the bandwidth of a copy of equal bytes, from 2^26 elements on."""
+"""Smallest bandwidth divided by the bandwidth of a copy of the same number of bytes, from 2^26 elements on."""
 NORM_OVER_QUACK = 1.15
 ADD_NORM_OVER_QUACK = 1.2
-"""Largest time over QuACK's rmsnorm, which does not quantise, at decode; with a residual, over QuACK's with a
-residual."""
+"""Largest time divided by the time of QuACK's rmsnorm, for few rows. QuACK does not quantise. Ops with a residual are
+compared with QuACK's rmsnorm with a residual."""
 FP4_OVER_INDUCTOR = 5.0
 FP8_OVER_INDUCTOR = 2.0
 FP8_DECODE_OVER_INDUCTOR = 1.0
@@ -26,16 +26,17 @@ MOE_DECODE_US = 4.0
 FP4_DECODE_US = 42.0
 """Largest time in µs with up to 16 rows and a weight of 16,384 × 16,384."""
 FP4_ABOVE_FLOOR_US = 3.5
-"""Largest time in µs of one row above the time of its bytes at the read rate, with the weights of a Llama 8B."""
+"""Largest difference in µs between the time of a GEMM with one row and the time to read its bytes, with the weights of
+a Llama 8B."""
 FP4_FEW_ROWS_US = {(1, 4096, 14336): 11.2, (16, 4096, 4096): 7.0, (64, 4096, 4096): 9.5, (64, 4096, 14336): 21.0}
 """Largest time in µs by M, N, K."""
 FEW_ROWS_OVER_FP4_PEER = 1.15
 OVER_FP4_PEER = 1.0
-"""Smallest speedup over the fastest FP4 peer: with up to 64 rows, and with more."""
+"""Smallest speedup over the fastest FP4 peer: with up to 64 rows, and with more rows."""
 OVER_CUBLAS_BF16 = 0.97
 """Smallest speedup over cuBLAS with bfloat16 operands, from 2,048 rows on."""
 CHOICE_MEDIAN, CHOICE_LARGEST = 1.1, 1.25
-"""Largest time of "auto" over our fastest backend: median and maximum."""
+"""Largest time of "auto" divided by the time of our fastest backend: median and maximum over all cases."""
 EXPERTS_US = {
     "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
     "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
@@ -50,10 +51,11 @@ EXPERT_LAYER_US = {1: 21, 8: 66, 16: 102, 32: 155, 64: 205, 128: 235, 256: 275, 
 """Largest time in µs of DeepSeek-V3's layer with NVFP4 weights on one of eight GPUs, by tokens: routing and both GEMMs,
 with activations in FP4 or FP8, whichever is faster."""
 SKEWED_OVER_UNIFORM = 1.3
-"""Largest time of a layer with skewed routing over the time of equal bytes with uniform routing."""
+"""Largest time of a layer with skewed routing, divided by the time with uniform routing that reads the same number of
+bytes."""
 W4A8_LAYER_DECODE, W4A8_LAYER_LARGE = 0.68, 1.06
-"""Most time of a layer with NVFP4 weights and FP8 activations over that with FP8 weights: with up to 64 tokens, and
-with 4,096."""
+"""Largest time of an expert layer with NVFP4 weights and FP8 activations, divided by the time with FP8 weights: with up
+to 64 tokens, and with 4,096 tokens."""
 EXPERT_LAYER_COSINE = {
     ("few", "nvfp4"): 0.98,
     ("few-bf16", "nvfp4"): 0.9999,
@@ -61,7 +63,8 @@ EXPERT_LAYER_COSINE = {
     ("many", "nvfp4"): 0.998,
     ("many", "mxfp4"): 0.9985,
 }
-"""Least cosine of a layer's results to those with its decoded weights, by way and format."""
+"""Smallest cosine between the results of an expert layer and of a layer with its decoded weights, by implementation and
+format."""
 
 # --- decoder layers ---
 
@@ -77,31 +80,33 @@ LAYER_US: dict[str, dict[str, dict[int, float]]] = {
     },
     "32B": {"W4A4": {1: 88.0, 16: 98.0, 32: 112.0}},
 }
-"""The longest a layer may take, µs, by model, precision and rows."""
+"""Largest time of a decoder layer in µs, by model, precision and rows."""
 W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
 W4A8_ROWS = (64, 128, 256, 1024)
-"""Largest time of W4A8 over FP8 in the same run, by model; and the rows that are judged."""
+"""Largest time of a layer in W4A8 divided by its time in FP8 in the same run, by model; and the numbers of rows for
+which this target applies."""
 
 # --- served models ---
 
 MODEL_DECODE = {"8B": {1: 2.0, 16: 1.6, 64: 1.3}, "70B": {1: 2.4, 64: 1.7}}
 MODEL_GENERATE = {"8B": 1.6}
 MODEL_PREFILL = {"16bit": 0.95, "fp8": 1.4}
-"""Least speedup over bf16: decode steps by batch size, `generate()`, and prefill by activations."""
+"""Smallest speedup over bf16: of decode steps by batch size, of `generate()`, and of prefill by format of
+activations."""
 MODEL_LOGITS = 1e-4
-"""1 − cosine of the logits, at most."""
+"""Largest value of 1 − cosine, for the logits of our model and of the bf16 model."""
 MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
 MODEL_PEAK_GIGABYTES = 2.0
-"""Largest peak above the model's memory while the model is built."""
+"""Largest additional memory in GB while a model is built."""
 
 # --- FP8 GEMMs ---
 
 FP8_TFLOPS = 1150.0
-"""Least rate of large GEMMs."""
+"""Smallest rate of large FP8 GEMMs in TFLOP/s."""
 FP8_OVER_PEER = 0.95
-"""Least fraction of a peer's rate."""
+"""Smallest rate of an FP8 GEMM divided by a peer's rate."""
 FP8_DECODE_OF_COPY = 0.80
-"""Least fraction of a copy's bandwidth with few rows for each expert."""
+"""Smallest bandwidth of a grouped FP8 GEMM with few rows per expert, divided by the bandwidth of a copy."""
 
 TOKEN_FEW_ROWS, TOKEN_MANY_ROWS = 1.3, 0.97
 """Least rate of GEMMs with per-token scales relative to torch's: with up to 64 rows, and with more rows."""
@@ -118,6 +123,6 @@ GROUPED_FP8_FP4_DECODE = 0.60
 OVER_RMS_NORM = 1.35
 """Largest host time of a functional op relative to `F.rms_norm`."""
 OVER_RAW_CALL_US = 2.5
-"""Most host time that the Python function with `out` adds to the call of the compiled function, µs."""
+"""Largest host time in µs that the Python function with `out` adds to a direct call of the compiled function."""
 FIRST_CALL_S = 3.0
-"""Most time of the first call of a process, with empty caches."""
+"""Largest time in seconds of the first call of a process, with empty caches."""

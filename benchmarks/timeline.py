@@ -1,4 +1,4 @@
-"""Record when each kernel of a captured chain starts and ends, with the profiler, to find gaps and overlaps."""
+"""Record with the profiler when each kernel of a captured graph starts and ends, to find gaps and overlaps."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def short(name: str) -> str:
 
 
 def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
-    """Return the kernels of a repetition in the middle of a chain of ``repeats`` equal layers.
+    """Return the kernels of one layer from the middle of ``repeats`` equal layers, and the kernel before them.
 
-    The first element is the last kernel before that repetition. Times count from the start of the repetition's first
+    The first element is the last kernel of the previous layer. Times count from the start of the chosen layer's first
     kernel. If the first element ends after time 0, the two kernels overlap.
 
     Raises:
@@ -66,7 +66,7 @@ def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
 def table(kernels: Sequence[Kernel]) -> str:
     """Return a table of start, end and gap of each kernel that ``one_of`` returned, except the first, which ran before.
 
-    The gap is the time from the latest earlier end to the kernel's start, negative if the kernels overlap.
+    The gap is the time from the end of all earlier kernels to the start of the kernel. It is negative if they overlap.
     """
     body, latest = [], kernels[0].end
     for kernel in kernels[1:]:
