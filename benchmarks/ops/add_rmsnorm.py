@@ -15,7 +15,7 @@ class AddRmsnorm(RoundedRows):
     most_over_quack = targets.ADD_NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input, residual and weight read; residual and normalised rows written."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual and normalised rows)."""
         return row_bytes(4 * case["M"] + 1, case["H"], DTYPE.itemsize)
 
 

@@ -15,7 +15,8 @@ class AddRmsnormFp4quant(Fp4Rows):
     most_over_quack = targets.ADD_NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input, residual and weight read; residual, packed data and scales written."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual, packed data and
+        scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(3 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

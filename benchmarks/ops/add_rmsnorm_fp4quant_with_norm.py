@@ -13,7 +13,8 @@ class AddRmsnormFp4quantWithNorm(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input, residual and weight read; residual, data, scales and normalised rows written."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual, data, scales and
+        normalised rows)."""
         m, h = case["M"], case["H"]
         return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

@@ -13,7 +13,7 @@ class AddRmsnormFp8quant(Fp8Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input, residual and weight read; residual, data and scales written."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual, data and scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(3 * m + 1, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
 

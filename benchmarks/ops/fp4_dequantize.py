@@ -1,4 +1,5 @@
-"""fp4_dequantize: decode NVFP4 to bfloat16. There is no target, because GEMMs decode in registers without this op."""
+"""fp4_dequantize: decode NVFP4 to bfloat16. The benchmark has no target, because GEMMs decode FP4 in registers and do
+not need this op."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Fp4Dequantize(Fp4Rows):
     weighted = False
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: packed data and scales read, result written."""
+        """Return the bytes that the op reads (packed data and scales) and writes (result)."""
         m, h = case["M"], case["H"]
         return fp4_bytes(m, h) + row_bytes(m, h, DTYPE.itemsize)
 

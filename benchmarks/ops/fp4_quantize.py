@@ -19,7 +19,7 @@ class Fp4Quantize(Fp4Rows):
     least_over_inductor: ClassVar = {INDUCTOR_LARGE: targets.FP4_OVER_INDUCTOR}
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input read, packed data and scales written."""
+        """Return the bytes that the op reads (input) and writes (packed data and scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(m, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

@@ -15,7 +15,7 @@ class Fp8Quantize(Fp8Rows):
     weighted = False
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input read, data and scales written."""
+        """Return the bytes that the op reads (input) and writes (data and scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(m, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
 

@@ -40,7 +40,7 @@ DECODE = {
     "quick": tuple((experts, rows) for experts in (8, 32) for rows in (1, 8, 16, 64)),
     "full": tuple((experts, 2**i) for experts in (8, 16, 32) for i in range(7)),
 }
-"""(experts, rows per expert) in the masked layout, without room for more rows."""
+"""(experts, rows per expert) in the masked layout. The buffer has no further rows."""
 ROUTED = {"marks": (), "quick": ((32, 4), (32, 16), (32, 64)), "full": tuple((32, 2**i) for i in range(11))}
 """(experts, mean rows per expert) in the contiguous layout without padding: each token chooses 8 experts at random."""
 BY_LAYOUT = {"contiguous": PREFILL, "masked": DECODE, "routed": ROUTED}
@@ -58,7 +58,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
         return {**super().properties(case), "experts": case["E"], **layout}
 
     def case(self, experts: int, m: int, n: int, k: int, layout: str = "contiguous") -> Case:
-        """Return a case of this op with ``m`` rows per expert, on average in the layout "routed"."""
+        """Return the case with these sizes and ``m`` rows per expert. In the layout "routed", ``m`` is the average."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"layout": layout})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -80,7 +80,8 @@ class GroupedMmFp8(FP8GemmBenchmark):
         return replace(problem, grouping=replace(problem.grouping, experts=used))
 
     def rows_of_problem(self, case: Case) -> int:
-        """Return M for the problem's formulas: rows per expert in the masked layout, else rows of all experts."""
+        """Return M for the formulas of the GEMM problem: in the masked layout the rows per expert, otherwise the rows
+        of all experts."""
         return case["M"] if case.choices["layout"] == "masked" else int(counts_of(case).sum())
 
     def bytes_moved(self, case: Case) -> int:
@@ -115,8 +116,8 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Return torch's or DeepGEMM's variant. torch's GEMM needs rows without padding, which all layouts here
-        satisfy."""
+        """Return torch's or DeepGEMM's variant. torch's GEMM needs rows without padding, and all cases of this
+        benchmark have such rows."""
         experts, layout = experts_of(case), case.choices["layout"]
         if name == DEEP_GEMM:
             return self.deep_gemm(masked if layout == "masked" else contiguous, case, sets)
@@ -156,7 +157,8 @@ def counts_of(case: Case) -> torch.Tensor:
 
 
 def contiguous(library: ModuleType, t: Tensors) -> Prepared:
-    """Prepare DeepGEMM's grouped GEMM in the contiguous layout; each expert's rows must be a multiple of 128."""
+    """Prepare DeepGEMM's grouped GEMM in the contiguous layout. The number of rows of each expert must be a multiple of
+    128."""
     a, b = (t["a"], aligned_columns(t["a_scale"])), (t["b"], t["b_scale"])
     counts = t["offsets"].diff().cpu()
     if (counts % BLOCK).any():

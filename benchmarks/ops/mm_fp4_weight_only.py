@@ -1,4 +1,4 @@
-"""mm_fp4_weight_only: the GEMM of bfloat16 activations and an NVFP4 weight."""
+"""mm_fp4_weight_only: GEMM of bfloat16 activations and an NVFP4 weight."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class MmFp8Block(FP8GemmBenchmark):
     peers = (*TORCH, DEEP_GEMM)
 
     def case(self, m: int, n: int, k: int) -> Case:
-        """Return a case of this op."""
+        """Return the case with these sizes."""
         return Case({"M": m, "N": n, "K": k})
 
     def cases(self, sizes: str) -> list[Case]:

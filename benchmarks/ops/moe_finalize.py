@@ -14,7 +14,8 @@ class MoeFinalize(MoeRowBenchmark):
     family = "moe_finalize"
 
     def bytes_moved(self, case: Case) -> int:
-        """Bytes of a row per pair, the residual, indices and weights read, and the result written."""
+        """Return the bytes that the op reads (a row per pair, the residual, indices and weights) and writes
+        (result)."""
         m, pairs = case["M"], self.pairs(case)
         return row_bytes(pairs + 2 * m, case["H"], DTYPE.itemsize) + row_bytes(pairs, 2, 4)
 

@@ -16,10 +16,8 @@ class MoeRoute(RoutingBenchmark):
     about = "Logits are bfloat16; equal logits are ties. Each token chooses from 4 of 8 groups of experts."
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes moved.
-
-        Read: the logits. Written: weight, expert and row of each pair, the pair of each row, offsets and counts.
-        """
+        """Return the bytes that the op reads (logits) and writes (weight, expert and row of each pair, the pair of each
+        row, offsets and counts)."""
         m, experts = case["M"], case["E"]
         written = row_bytes(self.pairs(case), 3, 4) + row_bytes(self.rows(case) + 2 * experts + 1, 1, 4)
         return row_bytes(m, experts, DTYPE.itemsize) + written

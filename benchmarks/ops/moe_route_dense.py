@@ -16,7 +16,7 @@ class MoeRouteDense(RoutingBenchmark):
     about = "Logits are bfloat16; equal logits are ties. Each token chooses from 4 of 8 groups of experts."
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: the logits read, a float32 per token and expert written."""
+        """Return the bytes that the op reads (the logits) and writes (a float32 per token and expert)."""
         return row_bytes(case["M"], case["E"], DTYPE.itemsize + 4)
 
     def numbers(self, case: Case) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class MoeRouteIds(RoutingBenchmark):
     about = "Each token chooses 8 experts, all equally likely."
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: expert of each pair read; row of each pair, pair of each row, offsets and counts
-        written."""
+        """Return the bytes that the op reads (expert of each pair) and writes (row of each pair, pair of each row,
+        offsets and counts)."""
         return row_bytes(2 * self.pairs(case) + self.rows(case) + 2 * case["E"] + 1, 1, 4)
 
     def numbers(self, case: Case) -> dict[str, Any]:

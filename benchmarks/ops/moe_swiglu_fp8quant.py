@@ -1,6 +1,6 @@
 """moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output.
 
-Rows without padding need only offsets, of which the kernel reads the first and the last.
+If the rows have no padding, the op gets only offsets, and the kernel reads only the first and the last offset.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class MoeSwigluFp8quant(MoeRowBenchmark):
     usual_width = 2048
 
     def bytes_moved(self, case: Case) -> int:
-        """Bytes of both halves of each pair's row, offsets and counts read, and codes and scales written."""
+        """Return the bytes that the op reads (both halves of each pair's row, offsets and counts) and writes (codes and
+        scales)."""
         pairs, width = self.pairs(case), case["I"]
         moved = row_bytes(pairs, 2 * width, DTYPE.itemsize) + fp8_bytes(pairs, width, "block128")
         return moved + row_bytes(2 if is_packed(case) else 2 * case["E"] + 1, 1, 4)

@@ -14,7 +14,7 @@ class Rmsnorm(RoundedRows):
     most_over_quack = targets.NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input and weight read, normalised rows written."""
+        """Return the bytes that the op reads (input and weight) and writes (normalised rows)."""
         return row_bytes(2 * case["M"] + 1, case["H"], DTYPE.itemsize)
 
 

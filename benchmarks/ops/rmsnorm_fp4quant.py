@@ -17,7 +17,7 @@ class RmsnormFp4quant(Fp4Rows):
     least_over_inductor: ClassVar = {INDUCTOR_LARGE: targets.FP4_OVER_INDUCTOR}
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input and weight read, packed data and scales written."""
+        """Return the bytes that the op reads (input and weight) and writes (packed data and scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 

@@ -12,7 +12,8 @@ class RmsnormFp4quantWithNorm(RmsnormFp4quant):
     op = "rmsnorm_fp4quant_with_norm"
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input and weight read; packed data, scales and normalised rows written."""
+        """Return the bytes that the op reads (input and weight) and writes (packed data, scales and normalised
+        rows)."""
         return super().bytes_moved(case) + row_bytes(case["M"], case["H"], DTYPE.itemsize)
 
 

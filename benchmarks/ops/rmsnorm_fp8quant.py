@@ -12,7 +12,7 @@ class RmsnormFp8quant(Fp8Rows):
     op = "rmsnorm_fp8quant"
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: input and weight read, data and scales written."""
+        """Return the bytes that the op reads (input and weight) and writes (data and scales)."""
         m, h = case["M"], case["H"]
         return row_bytes(m + 1, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
 

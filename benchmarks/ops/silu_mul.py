@@ -12,7 +12,7 @@ class SiluMul(GatedRows, RoundedRows):
     op = "silu_mul"
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: both halves of the input read, gated values written."""
+        """Return the bytes that the op reads (both halves of the input) and writes (gated values)."""
         return row_bytes(case["M"], 3 * case["I"], DTYPE.itemsize)
 
 

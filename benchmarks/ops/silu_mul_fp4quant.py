@@ -12,7 +12,7 @@ class SiluMulFp4quant(GatedRows, Fp4Rows):
     op = "silu_mul_fp4quant"
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: both halves of the input read, packed data and scales written."""
+        """Return the bytes that the op reads (both halves of the input) and writes (packed data and scales)."""
         m, i = case["M"], case["I"]
         return row_bytes(m, 2 * i, DTYPE.itemsize) + fp4_bytes(m, i)
 

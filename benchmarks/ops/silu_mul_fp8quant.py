@@ -12,7 +12,7 @@ class SiluMulFp8quant(GatedRows, Fp8Rows):
     op = "silu_mul_fp8quant"
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes: both halves of the input read, data and scales written."""
+        """Return the bytes that the op reads (both halves of the input) and writes (data and scales)."""
         m, i = case["M"], case["I"]
         return row_bytes(m, 2 * i, DTYPE.itemsize) + fp8_bytes(m, i, case.choices["granularity"])
 
