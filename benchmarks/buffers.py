@@ -12,7 +12,7 @@ from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 BYTE = 0x5A
-FLOAT = 12345.0  # not NaN: an element that the op does not write must compare equal to itself
+FLOAT = 12345.0  # not NaN, because NaN would differ from itself if two results are compared
 INTEGER = -(2**31)
 
 

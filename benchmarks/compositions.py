@@ -24,7 +24,7 @@ def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = (amax * (1 / 6)).clamp(max=E4M3_MAX)
     scale = torch.where(torch.isfinite(amax), scale, float("nan")).to(torch.float8_e4m3fn)
     decoded = scale.to(torch.float32)
-    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 for a block of zeros or with NaN
+    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 if the block is all zero or contains NaN
     scaled = blocks * inverse.unsqueeze(-1)
     magnitude = scaled.abs().clamp(max=6.0)
     # Round half to even, to multiples of 0.5 below 2, of 1 from 2 to 4, and of 2 above 4.
@@ -59,7 +59,7 @@ def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Decode packed e2m1 (M, K/2) with row-major block scales (M, K/16) to (M, K). The result is exact in bfloat16 and
     in wider dtypes."""
-    step = torch.arange(8, dtype=dtype, device=codes.device)  # a graph cannot capture an upload
+    step = torch.arange(8, dtype=dtype, device=codes.device)  # a CUDA graph cannot capture a copy from the host
     magnitudes = torch.where(step < 4, step / 2, torch.where(step < 6, step - 2, step * 2 - 8))
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256, device=codes.device)
@@ -172,7 +172,7 @@ def e4m3_quantize(
     amax = blocks.abs().amax(-1)
     scale = torch.where(torch.isfinite(amax), amax / E4M3_MAX, float("nan"))
     divisor = scale.unsqueeze(-1)
-    scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 for a block of zeros or with NaN
+    scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 if the block is all zero or contains NaN
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
     return codes, scale.t().contiguous().t() if scale_layout == "column" else scale
 
@@ -210,8 +210,7 @@ def silu_mul_fp8quant(
     return e4m3_quantize(silu_mul_fp32(x), scale, granularity, scale_layout)
 
 
-# --- routing: DeepSeek-V3's choice of experts (sigmoid scores, groups of experts), and the order of the experts' rows
-# ---
+# --- routing: DeepSeek-V3's choice of experts (sigmoid scores, expert groups), and the order of the experts' rows ---
 
 
 def choose_experts(

@@ -105,7 +105,7 @@ def humming_layers(
         layer.load_from_tensors(dict(tensors))
         layer.transform()
         layers.append(layer)
-    # Otherwise the first call compiles the kernels of all 33 ranges of M.
+    # Pass the tuning for one M: without it, the first call would compile the kernels of all 33 ranges of M.
     return layers, get_heuristics_config(layers[0].humming_config, shape_m=m, device=device, **grouping)
 
 

@@ -357,7 +357,7 @@ def run(
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
     calls, cosines, absent = {}, {}, {}
-    torch._dynamo.reset()  # each number of rows is compiled separately, and Dynamo limits the recompilations
+    torch._dynamo.reset()  # each number of rows is compiled separately, and Dynamo limits the number of recompilations
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
         try:

@@ -178,7 +178,7 @@ class DecodeStep:
 def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
     """Return the logits after the last token of `ids`, with the given cache or a new one."""
     if cache is not None:
-        # transformers 5.17 calls it `past_key_values`.
+        # The cache argument is called `past_key_values` in transformers 5.17.
         parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
         given["cache" if "cache" in parameters else "past_key_values"] = cache
     return model(input_ids=ids, use_cache=True, logits_to_keep=1, **given).logits

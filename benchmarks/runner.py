@@ -106,7 +106,7 @@ def run_case(
     sets = [benchmark.make_set(case, device) for _ in range(how.n_sets)]
     made = cloned(sets[0])
     variants, absent = collect_variants(benchmark, case, sets, with_peers)
-    restore(sets[0], made)  # the first calls wrote into it
+    restore(sets[0], made)  # `collect_variants` wrote to buffer set 0
     del made
     wrong = check(benchmark, case, sets, variants)
     copies = copy_sets(size, how.n_sets, device)

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 def recorded(replay: Replay) -> list[Kernel]:
     """Return the kernels and copies of a replay, ordered by start."""
-    replay()  # not recorded: uploads the graph
+    replay()  # the first replay uploads the graph, so it is not recorded
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()

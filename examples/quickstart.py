@@ -143,7 +143,7 @@ def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Ca
 def captured(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
     if x.device.type != "cuda":
         return "a CUDA graph needs a GPU"
-    # The eager call compiled and loaded the kernel. A server that captures first must call torch_cute_ops.warmup.
+    # The eager call before this has compiled and loaded the kernel. If you capture first, call torch_cute_ops.warmup.
     static = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

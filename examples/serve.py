@@ -30,14 +30,14 @@ import torch_cute_ops.nn
 from quantize_and_save import bytes_of, refuse_activations
 from quickstart import conclude, multiple_of, pick_device
 
-# Llama's: hidden, intermediate, layers, heads, key and value heads, vocabulary
+# Sizes of Llama models: hidden, intermediate, layers, query heads, key and value heads, vocabulary
 SIZES = {
     "tiny": (256, 512, 2, 4, 2, 512),
     "8b": (4096, 14336, 32, 32, 8, 128256),
     "70b": (8192, 28672, 80, 64, 8, 128256),
 }
-PAGE = 256  # tokens of a page of transformers' cache
-CHECKED = 4  # requests
+PAGE = 256  # tokens per page of transformers' KV cache
+CHECKED = 4  # number of requests whose tokens are checked
 # Largest accepted distance between the logit of a served token and the largest logit, in standard deviations. The two
 # may differ, because a forward pass over a whole request sums attention in another order than single steps.
 MAX_SHORTFALL = 0.1
@@ -65,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = max(options.prompt, min(len(prompts), options.batch))
     torch_cute_ops.nn.warmup(model, rows=range(1, rows + 1))
     if not is_cuda:
-        # Without psutil, transformers warns that it cannot read the memory size of the CPU. This script does not need
-        # it.
+        # Without psutil, transformers warns that it cannot read the memory size of the CPU, which is not needed here.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     # Limit the cache explicitly, because by default it would fill all free memory.
     batching = ContinuousBatchingConfig(

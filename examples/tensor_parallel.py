@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, device: torch.device, backend: str) -> int:
         problems += decoder_problems(options, mesh, device, path)
         dist.barrier()
     problems += expert_problems(options, mesh, device)
-    # Every rank returns the same exit status.
+    # Gather the problems of all ranks, so that every rank returns the same exit status.
     found: list[Any] = [None] * mesh.size()
     dist.all_gather_object(found, problems)
     problems = [f"rank {rank}: {problem}" for rank, each in enumerate(found) for problem in each]
@@ -294,7 +294,7 @@ def expert_problems(options: argparse.Namespace, mesh: DeviceMesh, device: torch
         say(
             f"{name}: {sizes}; {error:.5f} from one rank, {'equal' if torch.equal(y, want) else 'not equal'} to the bit"
         )
-        # A GPU's GEMM may take another tactic for another number of rows.
+        # On a GPU, the GEMM may use another tactic on several ranks, because the number of rows differs.
         if not error <= (MAX_ERROR if device.type == "cuda" else 0.0):
             problems.append(f"{name} are off by {error:.3g}")
         if device.type == "cuda" and room is not None:

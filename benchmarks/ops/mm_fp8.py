@@ -37,7 +37,7 @@ class MmFp8(FP8GemmBenchmark):
     settings: ClassVar = {"operands": "e4m3", "scales": "per token and per channel, float32", "result": "bfloat16"}
     family = "fp8_token_wgmma"
     about = ABOUT
-    noise = 2.0**-5  # accumulation of all of K in tensor cores
+    noise = 2.0**-5  # error of tensor cores that sum over all of K
 
     def properties(self, case: Case) -> dict[str, Any]:
         return {**super().properties(case), "fast_accum": SUMS[case.choices["sums"]]}
