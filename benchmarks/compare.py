@@ -71,7 +71,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return a case for each precision or implementation that runs our code, so not for bf16, for example."""
+    """Return one case for each precision or implementation that runs our code. Peers such as bf16 are left out."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"

@@ -197,7 +197,7 @@ def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[
 
 
 def markdown(result: dict[str, Any], judged: list[Mark]) -> str:
-    """Return the report."""
+    """Return the Markdown report of host times, with the targets in `judged`."""
     body = [[name, report.number(t["us"]), report.number(t["worst_round"])] for name, t in result["times"].items()]
     seconds = ("import_s", "cuda_start_s", "first_call_s")
     first = [

@@ -448,7 +448,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw a panel per model."""
+    """Draw the picture of the results, with one panel per model."""
     layers.plot(report.grouped(rows, lambda row: row["model"]), list(LAYERS), "rows", path)
 
 
@@ -488,7 +488,7 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def save(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write `layer.json`."""
+    """Write a result to `layer.json` in the output folder."""
     options.output.mkdir(parents=True, exist_ok=True)
     report.write_json(result, marks(result["rows"]), options.output / "layer.json")
 

@@ -338,7 +338,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def precisions(schemes: Sequence[str], activations: Sequence[str]) -> list[str]:
-    """Return every scheme with all activations that it supports."""
+    """Return all pairs "scheme/activations" of the given schemes and formats of activations that are supported."""
     pairs = (f"{scheme}/{'fp8' if scheme == 'fp8_block' else each}" for scheme in schemes for each in activations)
     return list(dict.fromkeys(pairs))
 

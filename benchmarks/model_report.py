@@ -62,7 +62,7 @@ def marks(result: Mapping[str, Any]) -> list[Mark]:
 
 
 def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the speedup of each other precision over bf16."""
+    """Return the speedup over bf16 of each precision in a row, by label."""
     times = {label: each["us"] for label, each in row["variants"].items()}
     return {label: times[BF16] / us for label, us in times.items() if label != BF16} if BF16 in times else {}
 

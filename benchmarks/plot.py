@@ -91,7 +91,7 @@ def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: fl
 
 
 def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | None) -> None:
-    """Draw TFLOP/s of ours against the first size, one line per panel, with cuBLAS's rate."""
+    """Draw our rate in TFLOP/s against M, with one line per panel, and cuBLAS's rate as a dashed line."""
     size = next(iter(next(iter(panels.values()))[0]["sizes"]))
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["sizes"][size], row["variants"]["ours"]["tflops"]) for row in rows]

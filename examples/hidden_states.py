@@ -51,7 +51,7 @@ def synthetic(rows: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Te
 
 
 def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return rows spread over a matrix of a .safetensors file, and a norm weight of equal width.
+    """Return evenly spaced rows of a matrix in a .safetensors file, a norm weight of equal width, and a description.
 
     The weight is the longest vector whose name matches *norm*weight, because shorter vectors belong to attention heads.
     The matrix is the largest matrix whose name contains "embed". If no name does, it is the largest matrix of the file.
@@ -97,7 +97,8 @@ def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
 
 
 def minilm(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return the input of the norm after the last attention of all-MiniLM-L6-v2, a row for each token of the text."""
+    """Run all-MiniLM-L6-v2 on the text up to the LayerNorm after the last attention. Return the input of this norm,
+    with one row per token, the norm's weight, and a description."""
     tensors, tokenizer = minilm_model()
     text = options.text.read_text(encoding="utf-8") if options.text else TEXT
 
