@@ -338,7 +338,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def precisions(schemes: Sequence[str], activations: Sequence[str]) -> list[str]:
-    """Return all pairs "scheme/activations" of the given schemes and formats of activations that are supported."""
+    """Combine each scheme with each format of activations, as "scheme/activations". "fp8_block" is combined only with
+    FP8 activations."""
     pairs = (f"{scheme}/{'fp8' if scheme == 'fp8_block' else each}" for scheme in schemes for each in activations)
     return list(dict.fromkeys(pairs))
 

@@ -22,12 +22,13 @@ LAYERS: dict[str, Any] = {"expert_layer": expert_layer, "layer": layer}
 TEXT = """\
 # Performance against targets
 
-Measured on {gpus}: {reached} of {judged} targets are reached. What limits the others, and what was tried, is in
-the notes of the kernel. Times of all sizes, and how they are taken, are in `benchmarks/results/*.md`. Targets are those
-of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth. Whole models
-(`model`) were measured before the last gains of FP4 layers.
+Measured on {gpus}: {reached} of {judged} targets are reached. If a target is missed, the table links to notes, which
+explain the limit and the changes that we tried. `benchmarks/results/*.md` contain the times of all sizes and describe
+how they are measured. The targets are for an H200. `benchmarks/results/h100/*.md` contain results of an H100, which has
+seven tenths of the H200's memory bandwidth. Whole models (`model`) were measured before the latest improvements of FP4
+layers.
 
-This file is written by `python -m benchmarks performance` from `benchmarks/results/*.json` and `benchmarks/targets.py`.
+`python -m benchmarks performance` writes this file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 
 {table}
 """
