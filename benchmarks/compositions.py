@@ -80,7 +80,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `x` to the residual in place and return its `rmsnorm`."""
+    """Add `x` to the residual in place, and return `rmsnorm` of the sum."""
     return rmsnorm(residual.add_(x), weight, eps)
 
 
@@ -113,14 +113,14 @@ def rmsnorm_fp4quant_with_norm(
 def add_rmsnorm_fp4quant(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` to the residual in place and return its `rmsnorm_fp4quant`."""
+    """Add `x` to the residual in place, and return `rmsnorm_fp4quant` of the sum."""
     return rmsnorm_fp4quant(residual.add_(x), weight, eps)
 
 
 def add_rmsnorm_fp4quant_with_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add `x` to the residual in place and return its `rmsnorm_fp4quant_with_norm`."""
+    """Add `x` to the residual in place, and return `rmsnorm_fp4quant_with_norm` of the sum."""
     return rmsnorm_fp4quant_with_norm(residual.add_(x), weight, eps)
 
 
@@ -199,7 +199,7 @@ def rmsnorm_fp8quant(
 def add_rmsnorm_fp8quant(
     x: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` to the residual in place and return its `rmsnorm_fp8quant`."""
+    """Add `x` to the residual in place, and return `rmsnorm_fp8quant` of the sum."""
     return rmsnorm_fp8quant(residual.add_(x), *rest, **named)
 
 

@@ -58,7 +58,7 @@ HUMMING_NVFP4 = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
 
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
     """Return a function that calls humming's layers. humming repacks NVFP4 weights from ModelOpt's checkpoint layout.
-    The weight's global scale applies alpha."""
+    alpha is passed as the weight's second-level scale."""
     m, n, k = sets[0].size
     weights = [
         {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}

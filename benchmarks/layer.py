@@ -91,7 +91,7 @@ do."""
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """Add `x` to the residual in place, and return its RMSNorm."""
+    """Add `x` to the residual in place, and return RMSNorm of the sum."""
     return F.rms_norm(residual.add_(x), (residual.shape[-1],), weight, EPS)
 
 

@@ -43,8 +43,8 @@ class Size:
         layers: number of layers.
         vocabulary: number of tokens in the vocabulary.
         parts: measurements that run by default.
-        bf16_layers: layer counts of the smaller bf16 models that replace a bf16 model too large for the GPU; empty if
-            it fits.
+        bf16_layers: numbers of layers of smaller bf16 models. If the whole bf16 model does not fit into the GPU's
+            memory, these models are timed instead. Empty if it fits.
     """
 
     widths: layer.Widths

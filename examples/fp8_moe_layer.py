@@ -64,7 +64,7 @@ LARGEST_ERROR = {"fp8": 0.1, "mxfp4": 0.06, "nvfp4": 0.075}
 
 
 class Weights(NamedTuple):
-    """The layer's weights in bf16, with an fp32 bias; an expert's gate rows precede its up rows."""
+    """Weights of an expert layer in bf16, with an fp32 bias. The gate rows of an expert precede its up rows."""
 
     router: torch.Tensor
     """(E, H)."""

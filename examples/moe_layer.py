@@ -89,7 +89,7 @@ LARGEST_ERROR = {"bf16": 0.014, "nvfp4": 0.2, "mxfp4": 0.26, "fp8": 0.06}
 
 
 class Weights(NamedTuple):
-    """The layer's weights in bf16; an expert's gate rows precede its up rows."""
+    """Weights of an expert layer in bf16. The gate rows of an expert precede its up rows."""
 
     router: torch.Tensor
     """(E, H)."""
