@@ -166,7 +166,7 @@ class Layer:
         return self.linears[name](rows)
 
     def product(self, op: Callable[..., Tensor], name: str, **given: Any) -> Tensor:
-        """Call one of our GEMM ops with the named weight; `given` are the op's further arguments."""
+        """Call one of our GEMM ops with the weight of the linear layer `name`, and with the arguments in `given`."""
         each: Any = self.linears[name]
         weight = {"b": each.weight.t(), "b_scale": getattr(each, self.scales)}
         return op(**weight, **given, out_dtype=DTYPE, static_weight=True, prefetch=self.next_weight(name))
@@ -216,7 +216,7 @@ class W4A16(NVFP4Weights):
 
 
 class GateApart(W4A16):
-    """W4A16 with Inductor's gate for any number of rows."""
+    """W4A16 in which a kernel of Inductor applies the gate, even if there is only one row."""
 
     label = "gate apart"
 

@@ -113,7 +113,10 @@ def build(label: str, config: Any, device: torch.device, merge: bool = True) -> 
 
 
 def decoded(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without merged layers, with the quantised weights decoded to bf16."""
+    """Return a copy of a model in which each `QuantLinear` is a bf16 `nn.Linear` with the decoded weight.
+
+    The model must have no merged layers.
+    """
     twin = copy.deepcopy(model)
     for parent in [*twin.modules()]:
         for name, each in [*parent.named_children()]:

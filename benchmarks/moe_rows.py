@@ -106,7 +106,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
     # --- tensors and calls ---
 
     def routed(self, case: Case, device: torch.device, *names: str) -> dict[str, torch.Tensor]:
-        """Return the named tensors of the case's routing."""
+        """Return the tensors `names` of the case's routing, copied to the device."""
         parts = routing(case["M"], case["E"], alignment_of(case.choices))
         return {name: parts[name].to(device, copy=True) for name in names}
 
