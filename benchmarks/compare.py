@@ -48,7 +48,7 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """Return the median ratio of new to old time over all peers that both results contain."""
+        """Return the median over all peers in both results of the new time divided by the old time."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
