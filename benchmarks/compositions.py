@@ -51,7 +51,7 @@ def to_128x4(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the row-major (rows, columns) scales from the layout of `to_128x4`."""
+    """Convert scales in the layout of `to_128x4` to a row-major matrix (rows, columns), without padding."""
     padded = scale.view(torch.uint8).permute(0, 3, 2, 1, 4).reshape(scale.shape[0] * 128, scale.shape[1] * 4)
     return padded[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
 

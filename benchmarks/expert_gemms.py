@@ -107,7 +107,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return read + alpha.nbytes + m * problem.n * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
-        """Return the multiplications and additions of the routed pairs."""
+        """Return the number of multiplications and additions for all routed pairs of a token and an expert."""
         return 2 * int(self.alpha_of(case).count_nonzero()) * case["N"] * self.problem(case).expert_k
 
     def alpha_of(self, case: Case) -> torch.Tensor:

@@ -157,7 +157,10 @@ def marlin(sets: Sequence[Operands]) -> str:
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """Return `torch.mm` of bfloat16 matrices: the decoded weight times alpha, exact because alpha is a power of two."""
+    """Return a function that multiplies by the weight in bfloat16, decoded and multiplied by alpha, with `torch.mm`.
+
+    The bfloat16 weight is exact, because alpha is a power of two.
+    """
     weights = [nvfp4_dequantize(each.codes, each.scale, DTYPE).mul_(each.alpha.to(DTYPE)).t() for each in sets]
     return lambda i: torch.mm(sets[i].a, weights[i], out=sets[i].out)
 

@@ -140,8 +140,10 @@ def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a target for the smallest ratio of our rate to the rate with an FP8 weight. `ratios` are ratios of
-    times."""
+    """Return a target for our smallest rate relative to the rate with an FP8 weight.
+
+    Each of `ratios` is our time divided by the time with an FP8 weight.
+    """
     return at_least(
         f"{name}: rate over that with FP8 weights", min((1 / ratio for ratio in ratios), default=None), goal, " ×"
     )

@@ -82,7 +82,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return case["I"] * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
-        """Return the multiplications and additions of the routed pairs."""
+        """Return the number of multiplications and additions for all routed pairs of a token and an expert."""
         return 2 * int(self.routing_of(case).count_nonzero()) * 2 * case["I"] * case["H"]
 
     def routing_of(self, case: Case) -> torch.Tensor:

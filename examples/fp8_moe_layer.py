@@ -158,7 +158,7 @@ class BF16Layer:
         return total.to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and experts of each token, (M, topk)."""
+        """Return the routing weights and the chosen experts of each token, each (M, topk)."""
         scores = F.linear(x.float(), self.weights.router.float()).sigmoid()
         groups = (scores + self.weights.bias).unflatten(1, (self.routing.num_groups, -1))
         best_groups = groups.topk(2, dim=2).values.sum(2).topk(self.routing.topk_groups, dim=1).indices
