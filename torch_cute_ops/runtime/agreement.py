@@ -1,4 +1,4 @@
-"""Decisions that all ranks of ``torch.distributed`` share, with a bounded wait for ranks that failed."""
+"""Decisions that all ranks of ``torch.distributed`` make together. The wait for a failed rank is bounded."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ class Ranks:
 
 
 def ranks() -> Ranks | None:
-    """Return the ranks of the default process group, or None for a single process."""
+    """Return the ranks of the default process group, or None if this process is the only rank."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return None
@@ -54,16 +54,16 @@ def agree(
 
     Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
-    the result, since rank 0 may arrive that late and then wait itself. After that, a rank decides instead of rank 0.
-    The first decision that is written wins (compare and set), and all ranks take it: ranks that arrive late, or give up
-    on rank 0 at the same time, still agree. If a rank died, or never asks for this decision, the other ranks wait once,
-    without an error.
+    the result, because rank 0 may arrive at the end of its own time limit and then wait as well. A rank that waits in
+    vain decides instead of rank 0. The first decision that is written wins (compare and set), and all ranks use it. So
+    ranks that arrive late, or give up on rank 0 at the same time, still agree. If a rank has died or never calls
+    ``agree``, the other ranks wait for it once, without an error.
 
     Args:
         ranks: ranks that decide.
         name: unique name of the decision, the same on every rank.
         text: post of this rank.
-        decide: function from the posts, by rank, to the decision. This rank's post is always present.
+        decide: function that maps {rank: text} to the decision. This rank's text is always present.
         timeout_s: longest wait of rank 0, seconds. With 0, rank 0 uses the posts that have already arrived.
         absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. It adds ranks
             that post nothing now, and removes ranks that post.

@@ -1,4 +1,4 @@
-"""Allocation of tensors at the lowest cost for the host."""
+"""Allocate CUDA tensors with as little host time as possible."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def allocator(device: torch.device) -> New:
-    """Return a function of (size, strides, dtype) that allocates an uninitialised tensor on a CUDA device."""
+    """Return the fastest function (size, strides, dtype) that allocates an uninitialised tensor on this CUDA device."""
     if _current_device() == device.index:
         new: New = _empty_strided_cuda
         return new

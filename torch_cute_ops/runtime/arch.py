@@ -1,4 +1,4 @@
-"""Properties of GPU architectures that plans depend on."""
+"""GPU architectures and their capabilities, from which kernels are planned."""
 
 import ctypes
 import functools
@@ -35,11 +35,12 @@ class Arch(NamedTuple):
         has_tcgen05: True if data-center Blackwell's MMA instructions exist.
         has_block_scaled_mma: True if ``mma.sync`` takes block scales.
         has_e2m1_cvt: True if ``cvt.rn.satfinite.e2m1x2.f32`` exists.
-        gpus: models with this architecture, from data sheets. Plans without a device assume the first model.
+        gpus: models with this architecture, from data sheets. If no GPU is present, kernels are planned for the first
+            model.
         flops_per_clock: dense tensor-core rate for 16-bit operands, FLOP per SM and clock, from data sheets.
         fp4_flops_per_clock: dense tensor-core rate for FP4 operands, FLOP per SM and clock; 0 if unsupported.
-        has_run: True if the kernels have run and been timed on such a GPU. For other architectures, kernels have run in
-            a PTX emulator only, and cost models use data sheets.
+        has_run: True if our kernels have run and been timed on a GPU of this architecture. If False, they have run in a
+            PTX emulator only, and cost models use data sheets.
     """
 
     name: str
@@ -59,9 +60,10 @@ class Arch(NamedTuple):
     def peak_bandwidth(self, sms: int, reported: float | None = None) -> float:
         """Estimate the peak DRAM bandwidth of a GPU, bytes per second.
 
-        The result is the bandwidth of the model in ``gpus`` with ``sms`` SMs that is nearest to ``reported``, so that
-        all GPUs of a model get the same plans, on the GPU and ahead of time. For an unknown number of SMs, such as a
-        MIG slice, the result is ``reported``, or else the first model's bandwidth per SM times ``sms``.
+        Of the models in ``gpus`` with ``sms`` SMs, select the model whose bandwidth is nearest to ``reported``, and
+        return its bandwidth. So all GPUs of a model get the same plans, at run time and ahead of time. If no model has
+        ``sms`` SMs (a MIG slice, for example), return ``reported``, or else the first model's bandwidth per SM times
+        ``sms``.
 
         Args:
             sms: number of SMs of the GPU.
@@ -91,7 +93,7 @@ def _data_center(name: str, **capabilities: Any) -> Arch:
         has_tcgen05=blackwell,
         has_block_scaled_mma=False,
         has_e2m1_cvt=blackwell,
-        # Rate of MMAs with 64 elements of k. sm_103a's MMAs with 96 elements are 1.5 times as fast.
+        # Rate for MMAs with K = 64. On sm_103a, MMAs with K = 96 are 1.5 times as fast.
         fp4_flops_per_clock=32768.0 if blackwell else 0.0,
         **capabilities,
     )
@@ -138,7 +140,7 @@ ARCHS: Final = {
 
 
 def arch_named(name: str) -> Arch:
-    """Return the architecture with this name.
+    """Return the architecture with this name, such as ``"sm_90a"``.
 
     Raises:
         ValueError: if kernels cannot be compiled for an architecture with this name.
@@ -150,7 +152,7 @@ def arch_named(name: str) -> Arch:
 
 
 def arch_name(index: int) -> str:
-    """Return the name of the architecture of CUDA device ``index``, which kernels may not support."""
+    """Return the architecture name of CUDA device ``index``. Kernels may not support this architecture."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}a"
 
@@ -179,7 +181,7 @@ def sm_count(index: int) -> int:
 
 
 def reported_bandwidth(index: int) -> float | None:
-    """Return the peak DRAM bandwidth of CUDA device ``index`` from the driver, bytes per second, or None."""
+    """Return the peak DRAM bandwidth that the driver reports for CUDA device ``index``, bytes per second, or None."""
     torch.cuda.init()
     driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), index)

@@ -1,13 +1,13 @@
 """Descriptions of a kernel's run-time arguments: hashable, printable, and independent of the DSL.
 
-The compiler converts them to the DSL's fake tensors; the cache key contains them unchanged.
+``compiler.py`` converts the descriptions to the DSL's fake tensors. The cache key contains the descriptions unchanged.
 """
 
 from typing import NamedTuple
 
 
 class Dim(NamedTuple):
-    """Extent or stride that is known only at run time. Equal names within a signature mean equal values.
+    """Extent or stride that is known only at run time. Dimensions of one signature that have the same name are equal.
 
     Attributes:
         name: name in error messages.
@@ -21,7 +21,7 @@ class Dim(NamedTuple):
 
 
 class TensorArg(NamedTuple):
-    """CUDA tensor.
+    """Description of a CUDA tensor argument.
 
     Attributes:
         dtype: DSL name of the element type, such as ``"BFloat16"``.
@@ -37,7 +37,7 @@ class TensorArg(NamedTuple):
 
 
 class ScalarArg(NamedTuple):
-    """Number. ``dtype`` is the DSL name of its type, such as ``"Float32"``."""
+    """Description of a scalar argument. ``dtype`` is the DSL's name of its type, such as ``"Float32"``."""
 
     dtype: str
 

@@ -27,11 +27,11 @@ LIBRARY_BYTES: Final = 2**30
 
 
 class BundleError(ValueError):
-    """Bundle that cannot be built, is damaged, or does not fit this process."""
+    """Error for a bundle that cannot be built, is damaged, or was built for another environment than this process."""
 
 
 class Bundle:
-    """Bundle that this process loads kernels from.
+    """Open bundle, from which this process loads kernels.
 
     Args:
         root: folder of the bundle.
@@ -105,7 +105,8 @@ class Bundle:
 
         runtime = self.runtime()
         try:
-            # RTLD_GLOBAL, because the library's undefined symbols are looked up among the global symbols.
+            # RTLD_GLOBAL: the kernels' library does not link the runtime library, so its symbols are looked up
+            # globally.
             ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
             return tvm_ffi.load_module(str(path))
         except (OSError, RuntimeError) as error:
@@ -124,7 +125,7 @@ class Bundle:
         return path
 
     def _check_digest(self, path: Path, sha256: str, remedy: str = "") -> None:
-        """Check that a file's content matches the manifest."""
+        """Check that the SHA-256 of a file equals the digest in the manifest."""
         try:
             content = files.read_again(path, LIBRARY_BYTES)
         except (OSError, ValueError) as error:
@@ -145,7 +146,7 @@ class Bundle:
             return settings.DSL_RUNTIME
         flavour = self.manifest["flavour"]
         bundled = self._path(self.manifest["runtime"]["file"])
-        # exists(), not is_file(): if the path is a FIFO or a device, reading it must fail instead of falling back.
+        # exists(), not is_file(): a FIFO or device at this path must cause an error instead of a fall-back.
         found = bundled if bundled.exists() else next(packaged_runtimes(flavour), None)
         if found is None:
             raise BundleError(
@@ -163,7 +164,7 @@ class Bundle:
 
 
 def packaged_runtimes(flavour: str) -> Iterator[Path]:
-    """Yield the DSL's runtime library in its installed package, if present."""
+    """Yield the path of the DSL's runtime library in the installed DSL package, if present."""
     package = importlib.util.find_spec("nvidia_cutlass_dsl")
     for folder in (package.submodule_search_locations if package is not None else None) or ():
         path = Path(folder) / flavour / "lib" / RUNTIME

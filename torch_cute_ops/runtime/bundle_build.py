@@ -1,4 +1,4 @@
-"""Building of bundles: compile kernels, link them into one library for each architecture, write the manifest."""
+"""Build a bundle: compile kernels, link them into one library per architecture, and write the manifest."""
 
 import hashlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Textual descriptions of calls, for the log and for CUDA errors."""
+"""Descriptions of calls as text, for the log and for messages of CUDA errors."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("torch_cute_ops")
 
 def configure_log() -> None:
     """Log to standard error at the level in ``TORCH_CUTE_OPS_LOG``. If it is not set, leave the logger unchanged."""
-    # Without a handler, Python writes warnings to standard error.
+    # Add a handler only if the user asked for a log; Python writes warnings to standard error without a handler.
     if settings.LOG:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
@@ -39,7 +39,7 @@ def _shown(value: Any) -> str:
 
 
 def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``entry`` so that each call is logged before it runs: a crash then leaves a trace."""
+    """Wrap ``entry`` so that each call is logged before it runs. If the process crashes, the log names the call."""
 
     @functools.wraps(entry)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,5 +50,6 @@ def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch_error(op: str, error: Exception, *args: Any) -> RuntimeError:
-    """Return an exception for a failed launch. The DSL's own error is no ``RuntimeError`` and does not name the op."""
+    """Return an exception for a failed launch that names the op. The DSL's exception does not, and is no
+    ``RuntimeError``."""
     return RuntimeError(f"{described(op, args, {})} failed: {type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
 """Compilation of kernels through TVM-FFI, with caches in memory and on disk. Only this module calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
-``__call__`` that the DSL traces. The cache key is derived from these three, so that the key covers everything on which
-a kernel depends.
+``__call__`` that the DSL traces. The code of a kernel depends only on these three, and the cache key contains all of
+them.
 """
 
 import functools
@@ -37,23 +37,23 @@ _compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
-    """Kernel object that the DSL compiles."""
+    """Interface of the objects that the DSL compiles."""
 
     config: Any
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Describe the run-time arguments in order, without the stream, which comes last."""
+        """Describe the run-time arguments in order. The stream, which is always the last argument, is left out."""
 
     def __call__(self, *args: Any) -> None:
-        """Trace the launch."""
+        """Launch the device code. The DSL traces this method."""
 
 
 class _Digested:
-    """Base of dataclasses with a digest."""
+    """Base class of dataclasses that are identified by a digest of their fields."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields, hexadecimal; the same in every process."""
+        """SHA-256 of all fields, hexadecimal. Equal fields give the same digest in every process."""
         return text_digest(repr(self))
 
 
@@ -78,15 +78,15 @@ class KernelSpec(_Digested):
 
 @dataclass(frozen=True)
 class Key(_Digested):
-    """Everything that a compiled kernel depends on.
+    """Cache key: everything that a compiled kernel depends on.
 
     Attributes:
         kernel: module and name of the kernel's class.
         config: configuration of the kernel.
         arguments: descriptions of the kernel's run-time arguments.
         arch: name of the architecture.
-        options: options that the compiler gets.
-        versions: versions of the compiler's packages and of TVM-FFI.
+        options: options passed to the compiler.
+        versions: versions of the DSL's packages and of TVM-FFI.
         flavour: loaded build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
         environment: environment variables that the compiler reads.
         host: features of the processor that the launching code is compiled for.
@@ -127,10 +127,10 @@ def compile_kernel(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
 
     The function takes torch tensors and numbers, as the kernel's ``arguments()`` describe them. It launches on torch's
     current stream of the first tensor's device. It raises ``ValueError`` or ``TypeError`` for arguments that do not
-    match.
+    match their descriptions.
 
     Raises:
-        BundleError: if the bundle in use does not fit.
+        BundleError: if this process cannot use the configured bundle.
         RuntimeError: if no bundle contains the kernel and the compiler is not installed.
     """
     with _lock:
@@ -158,10 +158,10 @@ def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
 
 
 def bundle() -> "Bundle | None":
-    """Return the bundle in use, or None.
+    """Return the bundle that the settings name, or None if they name no bundle.
 
     Raises:
-        BundleError: if the bundle does not fit.
+        BundleError: if this process cannot use the bundle.
     """
     return _bundle(settings.BUNDLE) if settings.BUNDLE is not None else None
 
@@ -174,7 +174,7 @@ def _bundle(folder: Path) -> "Bundle":
 
 
 def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
-    """Load the function from disk, or compile it and store it for the next process."""
+    """Load the function from the cache on disk. If it is absent, compile it and store it there for other processes."""
     kernels = store()
     if kernels is None or key.flavour is None:
         return _raw(_timed(kernel, arch, key))
@@ -182,7 +182,7 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
     function: Callable[..., None] | None = kernels.load(digest, load_object)
     if function is None:
         with kernels.writing(digest):
-            # Another process may have compiled the kernel meanwhile.
+            # Look again: another process may have compiled the kernel while this process waited for the lock.
             function = kernels.load(digest, load_object)
             if function is None:
                 compiled = _timed(kernel, arch, key)
@@ -193,10 +193,10 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
 
 
 def keep(kernel: KernelSpec, arch: Arch) -> None:
-    """Make sure that ``kernel`` for ``arch`` is on disk.
+    """Compile ``kernel`` for ``arch`` unless the bundle or the cache on disk already contains it.
 
     Raises:
-        RuntimeError: if no kernels are kept on disk, or this kernel cannot be written.
+        RuntimeError: if the cache on disk is off or cannot be used, or this kernel cannot be written.
     """
     kernels = store()
     if kernels is None:
@@ -218,7 +218,7 @@ def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
         return True
     try:
         return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
-    except ModuleNotFoundError:  # no DSL, which the cache key needs
+    except ModuleNotFoundError:  # the cache key needs the DSL, which is not installed
         return False
 
 
@@ -230,18 +230,18 @@ def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
 
 
 def _raw(compiled: Any) -> Callable[..., None]:
-    """Return the TVM-FFI function without the DSL's wrapper for keyword arguments, which costs 0.3 µs per call."""
+    """Return the bare TVM-FFI function. The DSL's wrapper, which handles keyword arguments, costs 0.3 µs per call."""
     return compiled.__tvm_ffi_object__() or compiled
 
 
 def store() -> "Store | None":
-    """Return the cache on disk, or None if kernels are not kept on disk."""
+    """Return the cache on disk, or None if it is off or cannot be used."""
     folder = settings.cache_folder() if settings.CACHE else None
     return _store(folder, settings.CACHE_MB) if folder is not None else None
 
 
 def reason_no_store() -> str:
-    """Reason that ``store`` returns None."""
+    """Return the reason that ``store`` returns None."""
     return "there is no home folder; set TORCH_CUTE_OPS_CACHE_DIR" if settings.CACHE else "TORCH_CUTE_OPS_CACHE=0"
 
 
@@ -262,7 +262,7 @@ def export_object(compiled: Any, path: Path, symbol: str) -> None:
         compiled.export_to_c(str(path), function_name=symbol)
     except OSError:
         raise
-    except Exception as error:  # the DSL's errors have no common base
+    except Exception as error:  # the DSL raises exceptions without a common base class
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
@@ -270,13 +270,13 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
     """Load the function ``symbol`` from an object file.
 
     Raises:
-        OSError: if loading fails. The DSL does not report whether the file or this process is the cause.
+        OSError: if loading fails. The DSL does not report whether the file is damaged or this process lacks something.
     """
     from cutlass.cute.runtime import load_module
 
     try:
         function: Callable[..., None] = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
-    except Exception as error:  # the DSL's errors have no common base
+    except Exception as error:  # the DSL raises exceptions without a common base class
         raise OSError(f"{type(error).__name__}: {error}") from None
     return function
 
@@ -317,7 +317,8 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
 
 
 def _after_fork() -> None:
-    """Replace the lock. If another thread held the lock during the fork, no thread would release it in the child."""
+    """Replace the lock in a forked child. Otherwise a lock that another thread held during the fork is never
+    released."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,7 +1,8 @@
-"""Substitutes for the work of PyTorch's dispatcher, for CUDA calls that bypass it, and tests whether a call may bypass
-it.
+"""Conditions under which a CUDA call may bypass PyTorch's dispatcher, and replacements for the work that the dispatcher
+would have done.
 
-Private names of torch have fallbacks that are slower and correct: calls then go through the dispatcher.
+The module uses private names of torch. If a torch version lacks one, calls go through the dispatcher, which is slower
+and always correct.
 """
 
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ PLAIN: Final = frozenset((torch.Tensor, Parameter))
 """Exact types of tensors that do not need the dispatcher; subclasses do."""
 
 try:
-    # torch.autograd.graph.increment_version calls this function and takes twice as long.
+    # The public torch.autograd.graph.increment_version calls this function and takes twice as long.
     from torch._C import _increment_version
 except ImportError:
     _increment_version = torch.autograd.graph.increment_version  # type: ignore[assignment, unused-ignore]
@@ -27,14 +28,16 @@ mark_written: Final = _increment_version
 """Increment the version counters of tensors that a kernel wrote, so that autograd detects stale saved tensors."""
 
 NEEDS_REDISPATCH: str
-"""``NEEDS_DISPATCHER`` for calls at the Autograd key: compiler and tracer ran before it and are not tested again."""
+"""``NEEDS_DISPATCHER`` for calls that have reached the Autograd key: without the tests for a compiler or tracer, which
+act earlier."""
 
 NEEDS_DISPATCHER: str
 """Expression that is true if a compiler, tracer, dispatch mode, transform, dual level or log must see the call.
 
-Otherwise a Python function saves the dispatcher's 2.5 µs (torch 2.11). ``__torch_function__`` modes and the profiler
-are not tested: they see kernels and calls of ``torch.ops.cute``, but not calls of the Python functions. The expression
-uses the names in ``CHECKS``, and is inserted into generated functions: calling a function would cost 0.06 µs.
+If it is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The expression does
+not test for ``__torch_function__`` modes and the profiler. These see kernels and calls of ``torch.ops.cute``, but not
+calls of the Python functions. The expression uses the names in ``CHECKS``. It is inserted into generated functions,
+because calling a function would cost 0.06 µs.
 """
 
 NEEDS_DISPATCHER_WITHOUT_DYNAMO: str
@@ -49,7 +52,7 @@ try:
 
     forward_ad._current_level  # noqa: B018
 except (ImportError, AttributeError):
-    # Without torch's private names, nothing tells whether the dispatcher is needed.
+    # Without torch's private names, we cannot test whether the dispatcher is needed, so every call uses it.
     NEEDS_REDISPATCH = NEEDS_DISPATCHER = NEEDS_DISPATCHER_WITHOUT_DYNAMO = "True"
     CHECKS = {}
 else:
@@ -69,7 +72,7 @@ else:
 
 
 def is_proxy(value: Any) -> bool:
-    """Return True for a stand-in of ``torch.fx.symbolic_trace``, which records calls and has no shape or dtype."""
+    """Return True for a proxy of ``torch.fx.symbolic_trace``, which records calls and has no shape or dtype."""
     return isinstance(value, Proxy)
 
 

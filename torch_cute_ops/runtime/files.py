@@ -1,4 +1,4 @@
-"""Reading and writing of files in folders that several processes use."""
+"""Read and write files in folders that several processes use."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ RETRY_SECONDS: Final = 0.05
 
 
 class Unusable(ValueError):
-    """Path that is no regular file, or whose content is not as expected."""
+    """Error for a path that is no regular file, or whose content is not as expected."""
 
 
 def read(path: Path, limit: int) -> bytes:
@@ -47,7 +47,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def read_again(path: Path, limit: int) -> bytes:
-    """Read a file as ``read`` does, and repeat a failed read once: errors of a disk or a network may pass."""
+    """Read a file as ``read`` does, and retry once after an error: errors of a disk or a network may be temporary."""
     try:
         return read(path, limit)
     except (FileNotFoundError, NotADirectoryError):
@@ -121,7 +121,8 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def is_stale(path: Path) -> bool:
-    """Return True if a file or folder is old, or if its date lies so far in the future that no clock error explains it.
+    """Return True if a file or folder was last modified long ago, or has a date so far in the future that no clock
+    error explains it.
 
     Raises:
         OSError: if the path does not exist.

@@ -1,4 +1,4 @@
-"""Callbacks on the first import of an optional module."""
+"""Call a function when an optional module is first imported."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder for one module: delegates to the other finders, and wraps the module's loader."""
+    """Import finder for one module: delegates to the other finders, and wraps the loader that they return."""
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self._name, self._function = name, function
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loader that restores the module's real loader, loads the module, and calls ``function``."""
+    """Loader that restores the module's original loader, loads the module, and calls ``function`` with it."""
 
     def __init__(self, loader: Loader, function: Callable[[ModuleType], None]) -> None:
         self._loader, self._function = loader, function

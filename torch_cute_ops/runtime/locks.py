@@ -1,4 +1,4 @@
-"""Locks between processes. They only avoid duplicate work: code must also be correct without them.
+"""Locks between processes. They only avoid duplicate work: callers must be correct even if a lock fails.
 
 A lock is an advisory lock (``flock``) on an empty file. The system releases the lock when its process ends; the file
 stays.
@@ -23,10 +23,10 @@ LONGEST_PAUSE: Final = 0.2
 
 @contextlib.contextmanager
 def one_process(path: Path, patience: float) -> Iterator[None]:
-    """Run the block in one process at a time.
+    """Hold a lock between processes while the ``with`` block runs.
 
-    Several processes may run it at once if the file system does not support locks, if ``path`` cannot be written, or if
-    a process holds the lock for longer than ``patience`` seconds.
+    The block also runs without the lock if the file system does not support locks, if ``path`` cannot be written, or if
+    another process holds the lock for longer than ``patience`` seconds.
 
     Args:
         path: file of the lock; its folder is created.
@@ -39,7 +39,8 @@ def one_process(path: Path, patience: float) -> Iterator[None]:
             descriptor = os.open(path, flags, 0o644)
             held.callback(os.close, descriptor)
             _wait(path, descriptor, patience)
-            # Closing alone does not release the lock if a child was forked meanwhile and inherited the descriptor.
+            # Unlock explicitly: if a child was forked meanwhile, it inherited the descriptor, and closing ours keeps
+            # the lock.
             held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
             log.debug("no lock %s (%s)", path, error)

@@ -1,4 +1,4 @@
-"""Warnings that a process logs once, however often their cause occurs."""
+"""Warnings that are logged once per process and cause."""
 
 import logging
 import threading

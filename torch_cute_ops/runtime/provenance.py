@@ -1,4 +1,5 @@
-"""Digests of sources, which tie a recorded GPU run or a stored kernel to its code, and of cache keys."""
+"""SHA-256 digests of source files and of cache keys. A digest of sources ties a stored kernel, or a recorded GPU run,
+to the code that produced it."""
 
 import functools
 import hashlib

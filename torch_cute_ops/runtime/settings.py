@@ -1,4 +1,4 @@
-"""Settings of the package. Each is read from one environment variable, once, at import."""
+"""Settings of the package. Each setting is read from its environment variable once, when the package is imported."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ _known: dict[str, tuple[Any, str]] = {}
 
 
 def described() -> list[dict[str, str]]:
-    """Return the name, value and source of each variable."""
+    """Return each setting's environment variable, value and source (``"default"`` or ``"environment"``)."""
     return [{"variable": name, "value": str(value), "source": source} for name, (value, source) in _known.items()]
 
 
@@ -38,7 +38,7 @@ def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
 
 
 def _is_command() -> bool:
-    """Return True in ``python -m torch_cute_ops``, which imports the package before it can catch errors."""
+    """Return True if ``python -m torch_cute_ops`` is starting. It imports the package before it can catch errors."""
     # While Python looks a module up, it replaces its name in ``sys.argv`` by "-m".
     return sys.argv[:1] == ["-m"] and ["-m", "torch_cute_ops"] in map(list, itertools.pairwise(sys.orig_argv))
 

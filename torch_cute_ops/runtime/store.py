@@ -1,10 +1,11 @@
 """Cache of compiled kernels on disk, shared by processes.
 
 An entry is a folder ``<root>/<digest>`` that contains an object file and its description. The digest is the SHA-256 of
-the cache key, which the description contains; the object file's function is named after the digest. Entries appear by
-renaming, which is atomic on local and on network file systems, and never change. An entry whose content contradicts its
-description or its name is deleted; an unreadable entry is kept. In both cases the kernel is compiled again. If nothing
-can be written, kernels stay in memory, with one warning per kind of error.
+the cache key. The description contains the cache key, and the function in the object file is named after the digest. A
+new entry is written under a temporary name and then renamed, which is atomic on local and on network file systems. An
+entry never changes afterwards. An entry whose content contradicts its description or its name is deleted; an unreadable
+entry stays. In both cases the kernel is compiled again. If nothing can be written, kernels stay in memory, and each
+kind of error is logged once.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class Entry:
 
 
 class Damaged(Exception):
-    """Entry whose content contradicts its description or its name."""
+    """Error for an entry whose content contradicts its description or its name."""
 
 
 def symbol_of(digest: str) -> str:
@@ -67,7 +68,7 @@ def symbol_of(digest: str) -> str:
 
 
 class Store:
-    """Kernels under one folder.
+    """Compiled kernels in one folder.
 
     Args:
         folder: folder of the cache; created at the first write.
@@ -91,7 +92,7 @@ class Store:
             load: function that loads a symbol from an object file, or raises ``OSError``.
 
         Returns:
-            Result of ``load``, or None without a usable entry.
+            Result of ``load``, or None if no usable entry exists.
         """
         folder = self.root / digest
         try:
@@ -99,7 +100,7 @@ class Store:
                 function = load(folder / OBJECT, self.read(digest).symbol)
             except FileNotFoundError:
                 raise
-            except OSError:  # of a disk or a network, or too many open files; such errors may be temporary
+            except OSError:  # the disk or network failed, or too many files are open; such errors may be temporary
                 time.sleep(files.RETRY_SECONDS)
                 function = load(folder / OBJECT, self.read(digest).symbol)
         except FileNotFoundError:
@@ -181,7 +182,7 @@ class Store:
             try:
                 work.rename(self.root / digest)
             except OSError:
-                if not self.has(digest):  # another process did it first
+                if not self.has(digest):  # unless another process has stored the kernel meanwhile
                     raise
         except (OSError, files.Unusable) as error:
             self.failure = str(error)
@@ -197,8 +198,8 @@ class Store:
         return True
 
     def writing(self, digest: str, patience: float = PATIENCE_SECONDS) -> AbstractContextManager[None]:
-        """Let one process at a time compile ``digest``. After ``patience`` seconds, or without locks, all processes
-        may."""
+        """Hold the lock for compiling ``digest``. If the lock cannot be acquired in ``patience`` seconds, continue
+        without."""
         return locks.one_process(self.root / "locks" / f"{digest}.lock", patience)
 
     def entries(self) -> Iterator[tuple[str, Path]]:
@@ -222,7 +223,8 @@ class Store:
         return sorted(found)
 
     def prune(self) -> None:
-        """Delete the least recently used entries beyond the limit, old lock files, and remains of killed processes."""
+        """Delete the least recently used entries beyond the size limit, old lock files, and files that killed processes
+        left."""
         used = self.used()
         total = sum(size for _, size, _ in used)
         for _, size, folder in used[:-1]:
@@ -264,7 +266,7 @@ class Store:
         """
         doomed = self.root / "work" / uuid.uuid4().hex
         files.make_folder(doomed.parent)
-        with contextlib.suppress(FileNotFoundError):  # another process did it first
+        with contextlib.suppress(FileNotFoundError):  # another process has already deleted the entry
             folder.rename(doomed)
             _remove(doomed)
 
@@ -295,6 +297,6 @@ def _remove(path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Write a file's content to disk, before its folder gets its final name."""
+    """Flush a file to disk, which must happen before its folder is renamed to its final name."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

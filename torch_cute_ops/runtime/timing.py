@@ -2,14 +2,14 @@
 
 - Buffer sets. Each variant cycles through ``n_sets`` independent sets of tensors, including weights. Together the sets
   occupy at least 3 × L2; at least 2 sets are used. A tiny problem would need thousands of sets, but gets at most
-  ``max_sets``; the plan's ``rotation_over_l2`` is then below 3. The alternative, flushing L2 between calls, requires
-  subtracting the flush's time, whose noise exceeds a 2 µs kernel. In a served model, the activations of a decode step
-  are in L2 and the weights are not; here, no operand is in L2.
+  ``max_sets``; the plan's ``rotation_over_l2`` is then below 3. The alternative is to flush L2 between calls and to
+  subtract the flush's time, but the noise of that time exceeds a 2 µs kernel. In a served model, the activations of a
+  decode step are in L2 and the weights are not; here, no operand is in L2.
 - Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. It lasts about ``graph_ms``
   or longer, so that launching the graph costs little. The time of a call is the time between two events around a
   replay, divided by the number of calls.
 - Rounds. Replays of the variants are queued A, B, C, A, B, C, … without host synchronisation, so that clocks, heat and
-  other tenants affect all variants alike. Results are the median over rounds and the 20th and 80th percentile.
+  other tenants affect all variants alike. The result is the median over the rounds, with the 20th and 80th percentile.
 """
 
 import math
@@ -26,11 +26,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Settings:
-    """Parameters of the method.
+    """Parameters of the timing method.
 
     Attributes:
         l2_factor: required total size of all sets, as a multiple of the L2 size.
-        max_sets: maximum number of sets (graph nodes).
+        max_sets: maximum number of buffer sets, and so of kernel nodes per pass of a graph.
         graph_ms: intended minimum duration of a graph, ms, estimated from ``assumed_tbps`` and 2 µs per call.
         budget_ms: intended GPU time of a case, ms, by the same estimate; determines the number of rounds.
         assumed_tbps: bandwidth that the estimate assumes, TB/s.
@@ -49,8 +49,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of sets, of calls per graph (a multiple of the sets) and of rounds; and total size of the sets divided by
-    the L2 size."""
+    """Numbers of buffer sets, of calls per graph (a multiple of the sets) and of rounds; and the total size of the sets
+    as a multiple of the L2 size."""
 
     n_sets: int
     calls: int
@@ -69,7 +69,7 @@ class Timing:
     calls: int
 
     def as_dict(self) -> dict[str, float | int]:
-        """Return the fields by name."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
@@ -93,7 +93,8 @@ class CudaGraphs:
     """CUDA graphs and events on the current device and stream."""
 
     def capture(self, call: Call, n_sets: int, calls: int) -> Replay:
-        """Warm up ``call`` (compile, load), then capture ``calls`` calls, cycling through the sets.
+        """Run ``call`` once to compile and load it, then capture ``calls`` calls that cycle through the sets in a CUDA
+        graph.
 
         The returned function keeps the calls' results alive, so that each set gets its own outputs.
         """
@@ -128,7 +129,7 @@ class CudaGraphs:
 
 
 def plan(bytes_per_call: int, n_variants: int, l2_bytes: int, settings: Settings, call_ms: float | None = None) -> Plan:
-    """Choose sets, calls and rounds for a case.
+    """Choose the numbers of buffer sets, calls and rounds with which a case is timed.
 
     Args:
         bytes_per_call: bytes that a call moves; also the size of a set.
@@ -158,7 +159,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def measure(
     variants: Mapping[Name, Call], n_sets: int, calls: int, rounds: int, backend: Backend
 ) -> dict[Name, Timing]:
-    """Time every variant, interleaved.
+    """Time all variants in turns, round by round.
 
     Args:
         variants: functions by name. ``variants[name](i)`` queues work on buffer set i of ``n_sets``, on the current

@@ -1,4 +1,4 @@
-"""Identification of the toolchain: packages, the loaded build of the DSL, the processor, the environment."""
+"""Identify the toolchain: installed packages, the loaded build of the DSL, the processor, the environment."""
 
 import functools
 import importlib.metadata
@@ -13,8 +13,8 @@ _LIBRARIES = "nvidia-cutlass-dsl-libs-"
 
 
 def installed_packages() -> dict[str, str | None]:
-    """Return the versions of the DSL's packages and of TVM-FFI, None for a package that is not installed."""
-    # A release of the DSL pins the versions of its parts, but other versions can be installed.
+    """Return the versions of the DSL's packages and of TVM-FFI. The version is None if a package is not installed."""
+    # Ask for each part's version: a release of the DSL pins its parts, but a user can install other versions.
     parts = (f"{_LIBRARIES}{part}" for part in ("base", "core", "cu12", "cu13"))
     names = ("nvidia-cutlass-dsl", *parts, "apache-tvm-ffi")
     return {name: _version(name) for name in names}
@@ -36,10 +36,10 @@ def compiler_versions() -> tuple[str, ...]:
 def compiler_flavour() -> str | None:
     """Return the loaded build of the DSL: ``"cu12"`` for CUDA 12, ``"cu13"`` for CUDA 13. Imports the DSL.
 
-    Returns None, with a warning, if the build is unknown. Kernels must then not be stored, since the builds compile
-    differently.
+    If the build is unknown, warn and return None. Kernels must then not be stored, because the two builds compile a
+    kernel differently.
     """
-    import cutlass  # chooses a build by the driver
+    import cutlass  # importing it loads the build that fits the driver
 
     # Use the loaded library's own version, or else the only installed build.
     major = getattr(getattr(cutlass, "CUDA_VERSION", None), "major", None)
@@ -68,7 +68,8 @@ _INSTRUCTION_SETS = re.compile(
 
 @functools.cache
 def host_features() -> tuple[str, ...]:
-    """Return the processor's architecture and instruction sets. The launching code may use all of them."""
+    """Return the processor's architecture and instruction sets. The host code that launches a kernel is compiled for
+    them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -79,6 +80,7 @@ def host_features() -> tuple[str, ...]:
 
 def compiler_environment() -> tuple[str, ...]:
     """Return the environment variables that the compiler reads, each as ``NAME=value``."""
-    # The architecture is passed to the compiler, and the path of its libraries does not affect the result.
+    # Ignored: the architecture is passed to the compiler explicitly, and the libraries' path does not affect the
+    # result.
     ignored = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
     return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))

@@ -1,4 +1,4 @@
-"""Choice of a backend and tactic by timing the candidates on this GPU, remembered for later calls.
+"""Choose a backend and tactic by timing the candidates on this GPU, and remember the choice for later calls.
 
 The tuner is independent of ops, and times nothing outside an ``autotune`` block (``tuning.py``). A ``TuningTask``
 provides the candidates with their estimated times, and functions that check and time them. Choices are kept in memory
@@ -32,7 +32,7 @@ HOPELESS: Final = 4.0
 
 @dataclass(frozen=True)
 class TuningTask:
-    """Candidates of a choice.
+    """Candidates for one choice, with functions that check and time them.
 
     Attributes:
         op: name of the op, for messages.
@@ -56,20 +56,20 @@ class TuningTask:
 
 
 class _Choices:
-    """Choices of this process, initialised from the file."""
+    """Choices of this process: read from the file at the start, then extended by tuning."""
 
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Choices that the ranks made because tuning had failed. This process uses them, but does not write them to the
-        # file.
+        # Choices by estimate that the ranks agreed on because tuning had failed. This process uses them, but does not
+        # write them to the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
 
 
-# The lock is held during timing, because threads that time kernels at once disturb each other. It is not held while
-# waiting for ranks.
+# Held during timing, because kernels that two threads time at once disturb each other. Released while this rank waits
+# for other ranks.
 _timing = threading.Lock()
 
 
@@ -83,7 +83,8 @@ def lookup(key: Key) -> Candidate | None:
 
 
 def tune(problem: TuningTask) -> None:
-    """Make sure, inside an ``autotune`` block, that ``lookup`` finds a choice for the problem's key.
+    """Tune the problem if it is called inside an ``autotune`` block, so that ``lookup`` then finds a choice for its
+    key.
 
     Each key is tuned once per block. Does nothing outside a block, while a stream captures, or if there is only one
     candidate.
@@ -103,12 +104,12 @@ def tune(problem: TuningTask) -> None:
         return
     if problem.key in choices.agreed:
         return
-    # All ranks enter the same blocks, so all ranks count the same number of attempts.
+    # All ranks enter the same blocks, so their attempt counts agree, and so do the names of their decisions.
     attempt = choices.attempts[problem.key] = choices.attempts.get(problem.key, 0) + 1
     name = _name(problem.key, attempt)
     try:
         vote = _vote(problem)
-    except BaseException as error:  # including interrupts, so that the other ranks do not wait for this rank
+    except BaseException as error:  # also interrupts: this rank must still vote, or the other ranks would wait for it
         ranks.post(name, canonical({"failed": _line(error)}))
         raise
     decision = agreement.agree(ranks, name, vote, lambda votes: _decide(problem, votes), block.timeout_s, block.absent)
@@ -140,7 +141,7 @@ def versions() -> str:
 
 
 def path() -> Path | None:
-    """Return the path of the file of choices, or None if nothing is kept on disk.
+    """Return the path of the file that stores choices, or None if the cache on disk is off.
 
     The path is ``TORCH_CUTE_OPS_TUNING``, or else a file next to the compiled kernels.
     """
@@ -150,18 +151,18 @@ def path() -> Path | None:
     return folder / f"tuning-v{FORMAT}.json" if folder is not None else None
 
 
-# A vote is JSON: {"have": candidate}, {"times": [[candidate, seconds], ...]} or {"failed": reason}.
+# A rank's vote is JSON: {"have": candidate}, {"times": [[candidate, seconds], ...]} or {"failed": reason}.
 
 
 def _vote(problem: TuningTask) -> str:
-    """Return this process's vote: an existing choice, measured times, or the reason of a failure."""
+    """Return this rank's vote: an existing choice, measured times, or the reason of a failure."""
     have = _choices().tuned.get(problem.key)
     if have in problem.estimates:
         return canonical({"have": have})
     try:
         with _timing:
             times = _times(problem)
-    except Exception as error:  # of any backend, the DSL or CUDA
+    except Exception as error:  # any error of a backend, the DSL or CUDA
         return canonical({"failed": _line(error)})
     if not times:
         return canonical({"failed": "no candidate gives a correct result"})
@@ -169,10 +170,10 @@ def _vote(problem: TuningTask) -> str:
 
 
 def _times(problem: TuningTask) -> dict[Candidate, float | None]:
-    """Time the correct candidates in the first shortlist that contains any.
+    """Time the correct candidates. Slow candidates are tried only if no faster candidate is correct.
 
     Returns:
-        Duration of each candidate, seconds; None for a single candidate, which needs no timing.
+        Duration of each timed candidate, seconds. None if only one candidate is left, which needs no timing.
     """
     for group in shortlists(problem.estimates):
         right = [candidate for candidate in group if _is_right(problem, candidate)]
@@ -184,8 +185,8 @@ def _times(problem: TuningTask) -> dict[Candidate, float | None]:
 
 
 def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]]:
-    """Yield the list of candidates worth timing, then every other candidate alone, in case no earlier candidate is
-    correct."""
+    """Yield the list of candidates worth timing, then each other candidate alone. A caller uses the first list that
+    contains a correct candidate."""
     ordered = sorted(estimates, key=estimates.__getitem__)
     least = estimates[ordered[0]]
     first = [candidate for candidate in ordered if estimates[candidate] <= HOPELESS * least]
@@ -196,7 +197,7 @@ def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]
 def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
     try:
         wrong = problem.check(candidate)
-    except Exception as error:  # of any backend, the DSL or CUDA
+    except Exception as error:  # any error of a backend, the DSL or CUDA
         wrong = f"fails: {_line(error)}"
     if wrong is not None:
         log.warning("cute::%s: backend %r, tactic %s is not used: %s", problem.op, *_shown(candidate), wrong)
@@ -204,8 +205,8 @@ def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
 
 
 def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
-    """Decide by the ranks' votes. Return JSON with the candidate, a flag that is true if it was tuned, and its mean
-    duration in seconds."""
+    """Choose the candidate with the shortest total time over all ranks. Return JSON with the candidate, a flag that is
+    true if it was tuned, and its mean duration in seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:
@@ -215,7 +216,7 @@ def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
         if "have" in vote:
             return _decision(_candidate(vote["have"]), True, None)
     timed = [{_candidate(name): seconds for name, seconds in v["times"]} for v in parsed.values() if "times" in v]
-    # Candidates are in the order of their estimates, which breaks ties.
+    # Candidates are sorted by estimate, and min() takes the first of equal ones: the estimate breaks ties.
     common = [candidate for candidate in timed[0] if all(candidate in times for times in timed)] if timed else []
     if not common:
         log.warning("cute::%s: nothing is tuned; calls use the estimated best, %s", problem.op, problem.untuned)
@@ -230,7 +231,7 @@ def _decision(candidate: Candidate, tuned: bool, seconds: float | None) -> str:
 
 
 def _adopt(problem: TuningTask, text: str) -> None:
-    """Use a decision, and write it to the file if it was tuned."""
+    """Use the ranks' decision in this process, and write it to the file if it was tuned."""
     decision = json.loads(text)
     candidate, seconds = _candidate(decision["candidate"]), decision["seconds"]
     choices = _choices()
@@ -246,7 +247,7 @@ def _adopt(problem: TuningTask, text: str) -> None:
 
 
 def _name(key: Key, attempt: int) -> str:
-    """Return the name of a decision among ranks. It omits the GPU, so that ranks with different GPUs choose alike."""
+    """Return the name under which the ranks vote. It omits the GPU, so that ranks with different GPUs choose alike."""
     return f"tune/{key.family}/{text_digest(key.static)}/{key.bucket}/{attempt}"
 
 

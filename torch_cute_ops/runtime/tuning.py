@@ -1,4 +1,5 @@
-"""State of ``autotune`` blocks: the part of the tuner that ops import before tuning is used."""
+"""State of ``autotune`` blocks. This module is separate from the tuner because ops import it even if nothing is
+tuned."""
 
 import contextlib
 import numbers
@@ -21,7 +22,7 @@ class Block:
     Attributes:
         timeout_s: longest wait for other ranks, seconds.
         settled: keys that were already tuned in this block.
-        absent: ranks that posted nothing in time.
+        absent: ranks that did not vote in time.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -38,18 +39,18 @@ _changing = threading.Lock()
 def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
     """Tune calls inside the block: choose their backend and tactic by timing, if there are several candidates.
 
-    The first call with new static properties, or with an M in another bucket, checks the candidates' results against
-    the reference, times the correct candidates with a cold L2, and keeps the fastest, in memory and in a file for later
-    processes. This takes the time to compile the candidates, about a second of GPU time, and memory for copies of the
+    The first call with new static properties, or with an M in another bucket, compares the candidates' results with the
+    reference, times the correct candidates with a cold L2, and stores the fastest, in memory and in a file for later
+    processes. Besides compiling the candidates, this takes about a second of GPU time, and memory for copies of the
     operands. Candidates with a wrong result are logged and not used. Nothing is tuned in a CUDA-graph capture, for
-    calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the choice
-    without tuning, and a warning gives the reason.
+    calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the candidate
+    with the shortest estimate, and a warning gives the reason.
 
     If ``torch.distributed`` is initialised, all ranks of the default process group must make the same calls in the
-    block, and get the same choices. If a rank knows an earlier choice, all ranks use it. Otherwise the ranks choose the
-    candidate with the shortest total time over all ranks that did not fail, among candidates that all these ranks have
-    timed. A rank that fails informs the others, which go on at once. The ranks wait ``timeout_s`` for a missing rank,
-    or twice as long for rank 0. Then they decide without this rank; a rank that is late uses their decision.
+    block, and get the same choices. If a rank knows an earlier choice, all ranks use it. Otherwise the ranks compare
+    the candidates that all ranks without a failure have timed, and choose the candidate with the shortest total time. A
+    rank whose tuning fails tells the other ranks, which do not wait for it. The ranks wait ``timeout_s`` for a missing
+    rank, or twice as long for rank 0. Then they decide without this rank; if it arrives later, it uses their decision.
 
     Example:
         >>> with torch_cute_ops.autotune():
@@ -87,7 +88,7 @@ def block() -> Block | None:
 
 
 def changed(more_blocks: int = 0) -> None:
-    """Invalidate choices that callers keep, and add ``more_blocks`` to the number of blocks."""
+    """Invalidate the choices that callers have cached, and add ``more_blocks`` to the number of open blocks."""
     global generation, blocks
     with _changing:
         generation += 1

@@ -1,7 +1,7 @@
-"""File of tuned choices: one JSON file that processes share.
+"""Tuned choices in a JSON file that several processes share.
 
 The file is replaced as a whole, so a reader finds either the old or the new content. A writer holds a lock next to the
-file and merges its choice with the existing content. A file with any other content is ignored and not changed.
+file and merges its choice with the existing content. A file that is not a tuning file is ignored and never changed.
 """
 
 import json
@@ -36,12 +36,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """Key of a choice.
+    """Conditions under which a tuned choice is valid.
 
     Attributes:
         family: name shared by ops that choose among the same candidates.
         static: static properties of the calls, as canonical JSON.
-        bucket: number of rows for which all GEMMs of the bucket are planned.
+        bucket: largest M of the bucket; GEMMs with any M in the bucket share the choice.
         device: name of the GPU.
         versions: versions of the software that computes and compiles, as canonical JSON.
     """
@@ -54,8 +54,8 @@ class Key:
 
 
 class Tuned(NamedTuple):
-    """A choice, and the duration of a call with it in seconds. None if the choice was the only correct candidate, which
-    is not timed."""
+    """A tuned choice, and the duration of a call with it in seconds. The duration is None if only one candidate was
+    correct, which is then not timed."""
 
     candidate: Candidate
     seconds: float | None
@@ -67,7 +67,7 @@ def canonical(value: Any) -> str:
 
 
 class TuningFile:
-    """Choices in a file, which need not exist and may be a symbolic link."""
+    """Tuned choices in a file. The file need not exist, and may be a symbolic link."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -20,7 +20,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Died:
-    """Outcome of a task whose process ended before the task did.
+    """Result of a task whose worker process died before the task was finished.
 
     Attributes:
         status: exit status of the process; if negative, minus the number of the signal that ended it.
@@ -36,7 +36,7 @@ class _Worker(NamedTuple):
 
 
 class Workers(Generic[Task, Result]):
-    """Processes that apply a function to tasks. They are gone when the ``with`` block ends.
+    """Pool of processes that apply a function to tasks. All processes have ended when the ``with`` block ends.
 
     The workers ignore Ctrl-C; the parent receives it and leaves the block. If the parent is killed, the workers exit.
 
@@ -86,18 +86,18 @@ class Workers(Generic[Task, Result]):
                 yield worker.task, result
 
     def _start(self, task: Task) -> None:
-        # Spawned: a process that has initialised CUDA must not be forked.
+        # Spawn instead of fork: a process that has initialised CUDA must not be forked.
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        # Start multiprocessing's resource tracker now. Otherwise the first process.start() would start it, which
-        # unblocks interrupts in this thread.
+        # Start multiprocessing's resource tracker before interrupts are blocked. Otherwise the first process.start()
+        # would start the tracker, which unblocks interrupts in this thread.
         resource_tracker.ensure_running()
         with _interrupts_held(), theirs:
             process.start()
             self._busy.append(_Worker(process, pipe, task))
             self.pids.append(process.pid or 0)
-        with contextlib.suppress(OSError):  # if the process has ended, map() notices it
+        with contextlib.suppress(OSError):  # the worker has already ended; map() notices this
             pipe.send(task)
 
     def _go_on(self, worker: _Worker, waiting: list[Task]) -> None:
