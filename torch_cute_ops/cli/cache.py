@@ -31,7 +31,7 @@ def run(action: str, *, as_json: bool = False) -> int:
 
 
 def reason_unusable() -> str | None:
-    """Return the reason that no kernels can be kept on disk, or None."""
+    """Return the reason that compiled kernels cannot be stored on disk, or None if they can."""
     if store() is None:
         return reason_no_store()
     folder = settings.cache_folder()
@@ -57,7 +57,7 @@ def _list(kernels: Store, action: str, as_json: bool) -> int:
     for digest, _ in kernels.entries():
         try:
             entry = kernels.read(digest)
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # another process deleted the kernel meanwhile
             continue
         except (Damaged, OSError) as error:
             state = "damaged" if isinstance(error, Damaged) else "unreadable"

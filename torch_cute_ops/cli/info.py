@@ -21,7 +21,7 @@ RECORD_BYTES = 2**20
 
 
 def collect() -> dict[str, Any]:
-    """Return the whole report, as values that JSON can represent."""
+    """Return all sections of the ``info`` report, as values that JSON can represent."""
     return {
         "versions": versions(),
         "devices": devices(),
@@ -34,7 +34,8 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the package, Python, torch, CUDA, the driver and the compiler, None if not installed."""
+    """Return the versions of the package, Python, torch, CUDA, the driver and the compiler; None for a missing
+    component."""
     found: dict[str, str | None] = {
         "torch_cute_ops": torch_cute_ops.__version__,
         "python": platform.python_version(),
@@ -55,7 +56,7 @@ def _driver() -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the name and architecture of each CUDA device, the reason if it is unsupported, and ``Arch.has_run``."""
+    """Describe each CUDA device: name, architecture, the reason if kernels do not support it, and ``Arch.has_run``."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         arch = arch_name(index)
@@ -67,12 +68,13 @@ def devices() -> list[dict[str, Any]]:
 
 
 def archs_here() -> list[str]:
-    """Return the architectures of the supported devices."""
+    """Return the architectures of the local GPUs that kernels support."""
     return list(dict.fromkeys(device["arch"] for device in devices() if device["unsupported"] is None))
 
 
 def availability(spec: OpSpec) -> dict[str, str]:
-    """Return, by architecture, True if kernels of the op can be compiled here, or the reason that they cannot."""
+    """Return, for the CPU and each GPU architecture, how the op runs there: by a kernel, by the reference, or the
+    reason that kernels cannot be compiled."""
     found = versions()
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     if missing:
@@ -108,7 +110,7 @@ def cache() -> dict[str, Any]:
 
 
 def bundle_state() -> dict[str, Any]:
-    """Return the folder and kernels of the bundle in use, or the reason that it does not fit."""
+    """Return the folder and kernels of the bundle in use, or the reason that this process cannot use it."""
     try:
         found = bundle()
     except ValueError as error:
@@ -120,7 +122,8 @@ def bundle_state() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """Compare the source tree's record of its last GPU run with the sources, and count the tests that did not run."""
+    """Compare the digest in ``tests/gpu_record.json`` with the sources, and count the tests that did not run on the
+    GPU."""
     try:
         content = files.parse_json(files.read(RECORD, RECORD_BYTES))
     except (OSError, ValueError):
@@ -133,7 +136,7 @@ def record() -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Format a report as text."""
+    """Format an ``info`` report for a terminal."""
     lines = ["Versions"]
     lines += [f"  {name:<32}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines.append("Devices")

@@ -1,4 +1,4 @@
-"""Arguments that name calls: an op with its static properties, or a file that lists calls."""
+"""Command-line arguments that name calls: an op with its static properties, or a file that lists calls."""
 
 import argparse
 from pathlib import Path
@@ -10,11 +10,11 @@ from torch_cute_ops import deployment, registry
 
 
 class UsageError(ValueError):
-    """Error in the command line's arguments, or in a deployment's file."""
+    """Error in the command line's arguments, or in a deployment file."""
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that ``read_jobs`` reads."""
+    """Add the command-line arguments that ``read_jobs`` reads."""
     parser.add_argument("op", nargs="?", help="name of the op, unless --config is given")
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help="file with tables [[kernel]]")
     group = parser.add_argument_group("static properties of the calls, as torch_cute_ops.warmup takes them")
@@ -31,7 +31,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """Return the jobs that the arguments describe.
+    """Return the jobs (calls to prepare) that the command line describes.
 
     Raises:
         UsageError: if the arguments or the file are wrong.
@@ -48,7 +48,7 @@ def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """Return the jobs whose ops have several backends. A file may also list other jobs, which are left out.
+    """Return the jobs of ops with several backends. Ignore other jobs if a file lists them.
 
     Raises:
         UsageError: if no job is left, or the arguments or the file are wrong.
@@ -62,7 +62,7 @@ def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def _properties() -> dict[str, list[str]]:
-    """Return the properties of all ops, each with the names of the ops that take it."""
+    """Return the static properties of all ops. Each property has the names of the ops that take it."""
     found: dict[str, list[str]] = {}
     for op in registry.OPS:
         for name in registry.properties_of(op):

@@ -1,4 +1,4 @@
-"""Commands and their arguments."""
+"""Parser and entry point of the command line."""
 
 import argparse
 import contextlib
@@ -135,7 +135,7 @@ def _add_tune(commands: Any) -> None:
 
 
 def _archs(options: argparse.Namespace) -> list[str]:
-    """Return the architectures in the arguments, or else the local devices' architectures.
+    """Return the architectures that the arguments name, or else the architectures of the local GPUs.
 
     Raises:
         UsageError: if an architecture is unknown, or none is given and no device is present.
@@ -150,8 +150,8 @@ def _archs(options: argparse.Namespace) -> list[str]:
 
 
 def _tell_flavour() -> None:
-    """Print the build of the DSL that compiled the kernels. The DSL selects a build by the driver, or without a driver
-    the newest build."""
+    """Print which build of the DSL compiled the kernels. The DSL selects the build that fits the driver, or the newest
+    build if there is no driver."""
     print(f"compiled by the {compiler_flavour()} build of the DSL; another build cannot load the kernels")
 
 
@@ -167,7 +167,7 @@ def _tune(options: argparse.Namespace) -> int:
             bar.set_postfix_str(str(job))
             try:
                 registry.warmup(job.op, tune=True, **dict(job.properties))
-            except Exception as error:  # the DSL's errors have no common base
+            except Exception as error:  # the DSL raises exceptions without a common base class
                 failed += 1
                 bar.write(f"{job}: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"{len(jobs) - failed} calls tuned, {failed} failed; choices are kept in {tuner.path() or 'no file'}")
