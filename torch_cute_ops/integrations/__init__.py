@@ -1,1 +1,1 @@
-"""Support for other libraries. Each module needs its library and is imported separately."""
+"""Adapters to other libraries. Each module needs its library, so import it explicitly."""

@@ -1,5 +1,4 @@
-"""Helpers for graphs of ATen ops, for the Inductor pass: inspect nodes and their readers, and insert calls of our
-ops."""
+"""Helpers with which the Inductor pass inspects nodes of an ATen graph and inserts calls of our ops."""
 
 import operator
 from collections.abc import Iterator
@@ -19,18 +18,18 @@ _RESHAPE: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.de
 
 
 def is_call(node: Any, *targets: Any) -> bool:
-    """Return True for a node that calls one of the targets."""
+    """Return True if the node calls one of the target functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """Return the fake tensor that describes a node's result."""
+    """Return the fake tensor that holds the shape, dtype and strides of a node's result."""
     return node.meta["val"]
 
 
 def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
-    """Skip reshapes of leading dimensions: return the node before them, and the current sizes, or None if nothing was
-    skipped."""
+    """Skip reshapes that only change leading dimensions. Return the node before the reshapes, and the sizes after them,
+    or None if no reshape was skipped."""
     sizes: tuple[Any, ...] | None = None
     while is_call(node, *_RESHAPE) and value_of(node).shape[-1:] == value_of(node.args[0]).shape[-1:]:
         sizes = tuple(node.args[1]) if sizes is None else sizes
@@ -39,7 +38,7 @@ def without_reshape(node: Any) -> tuple[Any, tuple[Any, ...] | None]:
 
 
 def readers_of(node: Node) -> Iterator[Node]:
-    """Yield the users of a node and of its reshapes, but not the reshapes."""
+    """Yield the nodes that read a node's result, directly or through reshapes. The reshapes are not yielded."""
     for user in node.users:
         if is_call(user, *_RESHAPE) and value_of(user).shape[-1:] == value_of(node).shape[-1:]:
             yield from readers_of(user)
@@ -48,7 +47,7 @@ def readers_of(node: Node) -> Iterator[Node]:
 
 
 def _is_view(node: Node) -> bool:
-    """Return True if a node can share memory with its first argument."""
+    """Return True if a node's result can share memory with the node's first argument."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -57,14 +56,15 @@ def _is_view(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> Node:
-    """Return the node that allocated a node's memory."""
+    """Follow views back to the node that allocated the memory of this node's result."""
     while node.op == "call_function" and _is_view(node):
         node = node.args[0]
     return node
 
 
 def ends_at(node: Node, last: Node) -> bool:
-    """Return True if the graph allocated the memory of ``node`` and nothing reads it after ``last``."""
+    """Return True if the memory of ``node`` may be overwritten after ``last``: an op of the graph allocated it, and no
+    later op reads it."""
     base = storage_of(node)
     if base.op != "call_function":
         return False
@@ -80,7 +80,7 @@ def ends_at(node: Node, last: Node) -> bool:
 
 
 def are_before(anchor: Node, values: Any) -> bool:
-    """Return True if all nodes among the values come before ``anchor``."""
+    """Return True if all nodes among the values precede ``anchor`` in the graph."""
     return all(value < anchor for value in values if isinstance(value, fx.Node))
 
 
@@ -105,18 +105,18 @@ def call_op(graph: fx.Graph, name: str, **named: Any) -> Node:
 
 
 def fake_results(op: Any, named: dict[str, Any]) -> Any:
-    """Return the results of a call: one fake tensor or several."""
+    """Run the op on fake tensors and return its results: one fake tensor or several."""
     values: dict[str, Any] = {key: value_of(each) if isinstance(each, fx.Node) else each for key, each in named.items()}
     with next(iter(values.values())).fake_mode:
         if "residual" in values:
             values["residual"] = torch.empty_like(
                 values["residual"]
-            )  # copied, because the op must not write the fake tensor of another node
+            )  # copied, because the op may write to its arguments, and other nodes use this fake tensor
         return op(**values)
 
 
 def result_of(node: Node, index: int) -> Node:
-    """Insert a node for one result of a call, right after the call."""
+    """Insert a node that selects one result of a call, right after the call."""
     with node.graph.inserting_after(node):
         item = node.graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]

@@ -1,4 +1,4 @@
-"""Patterns of norms and gates in graphs of ATen ops, as models write them."""
+"""Match RMSNorm and SiLU gates in graphs of ATen ops, in the ways in which models write them."""
 
 import operator
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Norm(NamedTuple):
-    """RMSNorm of the last dimension."""
+    """Matched RMSNorm over the last dimension."""
 
     input: Node
     weight: Node
@@ -47,7 +47,7 @@ def match_rms_norm(node: Node) -> Norm | None:
 
 
 def _eps_of_root(node: Any, x: Node) -> float | None:
-    """Return eps of ``rsqrt(mean(x²) + eps)``, or None for another node."""
+    """Match ``rsqrt(mean(x²) + eps)`` and return eps, or None if the node is something else."""
     if not is_call(node, aten.rsqrt.default) and not (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
         return None
     total = node.args[0]
@@ -68,7 +68,8 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
 
 
 def match_silu_mul(node: Node) -> Node | None:
-    """Return the tensor whose halves are gate and up of ``silu(gate) * up``, or None for another node."""
+    """Match ``silu(gate) * up`` and return the tensor whose two halves are gate and up, or None if there is no
+    match."""
     for activated, up in _factors(_unconverted(node)):
         if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
             continue
@@ -82,7 +83,8 @@ def match_silu_mul(node: Node) -> Node | None:
 
 
 def _input_of_silu(node: Node) -> Node | None:
-    """Return x of ``silu(x)``, ``x / (1 + exp(-x))`` or ``x * sigmoid(x)``, or None for another node."""
+    """Match ``silu(x)``, ``x / (1 + exp(-x))`` or ``x * sigmoid(x)`` and return x, or None if the node is something
+    else."""
     if is_call(node, aten.silu.default):
         return _as_node(node.args[0])
     if is_call(node, aten.div.Tensor):
@@ -103,7 +105,8 @@ def _input_of_silu(node: Node) -> Node | None:
 
 
 def _half(node: Node) -> tuple[Node, int] | None:
-    """Return (tensor, 0 or 1) if a node is the first or second half of a tensor along the last dimension, or None."""
+    """Match a half of a tensor along the last dimension. Return (tensor, 0 for the first half or 1 for the second), or
+    None."""
     if is_call(node, operator.getitem):
         split, index = node.args
         if not is_call(split, aten.split.Tensor, aten.split_with_sizes.default):
@@ -129,7 +132,7 @@ def _as_node(value: Any) -> Node | None:
 
 
 def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield both orders of a product's factors; nothing for another node."""
+    """Yield the two factors of a product in both orders. Yield nothing if the node is no product."""
     if is_call(node, *_MUL):
         a, b = node.args
         yield a, b
@@ -137,13 +140,13 @@ def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _unconverted(node: Node) -> Any:
-    """Return the source of a node before conversions between 16-bit and 32-bit floating-point dtypes."""
+    """Skip conversions between 16-bit and 32-bit floating-point dtypes: return the node before them."""
     while is_call(node, *_CONVERT) and {value_of(node).dtype, value_of(node.args[0]).dtype} <= {*_FLOATS}:
         node = node.args[0]
     return node
 
 
 def _unwidened(node: Node) -> Node:
-    """Return the source of a node before a lossless conversion to float32."""
+    """Skip a lossless conversion to float32: return the node before it."""
     is_wider = is_call(node, *_CONVERT) and value_of(node).dtype == torch.float32
     return node.args[0] if is_wider and value_of(node.args[0]).dtype in _FLOATS else node

@@ -1,4 +1,5 @@
-"""Names that transformers gives to the tensors of a checkpoint, such as older names of vision-language models."""
+"""Map tensor names of a checkpoint to parameter names of a transformers model, which can differ, as in vision-language
+models."""
 
 import functools
 import re
@@ -13,26 +14,27 @@ _EXPERT: Final = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the model's name of each tensor of a checkpoint.
+    """Return the parameter name in the model for each tensor of a checkpoint.
 
-    transformers knows the names of unquantised tensors only. A tensor of a quantised layer, such as
-    ``weight_global_scale``, is renamed as the layer's ``weight`` would be.
+    transformers can rename only the tensors of unquantised layers. So a tensor such as ``weight_global_scale`` of a
+    quantised layer gets the prefix that transformers gives to the layer's ``weight``.
 
     Args:
-        model: model of transformers, with unquantised layers.
+        model: transformers model with unquantised layers.
         names: names of the checkpoint's tensors.
     """
     rename, known = _renaming(model, with_converters=False), model.state_dict().keys()
 
     @functools.cache
     def module_of(module: str) -> str:
-        """Return the model's name of a module, by a parameter that the unquantised module has."""
+        """Return the name in the model of a checkpoint's module. transformers renames parameters only, so rename a
+        parameter that the unquantised module has."""
         found = [(key, rename(f"{module}.{key}")) for key in ("weight", "gate_up_proj")]
         key, renamed = next((each for each in found if each[1] in known), found[0])
         return renamed[: -len(key) - 1] if renamed.endswith(f".{key}") else module
 
     def name_of(name: str) -> str:
-        # A checkpoint can hold 100,000 tensors of experts: their common prefix is renamed once.
+        # A checkpoint can contain 100,000 tensors of experts. Renaming is slow, so their common prefix is renamed once.
         experts = _EXPERT.match(name)
         if experts and f"{module_of(experts[1])}.gate_up_proj" in known:
             return module_of(experts[1]) + name[len(experts[1]) :]
@@ -44,7 +46,7 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def converted_names(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the names of parameters that transformers makes of unquantised tensors."""
+    """Return the names of the parameters into which transformers converts unquantised tensors of a checkpoint."""
     rename = _renaming(model, with_converters=True)
     return {rename(name) for name in names}
 

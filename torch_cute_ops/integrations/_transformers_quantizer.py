@@ -1,4 +1,4 @@
-"""Quantizer that ``register`` installs: transformers' own ``from_pretrained`` with the layers of this package."""
+"""Quantizer with which ``from_pretrained`` of transformers loads checkpoints into the layers of this package."""
 
 import contextlib
 import logging
@@ -40,16 +40,17 @@ def register(
 ) -> None:
     """Make ``AutoModelForCausalLM.from_pretrained`` of transformers load quantised checkpoints into our layers.
 
-    Replaces transformers' quantizers for these methods. A checkpoint that we do not support is passed on to
-    transformers' quantizer, with a warning that gives the reason. If that quantizer's own package is not installed, the
-    ``ImportError`` begins with our reason. Transformers loads the tensors that are not quantised. The model goes to one
-    device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses such a model: use
-    :func:`torch_cute_ops.checkpoint.save`.
+    Replaces transformers' quantizers for the given methods. If this package does not support a checkpoint, a warning
+    gives the reason and transformers' quantizer loads the checkpoint. If transformers' quantizer needs a package that
+    is not installed, the ``ImportError`` begins with our reason. Transformers still loads the unquantised tensors. The
+    whole model is loaded to one device: the CPU unless ``device_map`` is given. ``save_pretrained`` refuses the model;
+    save it with :func:`torch_cute_ops.checkpoint.save` instead.
 
     Args:
         methods: values of ``quant_method``: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as in
             DeepSeek-V3), ``"mxfp4"`` (gpt-oss), ``"torchao"``, ``"auto-round"`` and ``"quark"``; all by default.
-        activations, merge: arguments of this module's ``from_pretrained``, for all models loaded from now on.
+        activations, merge: as in :func:`torch_cute_ops.integrations.transformers.from_pretrained`, for all models
+            loaded from now on.
 
     Raises:
         ValueError: for an unknown method.
@@ -79,7 +80,7 @@ def unregister() -> None:
 
 
 class CuteConfig(QuantizationConfigMixin):
-    """Holder of a checkpoint's ``quantization_config``, unchanged."""
+    """Stores the fields of a checkpoint's ``quantization_config`` as attributes, for ``CuteQuantizer``."""
 
     def __init__(self, quant_method: str, **stored: Any) -> None:
         self.quant_method: Any = quant_method
@@ -89,7 +90,8 @@ class CuteConfig(QuantizationConfigMixin):
 
 def _config_class(own: Any) -> type[CuteConfig]:
     class Config(CuteConfig):
-        """Entry of transformers' mapping; falls back to transformers' own class of the method."""
+        """Class that transformers calls to parse a ``quantization_config``. If we do not support the checkpoint,
+        transformers' original class parses it."""
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -125,7 +127,8 @@ def _quantizer_factory(
 
 @contextlib.contextmanager
 def _reason_first(reason: str | None) -> Iterator[None]:
-    """Prefix the ``ImportError`` of a producer's package with the reason that we did not load the checkpoint."""
+    """Prefix an ``ImportError`` of transformers' quantizer with the reason that this package did not load the
+    checkpoint."""
     try:
         yield
     except ImportError as error:
@@ -135,7 +138,7 @@ def _reason_first(reason: str | None) -> Iterator[None]:
 
 
 def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
-    """Run the quantizer's check of its environment, and add our reason to an error."""
+    """Wrap ``quantizer.validate_environment`` so that its ``ImportError`` begins with our reason."""
     validate: Callable[..., None] = quantizer.validate_environment
 
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -146,7 +149,7 @@ def _validate_with(quantizer: HfQuantizer, reason: str | None) -> None:
 
 
 class CuteQuantizer(HfQuantizer):
-    """Removes quantised layers from a model before transformers loads it, and loads them afterwards."""
+    """Removes quantised layers from a model before transformers loads the model, and loads these layers afterwards."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class CuteQuantizer(HfQuantizer):
         self.names: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Check that the checkpoint is quantised."""
+        """Check that the checkpoint is already quantised."""
         if not self.pre_quantized:
             raise ValueError("CuteQuantizer: the checkpoint is not quantised; use torch_cute_ops.nn.quantize_")
 
@@ -182,7 +185,8 @@ class CuteQuantizer(HfQuantizer):
         with Files(self.folder) as files:
             self.names = model_names(model, files.file_of)
             loader = self._loader(model, files)
-            # Transformers ties weights only after it has loaded them.
+            # Transformers ties weights (such as lm_head to the embedding) only after loading, so the loader is told
+            # which modules will be tied.
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
@@ -212,7 +216,10 @@ class CuteQuantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def _refuse_others(self, loader: Loader) -> None:
-        """Raise for quantised tensors of modules that have no quantised form here: transformers would not decode them.
+        """Check that no tensors are quantised in modules for which this package has no quantised module, since
+        transformers would load the codes without decoding them.
+
+        An example are experts with a gate that :class:`torch_cute_ops.nn.QuantExperts` does not support.
 
         An example are experts with another gate than this package's experts.
         """
@@ -226,8 +233,8 @@ class CuteQuantizer(HfQuantizer):
                 )
 
     def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
-        """Yield the tensors of removed layers, which transformers did not check, except those that the model declares
-        unused."""
+        """Yield the checkpoint tensors of the removed layers, except tensors that the model declares unused.
+        Transformers does not check these tensors, so the loader must."""
         modules = {each for name in self.pending for each in (name, loader.stored(name))}
         for name in loader.files.file_of:
             is_unused = any(re.search(pattern, name) for pattern in self.unused)
@@ -239,13 +246,13 @@ class CuteQuantizer(HfQuantizer):
         return Loader(model, files, read_spec(self.folder), LoadOptions(self.activations, self.device, {}))
 
     def is_serializable(self) -> bool:
-        """Return False: transformers cannot save the model."""
+        """Return False: ``save_pretrained`` cannot save the model."""
         logger.warning("transformers cannot save this model: use torch_cute_ops.checkpoint.save(model, path, style)")
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Return True: adapters can be trained, since the modules compute a gradient for their input."""
+        """Return True: adapters such as LoRA can be trained, since our modules compute the gradient of their input."""
         return True
 
     @property
@@ -255,23 +262,24 @@ class CuteQuantizer(HfQuantizer):
 
 
 class _Pending(nn.Module):
-    """Placeholder for a layer whose tensors transformers must not load."""
+    """Placeholder for a removed layer, so that transformers does not load the layer's tensors."""
 
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["module"] = module  # not a submodule: transformers must not find its tensors
+        self.__dict__["module"] = module  # not a registered submodule, so transformers finds no tensors
 
 
 def _tied_parameters(model: Any) -> set[str]:
-    """Return the names of parameters that transformers will tie."""
+    """Return the names of the parameters that transformers will tie to another parameter after loading."""
     pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {*pairs, *pairs.values()}
 
 
 def _refuse_absent(model: Any, loader: Loader) -> None:
-    """Raise for layers to which transformers would give random weights."""
+    """Check that the checkpoint has tensors for all layers. Transformers would give layers without tensors random
+    weights."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     absent = [
         name
@@ -290,7 +298,7 @@ def _refuse_absent(model: Any, loader: Loader) -> None:
 
 
 def refuse_dtype(model: Any) -> None:
-    """Raise if the model's layers do not support its dtype."""
+    """Check that the model's quantised layers support the model's dtype."""
     of_experts = {each for module in model.modules() if isinstance(module, QuantExperts) for each in module.modules()}
     refusing = [
         name
@@ -305,7 +313,7 @@ def refuse_dtype(model: Any) -> None:
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """Return the device of a ``device_map``."""
+    """Return the only device in a ``device_map``."""
     devices = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
     if len(devices) > 1 or devices & {"disk"}:
         raise ValueError(f"CuteQuantizer: device_map is {device_map}; expected one device")

@@ -95,27 +95,27 @@ class FuseQuantization(CustomGraphPass):
       fused op. Several quantisations of one tensor with equal arguments become one.
     - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
       they end (programmatic dependent launch).
-    - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that gates in the prologue.
-      The number of rows must be static in the graph. On other GPUs the gate stays, because Inductor's own kernel is as
-      fast.
-    - On Hopper, for NVFP4: ``fp4_quantize`` of up to 8 rows, or ``silu_mul_fp4quant`` of one row, moves into the
-      prologue of its only reader, an ``mm_fp4``. Codes and scales are the same; the order of additions in the GEMM can
-      differ.
+    - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its
+      prologue. The number of rows must be static in the graph. On other GPUs the gate stays separate, because
+      Inductor's kernel is as fast.
+    - On Hopper, for NVFP4: if only an ``mm_fp4`` reads the result of ``fp4_quantize`` of up to 8 rows, or of
+      ``silu_mul_fp4quant`` of one row, the GEMM computes it in its prologue. Codes and scales are the same; the order
+      of additions in the GEMM can differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
 
     Recognised patterns:
 
     - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
       decoders, with any rounding in between. The fused ops round only once, so results differ in the last bits of the
-      norm. If other nodes read the norm, they read the op's output: FP4 ops can write the norm (``…_with_norm``); for
-      FP8 the norm is not fused.
-    - A sum of two tensors of one shape and dtype before the norm, if nothing reads one of them afterwards: the sum
-      overwrites that tensor. An input of the graph is never overwritten.
+      norm. If other nodes also read the norm, an FP4 op writes it as an additional output (``…_with_norm``); FP8 ops
+      cannot, so the norm is then not fused.
+    - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
+      afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
     - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns it
       (:func:`torch_cute_ops.nn.merge_`).
 
     Args:
-        before: pass or passes that run first, such as the previous value of the option.
+        before: pass or passes to run before this pass, such as the previous value of ``post_grad_custom_pre_pass``.
     """
 
     def __init__(self, before: Any = None) -> None:
@@ -124,7 +124,7 @@ class FuseQuantization(CustomGraphPass):
         )
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite a functional graph of ATen ops, which mutates only its own inputs, at the end."""
+        """Rewrite a functional graph of ATen ops in place. Mutations of the graph's inputs must be at its end."""
         for each in self.before:
             each(graph)
         merged = _merge_equal(graph)
@@ -144,9 +144,9 @@ class FuseQuantization(CustomGraphPass):
 
 
 def enable() -> None:
-    """Make Inductor run :class:`FuseQuantization` in all later compilations.
+    """Make Inductor run :class:`FuseQuantization` in all compilations from now on.
 
-    Passes in the option ``post_grad_custom_pre_pass`` run first. A second call changes nothing.
+    Passes that are already set in ``post_grad_custom_pre_pass`` run before it. A second call changes nothing.
     """
     current = getattr(inductor_config, _OPTION)
     if not isinstance(current, FuseQuantization):
@@ -172,7 +172,7 @@ def disable() -> None:
 
 
 def _merge_equal(graph: fx.Graph) -> bool:
-    """Merge equal quantisations; return True if any were found."""
+    """Merge quantisations that have equal arguments; return True if any were merged."""
     seen: dict[Any, Node] = {}
     found = False
     for node in [*graph.nodes]:
@@ -201,7 +201,7 @@ def _is_mutating(node: Node) -> bool:
 
 
 def _fuse(node: Node) -> bool:
-    """Fuse a quantisation with the norm or gate that computes its input; return True on success."""
+    """Replace a quantisation and the norm or gate before it by one fused op; return True on success."""
     named = named_arguments(node)
     value, _ = without_reshape(named["input"])
     named.pop("input")
@@ -218,7 +218,7 @@ def _fuse(node: Node) -> bool:
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    # Other readers of the norm can come before this node, so the op is inserted right after the norm.
+    # Insert the op right after the norm, because other readers of the norm can precede the quantisation.
     ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
@@ -230,7 +230,8 @@ def _fuse(node: Node) -> bool:
 
 
 def _fuse_input(node: Node) -> bool:
-    """Compute a norm before a GEMM with our op, or fuse a gate of one row into the GEMM; return True on success."""
+    """If a norm precedes this GEMM, compute the norm with our op. If a gate of one row precedes it, fuse the gate into
+    the GEMM. Return True on success."""
     value, _ = without_reshape(named_arguments(node)["a"])
     gated = match_silu_mul(value)
     if gated is not None:
@@ -246,7 +247,8 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Fuse a gate of one row into the GEMM, if the GEMM is the only reader of ``value``; return True on success."""
+    """Fuse a gate of one row into the GEMM ``node``, if only this GEMM reads the gate's result ``value``. Return True
+    on success."""
     named = named_arguments(node)
     rows = value_of(named.pop("a")).shape[0]
     is_alone = all(user is node for user in readers_of(value))
@@ -258,7 +260,8 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
 
 
 def _multiply_quantised(node: Node) -> bool:
-    """Fuse a quantisation of few rows into the FP4 GEMM, if the GEMM is the only reader; return True on success."""
+    """Fuse a quantisation of few rows into the FP4 GEMM ``node``, if only this GEMM reads its result. Return True on
+    success."""
     named = named_arguments(node)
     (codes, _), scale = without_reshape(named.pop("a")), named.pop("a_scale")
     if not all(is_call(each, operator.getitem) for each in (codes, scale)):
@@ -289,7 +292,7 @@ def _multiply_quantised(node: Node) -> bool:
 
 
 def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -> None:
-    """Replace a GEMM by the op ``name``, which computes the activations from ``source``.
+    """Replace a GEMM by the op ``name``, which computes the GEMM's activations from ``source`` in its prologue.
 
     Leading dimensions of ``source`` are flattened.
     """
@@ -305,9 +308,10 @@ def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -
 
 
 def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
-    """Insert the op that normalises and return its results, or None if an argument comes after ``anchor``.
+    """Insert the op that computes the norm. Return its results, or None if one of its arguments comes after ``anchor``.
 
-    If possible, the op also adds the residual and replaces the addition; otherwise it is inserted before ``anchor``.
+    If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
+    ``anchor``.
     """
     named = {**named, "weight": norm.weight, "eps": norm.eps}
     results = _add_norm(norm, f"add_{name}", named, count)
@@ -319,9 +323,9 @@ def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor
 
 
 def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:
-    """Replace the addition before a norm by the op that also adds; return its results without the sum.
+    """Replace an addition and the norm after it by one op. Return the op's results except the sum.
 
-    Return None if the input is not a sum, or neither operand can be overwritten.
+    Return None if the norm's input is not a sum, or the sum cannot overwrite either operand.
     """
     total = norm.input
     if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
@@ -334,10 +338,11 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
         for each in operands
     ):
         return None
-    # Broadcast operands differ in size. Equal symbols are equal expressions.
+    # Refuse broadcasting. If sizes are symbolic, equal sizes are equal expressions, so tuples can be compared.
     if any(tuple(value_of(each).shape) != tuple(value_of(total).shape) for each in operands):
         return None
-    # Readers of the sum rely on its strides, so the overwritten operand needs the same.
+    # The sum will be stored in an operand. Readers of the sum rely on its strides, so the strides of the operand must
+    # be equal.
     alike = [each for each in operands if value_of(each).stride() == value_of(total).stride()]
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):
@@ -348,7 +353,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     op = getattr(cute, name).default
     every = all_named(op, {"input": other, "residual": spent, **named})
     with total.graph.inserting_before(total):
-        # Inductor's reinplacing pass turns this node into a call that overwrites the operand.
+        # Inductor's reinplacing pass later turns this functional node into a call that overwrites the operand in place.
         new = total.graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), every)
     new.meta["val"] = (*as_tuple(fake_results(op, every)), value_of(total))
     results = [result_of(new, i) for i in range(count + 1)]
@@ -358,13 +363,13 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
 
 
 def _take_over(node: Node, results: Sequence[Node]) -> None:
-    """Replace the codes and scales of ``node`` by the fused op's results, reshaped if the input of ``node`` was
-    reshaped."""
+    """Replace the codes and scales of ``node`` by the fused op's results. If the input of ``node`` was reshaped,
+    reshape the results."""
     _, sizes = without_reshape(node.args[0] if node.args else node.kwargs["input"])
     for user in [*node.users]:
         index = user.args[1]
         old, new = value_of(user), results[index]
-        # Scales in tiles cover the flattened rows, for any leading dimensions.
+        # Tiled scales are computed over the flattened rows, so their shape does not depend on the leading dimensions.
         if sizes is not None and (index == 0 or _has_row_scales(node)):
             with node.graph.inserting_before(user):
                 new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], old.shape[-1]]))
@@ -375,7 +380,7 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
 
 
 def _has_row_scales(node: Node) -> bool:
-    """Return True if the scales keep the leading dimensions of the input."""
+    """Return True if the scales have the leading dimensions of the quantised tensor."""
     named = named_arguments(node)
     return named["granularity"] != "tensor" if "granularity" in named else named["scale_layout"] == "linear"
 
@@ -384,8 +389,8 @@ def _has_row_scales(node: Node) -> bool:
 
 
 def _prefetch(graph: fx.Graph) -> bool:
-    """Make each GEMM of few rows load the next GEMM's weight into L2, if the weight is an input of the graph. Return
-    True if any GEMM was changed."""
+    """Make each GEMM of few rows load the weight of the next GEMM into L2, if this weight is an input of the graph.
+    Return True if any GEMM was changed."""
     gemms = [node for node in graph.nodes if node.target in _PREFETCH]
     found = False
     for node, following in itertools.pairwise(gemms):
@@ -405,7 +410,8 @@ def _prefetch(graph: fx.Graph) -> bool:
 
 
 def _weight_rows(b: Node) -> Node | None:
-    """Return the graph input whose transposed view is the weight ``b``, or None if the weight cannot be prefetched."""
+    """Return the graph input that stores the weight ``b`` before its transposition, or None if the weight cannot be
+    prefetched."""
     if not is_call(b, aten.permute.default, aten.t.default, aten.transpose.int):
         return None
     rows = b.args[0]

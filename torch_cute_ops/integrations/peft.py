@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT for quantised layers.
 
-``register`` tells a ``LoraConfig`` how to adapt the layers of this package. Otherwise PEFT is used as usual::
+``register`` tells a ``LoraConfig`` how to adapt the layers of this package. Everything else is as always in PEFT::
 
     config = torch_cute_ops.integrations.peft.register(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     model = get_peft_model(model, config)
@@ -17,9 +17,9 @@ from torch_cute_ops.nn import QuantLinear
 
 
 class LoraQuantLinear(nn.Module, LoraLayer):
-    """A quantised layer with adapters next to it: ``y = layer(x) + scaling · B(A(x))``.
+    """A quantised layer plus LoRA adapters: ``y = layer(x) + scaling · B(A(x))``.
 
-    The quantised weight stays as it is, so adapters cannot be merged into it. Adapters are in float32 unless PEFT casts
+    The quantised weight is never changed, so adapters cannot be merged into it. Adapters are float32 unless PEFT casts
     them.
 
     Args:
@@ -28,13 +28,13 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         config: configuration of the adapter.
         r: rank of the adapter.
         lora_alpha: numerator of the adapter's scaling.
-        named: further arguments that PEFT passes to every layer.
+        named: additional arguments that PEFT passes to every adapted layer.
 
     Raises:
         ValueError: for a variant of LoRA that needs the weight itself, such as DoRA.
     """
 
-    # Set by PEFT; mypy does not see its classes.
+    # PEFT's base class sets this attribute; mypy does not see PEFT's classes.
     base_layer: Any
     active_adapters: Any
     lora_A: Any
@@ -59,7 +59,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **named)
 
     def resolve_lora_variant(self, *, config: LoraConfig, **named: Any) -> None:
-        """Refuse variants of LoRA: they change the weight or the forward.
+        """Raise for any variant of LoRA, such as DoRA: variants change the weight or the forward pass.
 
         Raises:
             ValueError: for any variant.
@@ -81,10 +81,10 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         return result.to(dtype)
 
     def merge(self, *args: Any, **named: Any) -> None:
-        """Refuse to merge.
+        """Raise, because adapters cannot be merged into a quantised weight.
 
         Raises:
-            NotImplementedError: always: the sum of weight and adapter is not a quantised weight.
+            NotImplementedError: always.
         """
         raise NotImplementedError(
             "LoraQuantLinear: adapters cannot be merged into a quantised weight; merge them into the original model "
@@ -104,7 +104,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
 
 
 def register(config: LoraConfig) -> LoraConfig:
-    """Let a LoRA configuration adapt quantised layers of this package, and return it.
+    """Make a LoRA configuration accept quantised layers of this package, and return the configuration.
 
     Saved configurations do not contain this setting: pass ``register(LoraConfig.from_pretrained(path))`` as ``config``
     to ``PeftModel.from_pretrained``.

@@ -1,4 +1,4 @@
-"""Run weights that torchao has quantised to FP4 on the layers of this package.
+"""Replace layers whose weights torchao has quantised to FP4 by the layers of this package.
 
 Needs torchao 0.18 or later, for ``NVFP4Tensor`` and ``MXTensor``: the extra ``torchao``.
 """
@@ -44,7 +44,7 @@ def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: 
         model: model after ``torchao.quantization.quantize_`` with ``NVFP4WeightOnlyConfig``,
             ``NVFP4DynamicActivationNVFP4WeightConfig`` or ``MXDynamicActivationMXWeightConfig`` in FP4, or with loaded
             weights of these types.
-        activations: value for the layers' ``activations``: ``"16bit"`` (``"auto"``) or ``"fp4"``. NVFP4 activations
+        activations: format of the layers' activations: ``"16bit"`` (also ``"auto"``) or ``"fp4"``. NVFP4 activations
             need the ``act_per_tensor_scale`` from torchao's calibration. Activations of experts are always FP8.
         ignore: layers and experts to leave unchanged: names, last components of names, wildcards, or regular
             expressions after ``re:``.

@@ -60,42 +60,42 @@ def from_pretrained(
 ) -> Any:
     """Load a causal language model from a quantised checkpoint, with the weights as the checkpoint stores them.
 
-    With ``quantize``, load a checkpoint in 16 or 32 bits instead, and quantise each layer when it has been loaded. The
-    result equals :func:`torch_cute_ops.nn.quantize_` of the whole model. Only one layer, or the experts of one layer,
-    exist in 16 bits at a time.
+    With ``quantize``, load a checkpoint in 16 or 32 bits instead, and quantise each layer as soon as it is loaded. The
+    result equals :func:`torch_cute_ops.nn.quantize_` of the whole model, but only one layer, or the experts of one
+    layer, is in memory in 16 bits at a time.
 
     Supports any decoder that ``AutoModelForCausalLM`` builds from ``nn.Linear`` layers, such as Llama, Mistral, Qwen2
     and Qwen3, and from experts in two parameters, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3. Experts become
-    :class:`torch_cute_ops.nn.QuantExperts`. It supports the same formats as :func:`torch_cute_ops.checkpoint.load_`. No
-    weight is ever decoded, and peak memory is the model plus twice its largest layer.
+    :class:`torch_cute_ops.nn.QuantExperts`. The formats are those that :func:`torch_cute_ops.checkpoint.load_`
+    supports. No weight is ever decoded, and peak memory is the model plus twice its largest layer.
 
     ``generate(cache_implementation="static")`` compiles the decode step without graph breaks. Call
     :func:`torch_cute_ops.nn.warmup` first, with the numbers of rows that will be served.
 
     Args:
         path: folder of the checkpoint, or, as a string, the name of a repository on the Hugging Face Hub.
-        activations: argument of :func:`torch_cute_ops.checkpoint.load_`, or with ``quantize`` of
+        activations: as in :func:`torch_cute_ops.checkpoint.load_`, or with ``quantize`` as in
             :func:`torch_cute_ops.nn.quantize_`.
         device: device of all tensors; ``None`` for the current CUDA device, or the CPU without CUDA.
         dtype: dtype of activations and of unquantised tensors; ``None`` or ``"auto"`` for the dtype in the checkpoint's
             configuration.
-        merge: True to merge q, k and v, and gate and up: :func:`torch_cute_ops.nn.merge_`.
-        quantize: scheme for ``quantize_``, such as ``"nvfp4"``; ``None`` for a checkpoint that is quantised, or for a
-            model that stays unquantised. NVFP4 activations need a calibration: call ``quantize_`` for them.
-        ignore: checkpoint tensors that the model may lack, as for ``load_``. With ``quantize``, also layers that stay
-            unquantised, as for ``quantize_``; the default is then ``"lm_head"``.
-        filter_fn: argument of ``quantize_``, only with ``quantize``.
+        merge: True to merge the layers q, k and v, and the layers gate and up, by :func:`torch_cute_ops.nn.merge_`.
+        quantize: scheme for ``quantize_``, such as ``"nvfp4"``; ``None`` to load the checkpoint as it is, quantised or
+            not. NVFP4 activations need a calibration, which only a separate call of ``quantize_`` can do.
+        ignore: checkpoint tensors that the model may lack, as in ``load_``. With ``quantize``, also layers that stay
+            unquantised, as in ``quantize_``; the default is then ``"lm_head"``.
+        filter_fn: as in ``quantize_``; allowed only with ``quantize``.
         progress: True to show a progress bar.
-        config: settings that override the model's configuration, such as ``attn_implementation``; for the Hub
-            ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
+        config: settings that override the model's configuration, such as ``attn_implementation``; also the options of
+            the Hub ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Returns:
         The model, in evaluation mode, without gradients.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a missing path; for
-            ``dtype=torch.float32`` with 16-bit activations; for ``quantize`` with a checkpoint that is quantised, with
-            an unknown scheme, or with activations that need a calibration.
+            ``dtype=torch.float32`` with 16-bit activations; for ``quantize`` with a checkpoint that is already
+            quantised, with an unknown scheme, or with activations that need a calibration.
         NotADirectoryError: for the path of a file.
         TypeError: for an argument that is neither listed here nor a setting of the configuration.
     """
@@ -105,7 +105,7 @@ def from_pretrained(
         _refuse_unless_name(path)
         files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
         folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
-    spec = read_spec(folder)  # now, so that an unsupported checkpoint is refused before the model is built
+    spec = read_spec(folder)  # first, so that an unsupported checkpoint is refused before the model is built
     if quantize is not None and spec.style is not None:
         raise ValueError(
             f"from_pretrained: quantize is {quantize!r}, but {folder} is quantised already, by {spec.style}; leave "
@@ -115,7 +115,7 @@ def from_pretrained(
     if unknown:
         hint = "; use device" if "device_map" in unknown else ""
         raise TypeError(f"from_pretrained: {type(settings).__name__} has no {', '.join(unknown)}{hint}")
-    # transformers would use its own quantisers for some formats.
+    # Without this line, transformers would use its own quantizers for some formats.
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     model = _on_meta(settings, None if dtype == "auto" else dtype)
@@ -157,13 +157,14 @@ def from_config(
 ) -> Any:
     """Build a causal language model with random quantised weights, to measure speed and sizes without a checkpoint.
 
-    Codes are drawn at random. No weight ever exists in another format, so peak memory equals the memory of the model.
+    The codes themselves are drawn at random. No unquantised weight is ever made, so peak memory equals the size of the
+    model.
 
     Args:
         config: configuration of transformers, such as ``LlamaConfig()``.
-        scheme: scheme of all linear layers except those that ``ignore`` names.
-        activations, device, dtype, merge: arguments of :func:`from_pretrained`.
-        ignore: argument of :func:`torch_cute_ops.nn.quantize_`.
+        scheme: quantisation scheme of all linear layers except the layers in ``ignore``.
+        activations, device, dtype, merge: as in :func:`from_pretrained`.
+        ignore: layers that stay unquantised, as in :func:`torch_cute_ops.nn.quantize_`.
         seed: seed of the generator.
 
     Returns:
@@ -183,13 +184,13 @@ def from_config(
         if isinstance(module, QuantLinear):
             continue
         for name, buffer in module._buffers.items():
-            # One example is the bias with which DeepSeek-V3 selects experts.
+            # A buffer that checkpoints contain, such as the bias with which DeepSeek-V3 selects experts.
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 new = torch.empty_like(old, device=target)
-                # Weights of norms are one-dimensional, and so are biases.
+                # Only matrices get random values. Weights of norms and biases are one-dimensional and get constants.
                 if new.dim() > 1:
                     new.normal_(std=deviation, generator=generator)
                 else:
@@ -201,7 +202,7 @@ def from_config(
 
 
 def _check_quantize(quantize: str | None, activations: Any, filter_fn: FilterFn | None) -> None:
-    """Raise for arguments of ``from_pretrained`` that do not fit together."""
+    """Check that the arguments of ``from_pretrained`` that belong to ``quantize`` fit together."""
     if quantize is None:
         if filter_fn is not None:
             raise ValueError("from_pretrained: filter_fn is given, but quantize is None; expected a scheme to quantise")
@@ -219,7 +220,8 @@ def _check_quantize(quantize: str | None, activations: Any, filter_fn: FilterFn 
 
 
 def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
-    """Return the patterns for ``quantize_``, without patterns that fit only tensors of the checkpoint."""
+    """Return the patterns in ``ignore`` that name layers of the model, for ``quantize_``. Leave out patterns that match
+    only checkpoint tensors."""
     modules = [name for name, _ in model.named_modules()]
     with Files(folder) as files:
         return [
@@ -231,7 +233,7 @@ def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
 
 
 def _refuse_unless_name(path: str | Path) -> None:
-    """Raise for a path that is not a folder and cannot be a name on the Hub."""
+    """Check that a path that is not a folder can be a repository name on the Hub."""
     if Path(path).exists():
         raise NotADirectoryError(f"from_pretrained: {path} is a file; expected a checkpoint's folder")
     if isinstance(path, Path) or path.startswith((".", "/")):
@@ -241,7 +243,7 @@ def _refuse_unless_name(path: str | Path) -> None:
 
 
 def _unused(model: Any) -> list[str]:
-    """Return patterns of checkpoint tensors that the model does not use, such as layers that predict further tokens."""
+    """Return patterns for checkpoint tensors that the model does not use, such as layers for multi-token prediction."""
     return [f"re:.*(?:{pattern})" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
 
 
@@ -250,7 +252,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
-    """Build the model of a configuration on the meta device, with tied weights as one parameter."""
+    """Build the model on the meta device, so that no memory is allocated. Tied weights are one parameter."""
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
@@ -263,16 +265,17 @@ def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
 
 @torch.no_grad()
 def _fill_buffers(model: Any) -> None:
-    """Compute buffers that no checkpoint contains, such as the frequencies of rotary embeddings, on the CPU."""
+    """Compute, on the CPU, the buffers that no checkpoint contains, such as the frequencies of rotary embeddings."""
     inits = {name: module for name, module in model.named_modules() if hasattr(module, "_init_weights")}
     for name, module in model.named_modules():
         own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
         if isinstance(module, QuantLinear) or not any(module._buffers[key].is_meta for key in own):
             continue
-        # The innermost model that contains the module, such as a vision tower, initialises its buffers.
+        # Only whole models have _init_weights. The innermost model around this module, such as a vision tower,
+        # initialises it.
         owner = next(inits[each] for each in (name, *reversed(_names.parents(name)), "") if each in inits)
         results = []
-        for value in (torch.nan, 1.0):  # a buffer that is not initialised keeps the value, or contains NaN
+        for value in (torch.nan, 1.0):  # if the buffer is not initialised, the two results differ or contain NaN
             for key in own:
                 fill = value if module._buffers[key].is_floating_point() else float(value == 1.0)
                 module._buffers[key] = torch.full_like(module._buffers[key], fill, device="cpu")
