@@ -1,4 +1,4 @@
-"""Quantised linear layers and experts as modules over the ops, and functions that put them into a model."""
+"""Modules with quantised weights (linear layers and experts), and functions that put these modules into a model."""
 
 from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge, prefetch_
 from torch_cute_ops.nn._summary import Summary, summary

@@ -1,5 +1,5 @@
-"""Base class of quantised linear layers: buffers that are moved but never cast, and state dicts in checkpoint
-layout."""
+"""Base class of quantised linear layers. Weights and scales are buffers that are moved but never cast, and state dicts
+use the layout of checkpoints."""
 
 import numbers
 import weakref
@@ -21,21 +21,21 @@ from torch_cute_ops.runtime.dispatch import is_proxy
 
 Activations = Literal["auto", "16bit", "fp4", "fp8"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors, by name."""
+"""Shape and dtype of each tensor, keyed by the tensor's name."""
 
 _SHARED: Final = "input_scale"
-"""Tensor that all parts of a merged layer share, because they have the same input."""
+"""Name of the tensor that the parts of a merged layer share, because all parts have the same input."""
 _QUANTISE: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {"fp4": fp4_quantize, "fp8": fp8_quantize}
 _SCALE_ARGUMENT: Final = {"fp4": "global_scale", "fp8": "scale"}
-"""Name of the op's second argument, by format."""
+"""Name of the scale argument of ``fp4_quantize`` and ``fp8_quantize``, keyed by format."""
 
 
 class Quantization(NamedTuple):
-    """Quantisation of a layer's input.
+    """Parameters with which a layer quantises its input.
 
     Attributes:
-        to: format, by ``fp4_quantize`` or ``fp8_quantize``.
-        arguments: keyword arguments of that op, and of ops that are fused with it.
+        to: ``"fp4"`` for ``fp4_quantize``, ``"fp8"`` for ``fp8_quantize``.
+        arguments: keyword arguments of ``fp4_quantize`` or ``fp8_quantize``, and of the fused ops that contain them.
     """
 
     to: Literal["fp4", "fp8"]
@@ -47,14 +47,16 @@ FP8_BLOCKS: Final = Quantization("fp8", {"granularity": "block128"})
 
 
 class QuantizedRows(NamedTuple):
-    """Input rows in the form that a layer's GEMM takes, as :meth:`QuantLinear.quantize` returns them.
+    """Input rows of a layer's GEMM, quantised if the layer quantises its input. :meth:`QuantLinear.quantize` returns
+    them.
 
     Attributes:
         operands: elements (M, ...) and, if the format uses scales, their scales.
         lead: leading dimensions of the original input; their product is M.
         dtype: dtype of the layer's result.
-        is_gate_and_up: True if the rows are gate and up, (M, 2K) in 16 bits, so that the layer multiplies ``silu(gate)
-            · up``. Only for layers whose :meth:`QuantLinear.prologue_gates` returns True.
+        is_gate_and_up: True if the rows are gate and up, (M, 2K) in 16 bits, and the layer must compute ``silu(gate) ·
+            up`` before it multiplies. Only layers whose :meth:`QuantLinear.prologue_gates` returns True accept such
+            rows.
     """
 
     operands: tuple[Tensor, ...]
@@ -69,28 +71,31 @@ class QuantLinear(nn.Module):
     Base class of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
     :class:`FP8ChannelLinear`. Weight and scales are buffers: ``.to``, ``.bfloat16()`` and the like move them but never
     cast them. The bias is cast as in ``nn.Linear``. ``state_dict`` uses the layout of checkpoints, with linear block
-    scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Before anything is loaded,
-    scales are NaN, so the layer computes NaN.
+    scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Until tensors are loaded,
+    scales are NaN, so the layer's results are NaN.
 
-    The arithmetic is fixed at construction and does not depend on the batch.
+    The formats and the rounding are fixed when the layer is constructed and do not depend on the batch.
 
     The GEMMs are called with ``static_weight=True``: they may read the weight before the previous launch on the stream
     ends. Every method that writes the weight therefore launches one more kernel afterwards. Code that writes the
     buffers directly must launch another kernel, or synchronise, before the next forward.
 
     Each subclass builds layers with ``from_tensors``, which takes the tensors of a checkpoint, and ``from_float``,
-    which quantises an ``nn.Linear``. ``from_tensors`` stays on the tensors' device and does not copy the weight. Its
-    ``bias``, (N,) in float32 or the dtype of the activations, ``parts`` and ``activations`` are as below; it raises
-    ``ValueError`` for a wrong shape and ``TypeError`` for a wrong dtype.
+    which quantises an ``nn.Linear``. ``from_tensors`` builds the layer on the tensors' device and does not copy the
+    weight. Its ``bias`` is a tensor (N,), in float32 or the dtype of the activations; its ``parts`` and ``activations``
+    are as below. It raises ``ValueError`` for a wrong shape and ``TypeError`` for a wrong dtype.
 
     Args:
         in_features: K.
         out_features: N.
         bias: True to add a bias, in fp32 before the single rounding of the GEMM's result.
-        activations: format of the activations in the GEMM; ``"auto"`` selects the first of the class's ``choices``.
-        parts: rows of each layer that this layer merges, such as q, k and v; ``None`` for a layer that is not merged.
-        has_input_scale: True to add an ``input_scale``, in formats that use it. NVFP4 activations need it. FP8
-            activations with a tensor or channel scale of the weight are static if it exists.
+        activations: format of the activations in the GEMM; ``"auto"`` selects the first entry of the class attribute
+            ``choices``.
+        parts: number of rows of each layer that was merged into this layer, such as q, k and v; ``None`` if none was
+            merged.
+        has_input_scale: True to add an ``input_scale``, in formats that use one. NVFP4 activations need it. If the
+            weight is FP8 with tensor or channel scales, activations are quantised with ``input_scale`` if it exists,
+            and otherwise with one computed scale per row.
         dtype: dtype of the bias: float32, or the dtype of the activations.
         device: device of all tensors.
 
@@ -103,7 +108,7 @@ class QuantLinear(nn.Module):
     choices: ClassVar[tuple[str, ...]]
     """Valid values of ``activations``."""
     multiples: ClassVar[tuple[int, int]]
-    """N and K must be multiples of these, for any activations."""
+    """(divisor of N, divisor of K) that every weight must satisfy, for any activations."""
     weight: Tensor
     bias: nn.Parameter | None
 
@@ -132,12 +137,12 @@ class QuantLinear(nn.Module):
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}")
         for name, (shape, kind) in self.layout().items():
-            byte = 0xFF if "scale" in name else 0  # a byte that is NaN in every format of scales; 0 for other tensors
+            byte = 0xFF if "scale" in name else 0  # 0xFF is NaN in every scale format; codes are 0
             undefined = torch.full((*shape[:-1], shape[-1] * kind.itemsize), byte, dtype=torch.uint8, device=device)
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Store the description without the scale, which is a buffer that may be moved or replaced.
+        # Leave out the scale, because it is a buffer that may be moved or replaced later.
         self._input_quantization = self._quantization()
         self._derive()
 
@@ -148,7 +153,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def reason_unsupported(cls, out_features: int, in_features: int, activations: Activations = "auto") -> str | None:
-        """Return the reason that the ops do not support a weight (N, K) with these activations, or None."""
+        """Return the reason that no op supports a weight of shape (N, K) with these activations, or None."""
         multiples = cls.multiples_for(activations)
         for name, size, multiple in zip(("out", "in"), (out_features, in_features), multiples, strict=True):
             if size <= 0 or size % multiple:
@@ -157,7 +162,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
-        """Return the required divisors of N and of K for these activations."""
+        """Return the numbers that must divide N and K for these activations."""
         return cls.multiples
 
     @classmethod
@@ -179,7 +184,8 @@ class QuantLinear(nn.Module):
     # Tensors
 
     def layout(self) -> Layout:
-        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        """Return the shape and dtype of each tensor that makes up the weight, as in checkpoints and in
+        ``state_dict``."""
         raise NotImplementedError
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
@@ -191,18 +197,20 @@ class QuantLinear(nn.Module):
         return tensor
 
     def _derive(self) -> None:
-        """Compute the buffers that depend on other buffers."""
+        """Compute the buffers that are derived from other buffers."""
 
     def _complete(self) -> None:
-        """Launch one more kernel after the kernels that wrote the weight.
+        """Launch an empty kernel after the kernels that wrote the weight.
 
-        The next forward's GEMM can read its static weight before the preceding launch has ended.
+        The next GEMM may read its static weight before the launch before it has ended. With this kernel in between, the
+        kernels that wrote the weight have ended by then.
         """
         if self.weight.is_cuda:
             torch.empty(1, device=self.weight.device).fill_(0.0)
 
     def _set_derived(self, name: str, value: Tensor) -> None:
-        """Set a buffer that no state dict contains, in place if possible, because CUDA graphs may read it."""
+        """Set a buffer that no state dict contains. Overwrite the old buffer if possible, because CUDA graphs may read
+        its memory."""
         old = self._buffers.get(name)
         if old is not None and old.shape == value.shape and old.device == value.device and not value.is_meta:
             old.copy_(value)
@@ -210,7 +218,8 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the weight by name, in checkpoint layout; scales in the 128x4 layout are copied."""
+        """Return the tensors that make up the weight by name, in checkpoint layout. Scales in the 128x4 layout are
+        copied."""
         return {name: self._stored(name, self.get_buffer(name)) for name in self.layout()}
 
     @classmethod
@@ -279,10 +288,10 @@ class QuantLinear(nn.Module):
             tensor = held.get(prefix + name)
             if tensor is None:
                 continue
-            # ModelOpt's tensor scales are zero-dimensional, and its channel scales one-dimensional.
+            # ModelOpt stores tensor scales without a dimension, and channel scales with one dimension.
             if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
                 tensor = tensor.reshape(shape)
-            # Check here: super() would cast silently.
+            # Check the dtype here, because super() would cast silently.
             if tensor.dtype != dtype or tensor.shape != shape:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}"
                 error_msgs.append(f"{prefix}{name} is {got}; expected {shape} {dtype}")
@@ -312,14 +321,14 @@ class QuantLinear(nn.Module):
             input: (..., K), bfloat16 or float16, and float32 unless ``activations`` is ``"16bit"``; or the result of
                 :meth:`quantize` of this layer, or of another layer with the same input quantisation.
 
-        A tensor that requires grad gets the gradient ``dy · W`` with the decoded weight W: the rounding of activations
-        counts as the identity. Under ``torch.autocast``, a tensor is cast as for ``nn.Linear``.
+        An input tensor that requires grad gets the gradient ``dy · W`` with the decoded weight W, as if activations
+        were not rounded. Under ``torch.autocast``, an input tensor is cast as in ``nn.Linear``.
 
         Returns:
             (..., N) in the dtype of ``input``.
 
         Raises:
-            ValueError, TypeError: as the op, for a wrong shape, dtype or device; and if a weight, a scale or
+            ValueError, TypeError: from the op, for a wrong shape, dtype or device; and if a weight, a scale or
                 :class:`QuantizedRows` require grad while gradients are enabled.
         """
         if is_proxy(input):
@@ -337,18 +346,21 @@ class QuantLinear(nn.Module):
         return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        """Convert ``x``, (..., K), to the rows that the GEMM takes. Raises as :meth:`forward`."""
+        """Convert ``x``, (..., K), to the input of this layer's GEMM: quantised rows, or 16-bit rows. Raises as
+        :meth:`forward`."""
         return QuantizedRows(self._quantized(_rows_of(x)), (*x.shape[:-1],), x.dtype)
 
     def _prepared(self, x: Tensor) -> QuantizedRows:
-        """Convert ``x`` as :meth:`quantize` does, unless this layer's GEMM quantises in its prologue."""
+        """Convert ``x`` as :meth:`quantize` does, but leave it in 16 bits if this layer's GEMM quantises in its
+        prologue."""
         rows = _rows_of(x)
         if self.prologue_quantises(rows):
             return QuantizedRows((rows,), (*x.shape[:-1],), x.dtype)
         return self.quantize(x)
 
     def _prefetch_weight(self) -> Tensor | None:
-        """Return the weight that the GEMM loads into L2: the next layer's, if ``prefetch_`` named it.
+        """Return the weight that this layer's GEMM loads into L2 for the next layer, or None if :func:`prefetch_` set
+        no next layer.
 
         In compiled models, the pass of ``integrations.inductor`` chooses the weight instead.
         """
@@ -359,9 +371,9 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Return a number of input rows for which the GEMM multiplies at least ``rows`` rows.
+        """Return the number of input rows that makes the GEMM multiply at least ``rows`` rows.
 
-        Layers that gather rows from several ranks need fewer input rows.
+        A layer that gathers the input rows of several ranks needs fewer rows from each rank.
         """
         return rows
 
@@ -370,8 +382,8 @@ class QuantLinear(nn.Module):
         return False
 
     def prologue_gates(self, rows: Tensor) -> bool:
-        """Return True if the GEMM takes these rows of gate and up, (M, 2K), as :class:`QuantizedRows` and gates
-        them."""
+        """Return True if the GEMM accepts these rows of gate and up, (M, 2K), as :class:`QuantizedRows`, and computes
+        the gate in its prologue."""
         return False
 
     def quantization(self) -> Quantization | None:
@@ -382,7 +394,7 @@ class QuantLinear(nn.Module):
         return Quantization(quantization.to, {_SCALE_ARGUMENT[quantization.to]: scale, **quantization.arguments})
 
     def _quantization(self) -> Quantization | None:
-        """Return :meth:`quantization` without arguments that are tensors."""
+        """Return :meth:`quantization` without the arguments that are tensors."""
         raise NotImplementedError
 
     def _activation_scale(self) -> Tensor | None:
@@ -390,7 +402,7 @@ class QuantLinear(nn.Module):
         return None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return ``QuantizedRows.operands`` for rows (M, K)."""
+        """Quantise rows (M, K); return ``QuantizedRows.operands``."""
         quantization = self._input_quantization
         return (
             (rows,)
@@ -399,18 +411,18 @@ class QuantLinear(nn.Module):
         )
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """Return the result (M, N) in ``dtype``."""
+        """Multiply by the weight; return (M, N) in ``dtype``."""
         raise NotImplementedError
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """Return the result (M, N) in ``dtype`` for rows of gate and up (M, 2K)."""
+        """Compute the gate of rows (M, 2K) and multiply by the weight; return (M, N) in ``dtype``."""
         raise ValueError(
             f"{type(self).__name__}: the rows are gate and up, which a layer with activations={self.activations!r} "
             "does not gate; pass silu(gate) · up"
         )
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
+        """Return the sizes and settings that ``print(layer)`` shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         parts = f", parts={self.parts}" if 1 < len(self.parts) <= 8 else ""
         if len(self.parts) > 8:
@@ -420,9 +432,9 @@ class QuantLinear(nn.Module):
     # Parts of a merged layer
 
     def split(self) -> list[Self]:
-        """Return one layer per part, in order; ``[self]`` if there is one part.
+        """Undo :func:`merge`: return the original layers in order, or ``[self]`` for a layer that is not merged.
 
-        This undoes :func:`merge`. Codes are views of this layer's codes; scales are copies.
+        Codes are views of this layer's codes; scales are copies.
         """
         if len(self.parts) == 1:
             return [self]
@@ -462,8 +474,8 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     """Merge layers with the same input into one layer that computes their results side by side.
 
     Use it for q, k and v, or for gate and up, so that one GEMM reads the input once. ``y.split(layer.parts, -1)``
-    separates the results. Each part keeps its own NVFP4 global scale or FP8 tensor scale, applied per column in the
-    GEMM's epilogue; nothing is quantised again. Activations use the largest of the input scales.
+    separates the results. Nothing is quantised again: each part keeps its NVFP4 global scale or FP8 tensor scale, which
+    the GEMM's epilogue applies per column. The input is quantised with the largest of the layers' input scales.
 
     Args:
         layers: layers of one class, with equal ``in_features`` and ``activations``, all with a bias or all without. For
@@ -501,13 +513,13 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Return True if a tensor can be changed in place. A tensor made in inference mode can be changed only in this
-    mode."""
+    """Return True if a tensor can be changed in place. Outside inference mode, tensors made in inference mode
+    cannot."""
     return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
-    """Copy the tensors of ``new`` into ``layer``, in place, so that CUDA graphs that read them stay valid.
+    """Copy the tensors of ``new`` into the tensors of ``layer``, so that CUDA graphs that read ``layer`` stay valid.
 
     Args:
         layer: layer that keeps its tensors.
@@ -529,7 +541,7 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
     if layer.weight.is_meta or not is_writable(layer.weight):
         return False
     if layer.has_input_scale and not new.has_input_scale and layer.scheme == "nvfp4" and layer.activations != "fp4":
-        del layer._buffers[_SHARED]  # the GEMM does not use this buffer
+        del layer._buffers[_SHARED]  # an NVFP4 layer uses its input scale only for FP4 activations
         layer.has_input_scale = False
     if described(layer) != described(new):
         return False
@@ -541,13 +553,14 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
 
 
 def prefetch_(layers: Iterable[QuantLinear]) -> None:
-    """Make the GEMM of each layer, for few rows, load the weight of the next layer into L2.
+    """Make the GEMM of each layer load the weight of the next layer into L2 while it runs, if it has few rows.
 
-    Results do not change. A call replaces earlier settings of these layers. If you copy or replace a layer, call it
-    again. In compiled models the pass of ``integrations.inductor`` finds the order of calls itself.
+    Results do not change. A second call replaces the settings of the first. If you copy or replace a layer, call
+    ``prefetch_`` again. Compiled models ignore these settings: there, the pass of ``integrations.inductor`` finds the
+    next layer.
 
     Args:
-        layers: layers in the order in which the model calls them. The last one prefetches nothing.
+        layers: layers in the order in which the model calls them. The last layer prefetches nothing.
     """
     every = [*layers]
     for layer, following in zip(every, (*every[1:], None), strict=True):
@@ -555,19 +568,20 @@ def prefetch_(layers: Iterable[QuantLinear]) -> None:
 
 
 def following_of(layer: QuantLinear) -> QuantLinear | None:
-    """Return the layer that is called after ``layer``, or None if it is unknown or no longer exists."""
+    """Return the layer that the model calls after ``layer``, or None if it is unknown or no longer exists."""
     found = _FOLLOWING.get(layer)
     return None if found is None else found()
 
 
 def link(layer: QuantLinear, following: QuantLinear | None) -> None:
-    """Set the layer that is called after ``layer``, or None."""
+    """Set the layer that the model calls after ``layer``; None if there is no next layer."""
     _FOLLOWING.pop(layer, None)
     if following is not None:
         _FOLLOWING[layer] = weakref.ref(following)
 
 
-# Keep the links outside of the modules: copies and pickles would follow attributes through the whole chain of layers.
+# Stored outside the modules: as attributes, the links would make a copy or pickle of one layer include all later
+# layers.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 
@@ -588,8 +602,8 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply ``fn`` to the tensor's bytes, so that ``.to(dtype)``, which casts only floating-point tensors, does not
-    cast."""
+    """Apply ``fn`` to the tensor viewed as bytes, so that a ``fn`` that casts (as in ``.to(dtype)``) moves it without
+    casting."""
     as_bytes = fn(tensor.view(torch.uint8))
     if as_bytes.dtype != torch.uint8:  # Module.type casts all tensors, even bytes
         return tensor.to(as_bytes.device)
@@ -597,10 +611,10 @@ def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def supported_weight(cls: type[QuantLinear], linear: nn.Linear, activations: Activations = "auto") -> Tensor:
-    """Return the weight of a linear layer, if ``cls`` supports its size and these activations.
+    """Return the weight of a linear layer after checking that ``cls`` supports its size with these activations.
 
     Raises:
-        ValueError: if ``cls`` does not; the message gives the reason.
+        ValueError: if ``cls`` does not support them, with the reason.
     """
     reason = cls.reason_unsupported(linear.out_features, linear.in_features, activations)
     if reason is not None:

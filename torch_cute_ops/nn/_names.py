@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 SHOWN: Final = 8
-"""Number of names that a message lists."""
+"""Maximum number of names in a message."""
 MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Linear layers with the same input, by the name of the layer that merges them."""
+"""Names of linear layers with the same input, keyed by the name of the layer that merges them."""
 
 
 def as_patterns(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -27,20 +27,20 @@ def as_patterns(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return True if a pattern equals the name or matches it, as a wildcard or, after ``re:``, as a regular
-    expression."""
+    """Return True if ``pattern`` is the name, a wildcard that matches it, or ``re:`` and a regular expression that
+    matches it."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return pattern == name or fnmatch.fnmatchcase(name, pattern)
 
 
 def is_pattern(text: str) -> bool:
-    """Return True if ``text`` is a wildcard or, after ``re:``, a regular expression instead of a name."""
+    """Return True if ``text`` is a wildcard, or ``re:`` and a regular expression, and False if it is a plain name."""
     return text.startswith("re:") or any(each in text for each in "*?[")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return True if a pattern fits the name or equals its last component."""
+    """Return True if a pattern fits the name, or is the last component of the name."""
     return any(fits(name, pattern) or pattern == name.rpartition(".")[2] for pattern in patterns)
 
 
@@ -63,9 +63,9 @@ _HOOKS: Final = (
 
 
 def reason_bound(module: nn.Module) -> str | None:
-    """Return the reason that replacing this module would lose something that was added to the object, or None.
+    """Return the reason that this module cannot be replaced without losing a hook or a changed ``forward``, or None.
 
-    Hooks are not moved to the new module: they may read ``weight``, whose meaning changes.
+    Hooks are not moved to a new module, because they may read ``weight``, which would then contain codes.
     """
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -76,9 +76,9 @@ def reason_bound(module: nn.Module) -> str | None:
 
 
 def reason_holds_more(module: nn.Module) -> str | None:
-    """Return the reason that a quantised layer cannot keep something that was added to an ``nn.Linear``, or None.
+    """Return the reason that a quantised layer cannot take over something that was added to an ``nn.Linear``, or None.
 
-    Other attributes are kept: see :func:`replace`.
+    :func:`replace` copies all other attributes.
     """
     for kind, held in (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules)):
         more = [name for name in held if name not in ("weight", "bias") or kind != "parameter"]
@@ -103,11 +103,11 @@ def _attributes_of_quantised() -> frozenset[str]:
 
 
 def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
-    """Return the reason that a module may not compute the same as ``nn.Linear``, or None.
+    """Return the reason that a module may compute something else than ``nn.Linear``, or None.
 
     Args:
         module: module to examine.
-        types: types of weights to accept, in addition to ``nn.Parameter`` of a floating-point dtype.
+        types: tensor classes to accept as weights, in addition to ``nn.Parameter`` of a floating-point dtype.
     """
     if type(module) is not nn.Linear:
         kind = type(module).__name__
@@ -137,7 +137,7 @@ def reason_not_floats(name: str, tensor: Tensor) -> str | None:
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace ``old`` by ``new`` wherever it occurs in the model.
 
-    Attributes that were set on a linear layer are kept, for code that reads them.
+    Attributes that were set on a linear layer are copied to its replacement, because other code may read them.
     """
     new.train(old.training)
     if type(old) in (nn.Linear, type(new)):
@@ -150,18 +150,18 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and persistent buffers."""
+    """Return the parameters and persistent buffers of the module itself, without its submodules."""
     buffers = {key: each for key, each in module._buffers.items() if key not in module._non_persistent_buffers_set}
     return {key: each for key, each in {**module._parameters, **buffers}.items() if each is not None}
 
 
 def identity(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors that share memory from their start, such as tied weights."""
+    """Return a key that is equal for tensors that start at the same address, such as tied weights."""
     return id(tensor) if tensor.is_meta or not tensor.numel() else (tensor.device, tensor.data_ptr())
 
 
 def owners_of_parameters(model: nn.Module) -> dict[object, dict[nn.Module, str]]:
-    """Return the modules that own each parameter, with their names, by the parameter's ``identity``."""
+    """Return, for each parameter (keyed by its ``identity``), the modules that contain it, with their names."""
     owners: defaultdict[object, dict[nn.Module, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -171,6 +171,6 @@ def owners_of_parameters(model: nn.Module) -> dict[object, dict[nn.Module, str]]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names as text, at most ``SHOWN`` of them, for messages."""
+    """Join at most ``SHOWN`` names to a text for messages."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

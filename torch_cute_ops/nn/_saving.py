@@ -1,4 +1,4 @@
-"""Guard against ``save_pretrained`` of a Hugging Face model that contains quantised layers."""
+"""Make ``save_pretrained`` of Hugging Face models refuse quantised layers."""
 
 from typing import Any, NoReturn
 
@@ -10,8 +10,7 @@ from torch_cute_ops.nn._base import QuantLinear
 def guard_saving(model: nn.Module) -> None:
     """Make ``save_pretrained`` of the model, and of models inside it, raise if they contain quantised layers.
 
-    ``save_pretrained`` would write the quantised tensors together with a configuration that does not describe these
-    tensors.
+    ``save_pretrained`` would write codes and scales, but a configuration that describes an unquantised model.
     """
     for module in model.modules():
         is_saved = callable(getattr(module, "save_pretrained", None))

@@ -1,4 +1,4 @@
-"""torch's scaled GEMM of FP8 matrices, with a fallback that decodes the elements."""
+"""Call torch's scaled GEMM of FP8 matrices, or decode the operands if torch does not support the call."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_cute_ops.reference.mm_fp4 import apply_epilogue
 
 _MULTIPLE = 16
-"""N and K must be multiples of this in torch's scaled GEMM."""
+"""N and K must be multiples of this number in torch's scaled GEMM."""
 
 _public: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
@@ -46,8 +46,8 @@ def scaled_mm(
 
 
 def reason_refused(weight: Tensor, is_by_row: bool, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """Return the reason that torch's scaled GEMM cannot be used for a weight (N, K), or None. The result does not
-    depend on M."""
+    """Return the reason that torch's scaled GEMM does not support a weight of shape (N, K), or None. The result holds
+    for every M."""
     reason = _reason_no_device(weight.device)
     if reason is not None:
         return reason

@@ -1,4 +1,4 @@
-"""Choose the layers and experts of a model that quantised modules can replace, with a reason for every other."""
+"""Choose the layers and experts of a model that quantised modules replace, and give a reason for each other module."""
 
 import dis
 import functools
@@ -19,11 +19,12 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 DEFAULT_IGNORE: Final = ("lm_head",)
 _MATRIX: Final = 64
-"""Smallest height and width of a parameter whose module is named in the warning about unchanged modules."""
+"""The warning about unchanged modules names a module only if it has a parameter of at least this height and width."""
 _READ_WEIGHTS: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules of torch that pass the weights of their linear layers to a fused function."""
+"""Modules of torch that pass the weights of their linear layers to a fused function, so these layers cannot be
+replaced."""
 _LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
-"""Instructions of Python that read an attribute."""
+"""Bytecode instructions of Python that read an attribute."""
 _ROUTER_CLASS: Final = re.compile(r"router|top_?k_?gat", re.IGNORECASE)
 _ROUTER_NAME: Final = re.compile(r"router|^shared_experts?_gate$", re.IGNORECASE)
 _GATE_NAME: Final = re.compile(r"^(gate|wg|gating|gate_network|switch)$", re.IGNORECASE)
@@ -66,12 +67,12 @@ def select(
     ignore: str | Iterable[str],
     filter_fn: FilterFn | None,
 ) -> Selection:
-    """Choose what ``quantize_`` and ``random_`` replace.
+    """Choose the modules that ``quantize_`` or ``random_`` replaces.
 
     Args:
         model: model on any device.
         cls: class of the linear layers.
-        activations, ignore, filter_fn: arguments of ``quantize_``.
+        activations, ignore, filter_fn: as in ``quantize_``.
     """
     patterns, owners = _names.as_patterns(ignore), _names.owners_of_parameters(model)
     found = Selection({}, {}, {}, [])
@@ -116,9 +117,9 @@ def select(
 def is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module routes tokens to experts, or is a part of a router.
 
-    A router is recognised by its class or name, or by the number of its results: a layer next to experts whose results
-    are as many as the experts. A module called ``gate`` or ``wg`` is a router if it is next to experts, unless it is a
-    layer with another number of results than experts, such as the gate of a shared expert.
+    A router is recognised by its class, by its name, or by the number of its outputs: a layer next to E experts with E
+    outputs is a router. A module called ``gate`` or ``wg`` next to experts is a router, unless it is a layer with
+    another number of outputs, such as the gate of a shared expert.
     """
     parent, components = model, name.split(".") if name else []
     for component in components:
@@ -137,7 +138,7 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return True if the results of a layer, or of the last layer of a module, are as many as the experts next to it.
+    """Return True if a layer, or the last layer of a module, has one output per expert next to it.
 
     Args:
         parent: module that contains ``module`` and its siblings.
@@ -153,7 +154,7 @@ def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Modul
             continue
         if (_EXPERTS.search(key) or experts_or_reason(sibling) is not None) and _experts_in(sibling) == count:
             return True
-        # Experts may have any name. The result for each of them is then expected of a single layer.
+        # A list of modules under any name may be experts. To be safe, only a single layer then counts as their router.
         if module is layers[0] and _like_modules(sibling, layers[0].in_features) == count:
             return True
     return False
@@ -164,8 +165,8 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _like_modules(module: nn.Module, width: int) -> int | None:
-    """Return the number of modules in a list of at least two modules of one class, each with a layer that takes
-    ``width`` features; or None."""
+    """Return the length of a list of experts: at least two modules of one class, each with a layer that has ``width``
+    input features. Return None for any other module."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
         return None
     every = list(module.children())
@@ -185,7 +186,7 @@ def _experts_in(module: Any) -> int | None:
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own floating-point parameters of two or more dimensions, with their names."""
+    """Yield the floating-point parameters of the module itself that have two or more dimensions, with their names."""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point():
             yield name, parameter
@@ -229,11 +230,11 @@ def _left_of_linear(
 
 @functools.cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the names of layers whose weight the methods of a class use: they pass it on, or convert other tensors to
-    its dtype.
+    """Return the names of layers whose weight the methods of a class read for computing: they pass it to a function, or
+    convert other tensors to its dtype.
 
     T5 converts the input of ``wo`` to the dtype of its weight, and WavLM passes the weights of its projections to
-    ``multi_head_attention_forward``. Other code that names a weight reads its device or shape, or initialises it.
+    ``multi_head_attention_forward``. Methods that read only a weight's device or shape, or initialise it, do not count.
     """
     found = set()
     methods = [value for base in cls.__mro__ if issubclass(base, nn.Module) for value in vars(base).values()]

@@ -1,8 +1,8 @@
-"""Gradients of quantised layers for their input: the rounding of weights and activations counts as the identity.
+"""Gradients of frozen quantised layers with respect to their input, as needed to train adapters.
 
-Adapters before or next to a frozen quantised layer need the gradient for the layer's input, ``dx = dy · W`` with the
-decoded weight W. The forward computes as without gradients and keeps nothing but references to the layer's buffers; the
-backward decodes a block of rows of W at a time.
+The gradient is ``dx = dy · W`` with the decoded weight W, as if the forward did not round (a straight-through
+estimator). The forward computes the same result as without gradients, and saves only references to the layer's buffers.
+The backward decodes a block of rows of W at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 BLOCK_ELEMENTS: Final = 2**24
-"""Elements of a weight that are decoded at a time: at most 0.2 GB with temporary tensors."""
+"""Maximum number of weight elements that are decoded at a time: at most 0.2 GB with temporary tensors."""
 BLOCK_ROWS: Final = 128
-"""Rows that blocks are multiples of: the rows of an FP8 block."""
+"""Blocks are multiples of this number of rows, the rows of an FP8 block."""
 
 RowsDecoder = Callable[[int, int], Tensor]
-"""Function from the first row and the end to rows of a decoded weight, (rows, K)."""
+"""Function that decodes the rows from ``first`` to ``end`` of a weight: (first, end) → (end - first, K)."""
 
 
 class Layer(Protocol):
-    """Part of :class:`torch_cute_ops.nn.QuantLinear` that the gradient needs."""
+    """Methods of :class:`torch_cute_ops.nn.QuantLinear` that the gradient needs."""
 
     in_features: int
     out_features: int
@@ -34,7 +34,7 @@ class Layer(Protocol):
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return True if gradients are enabled and a tensor requires grad."""
+    """Return True if gradients are enabled and at least one tensor requires grad."""
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
@@ -42,7 +42,7 @@ def refuse_weight_gradient(module: nn.Module, weights: Iterable[tuple[str, Tenso
     """Check that no quantised weight or scale requires grad.
 
     Raises:
-        ValueError: naming the tensor.
+        ValueError: if one requires grad, with its name.
     """
     for name, tensor in weights:
         if tensor.requires_grad:
@@ -84,7 +84,8 @@ class _Linear(torch.autograd.Function):
 
 
 def input_gradient(layer: Layer, grad: Tensor) -> Tensor:
-    """Return ``grad · W``, (..., K), for the gradient (..., N) of a layer's result; summed in fp32 over blocks of N."""
+    """Return ``grad · W``, (..., K), for the gradient ``grad`` (..., N) of a layer's result. W is decoded in blocks of
+    rows, whose products are added in fp32."""
     decode = layer.rows_decoder(grad.dtype)
     step = max(BLOCK_ROWS, BLOCK_ELEMENTS // layer.in_features // BLOCK_ROWS * BLOCK_ROWS)
     if step >= layer.out_features:
@@ -100,7 +101,7 @@ def input_gradient(layer: Layer, grad: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts' sums with gradients for the tokens and for the routing weights.
+    """Compute the weighted sums of experts, with gradients for the tokens and for the routing weights.
 
     The backward waits for the device once per expert, so it cannot be compiled or captured.
 
@@ -134,9 +135,9 @@ class _Experts(torch.autograd.Function):
 def experts_gradients(
     module: Any, hidden_states: Tensor, top_k_weights: Tensor, top_k_index: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients for the tokens (M, H) and for the routing weights (M, topk), one expert at a time.
+    """Return the gradients with respect to the tokens (M, H) and the routing weights (M, topk), one expert at a time.
 
-    The results are the gradients of experts with the decoded weights, at the unrounded tokens.
+    The gradients are those of experts with the decoded weights and unrounded activations.
     """
     dtype, count = hidden_states.dtype, module.experts
     of_tokens = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)

@@ -19,12 +19,13 @@ _SUMMARIES: weakref.WeakKeyDictionary[nn.Module, "Summary"] = weakref.WeakKeyDic
 
 
 class Summary(NamedTuple):
-    """Modules that were replaced in a model, and modules that stayed. ``print`` shows both, grouped.
+    """Modules of a model that were replaced, and modules that were not. ``print`` shows both, grouped.
 
     Attributes:
         function: name of the function that replaced modules, such as ``"quantize_"``.
-        replaced: class of the new module, by the old module's name.
-        left: reason, by name, for each module that stays although it owns a parameter of two or more dimensions.
+        replaced: class of each new module, keyed by the old module's name.
+        left: reason for each module that stays although it owns a parameter of two or more dimensions, keyed by its
+            name.
         bytes_before: bytes of the model's parameters and buffers before; tied tensors count once.
         bytes_after: bytes of the model's parameters and buffers after.
     """
@@ -41,7 +42,7 @@ class Summary(NamedTuple):
         return "\n".join((self.line(), *changed, *stayed))
 
     def line(self) -> str:
-        """Return the counts and the bytes in one line."""
+        """Return the numbers of modules and the sizes in one line."""
         counts = ", ".join(f"{len(found)} by {kind}" for kind, found in grouped(self.replaced).items())
         return (
             f"{self.function}: {len(self.replaced)} replaced{f' ({counts})' if counts else ''}, "
@@ -50,7 +51,7 @@ class Summary(NamedTuple):
 
 
 def summary(model: nn.Module) -> Summary:
-    """Return what the last function that quantised or loaded this model changed.
+    """Return the replacements that the last function of this package made in this model.
 
     The functions are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
     ``integrations.transformers``.
@@ -65,13 +66,13 @@ def summary(model: nn.Module) -> Summary:
 
 
 def record(model: nn.Module, found: Summary) -> None:
-    """Keep the summary for :func:`summary`, and log it in one line."""
+    """Store the summary for :func:`summary`, and log it in one line."""
     _SUMMARIES[model] = found
     logger.info("%s", found.line())
 
 
 def record_loaded(function: str, model: nn.Module, before: Mapping[str, nn.Module], bytes_before: int) -> None:
-    """Keep and log the summary of a load.
+    """Store and log the summary of a model that was loaded.
 
     Args:
         function: name of the function that loaded.
@@ -91,7 +92,7 @@ def record_loaded(function: str, model: nn.Module, before: Mapping[str, nn.Modul
 
 
 def grouped(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Invert the mapping: return the list of names in each group."""
+    """Invert the mapping: return the names that map to each value, keyed by the value."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, group in names.items():
         groups[group].append(name)
@@ -99,7 +100,7 @@ def grouped(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers; tensors with the same memory count once."""
+    """Return the total size of a model's parameters and buffers, bytes. Tensors that share memory count once."""
     tensors: Iterable[object] = (*model.parameters(), *model.buffers())
     sizes = {_names.identity(tensor): tensor.nbytes for tensor in tensors}  # type: ignore[attr-defined, arg-type]
     return sum(sizes.values())

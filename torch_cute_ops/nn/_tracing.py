@@ -1,4 +1,4 @@
-"""Modules as single nodes of graphs that ``torch.fx.symbolic_trace`` records."""
+"""Support for ``torch.fx.symbolic_trace``: our modules become single nodes, as modules of ``torch.nn`` do."""
 
 from typing import Any
 
@@ -8,11 +8,10 @@ from torch_cute_ops.runtime.dispatch import is_proxy
 
 
 def one_node(module: nn.Module, *inputs: Any) -> Any:
-    """Record a call of a module as one node, as for modules of ``torch.nn``, because the module's code depends on
-    shapes.
+    """Record a call of the module as one node. The module's code cannot be traced itself, because it depends on shapes.
 
     Raises:
-        ValueError: if the module itself is traced; a node names a module inside the traced module.
+        ValueError: if the traced module is this module. A node can only call a module inside the traced module.
     """
     tracer: Any = next(each for each in inputs if is_proxy(each)).tracer
     path = tracer.path_of_module(module)

@@ -1,8 +1,8 @@
-"""Trial of a module of experts: compare its forward with the computation of ``QuantExperts`` on random tokens.
+"""Check whether ``QuantExperts`` can replace a module of experts: run both on random tokens and compare the results.
 
-A trial searches the gate with a few tokens in float64. With this gate, four more comparisons must hold: the same tokens
-in the module's own dtype, and many tokens of two experts, which exceed a capacity; each in evaluation and in training
-mode.
+A trial first searches the gate with a few tokens in float64. Then four more comparisons must agree with this gate: the
+same tokens in the module's own dtype, and many tokens that all choose the same two experts (which shows a limit on the
+tokens per expert), each in evaluation and in training mode.
 """
 
 import copy
@@ -22,37 +22,38 @@ if TYPE_CHECKING:
     from torch_cute_ops.nn.float_experts import FloatExperts
 
 MAGNITUDES: Final = (0.25, 1.0, 3.0, 12.0, 50.0, 200.0, 1000.0, 20000.0)
-"""Standard deviations of gate and up, one for each token. Each clamp below the largest one changes some results."""
+"""Standard deviations of gate and up, one for each token. The largest exceed every usual clamp, so that a clamp changes
+some results."""
 GREATEST_LIMIT: Final = 1e6
-"""Clamps at larger values are not tried, because their tokens would leave the range of 16-bit activations."""
+"""Larger clamps are not tried, because tokens that reach them are out of range for 16-bit activations."""
 LARGEST: Final = 2**27
-"""Largest number of weights that one op of a trial may read, unless one expert has more."""
+"""Maximum number of weight elements that one op of a trial may read, unless one expert has more."""
 TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
-"""Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial. In 16 bits, each step of
-a forward is rounded: the 63 classes of transformers 5.24 that are replaced have errors up to 0.0007 in float16 and
-0.006 in bfloat16."""
+"""Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial. In 16 bits, a forward
+rounds after each step: the 63 replaced classes of transformers 5.24 have errors of up to 0.0007 in float16 and 0.006 in
+bfloat16."""
 SEARCHED: Final = (torch.float64, torch.float32)
-"""Dtypes in which the gate is searched: the first that the forward takes."""
+"""Dtypes in which the gate is searched, in order: the second is used if the forward does not accept the first."""
 GREATEST_HALF: Final = 12.0
-"""Largest magnitude of float16 trials, whose products of gate and up must be finite."""
+"""Largest magnitude of tokens in float16 trials: products of gate and up must stay finite."""
 CROWD: Final = (64, 256)
-"""Smallest and largest number of tokens that are sent to two experts."""
+"""Smallest and largest number of tokens in a trial that sends all tokens to two experts."""
 CROWD_WORK: Final = 2**33
-"""Products of tokens and weights of all experts that a crowd may need beyond the smallest one."""
+"""Maximum number of multiplications of such a trial, unless the smallest number of tokens needs more."""
 _BUILT_IN: Final = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
-"""transformers' own implementations of a forward, which all compute what the class itself computes."""
+"""transformers' own implementations of an experts' forward. All of them compute the same as the class's code."""
 _SHIFT, _PERIOD = 101, 65537
-"""Distance between experts' windows, and length of the vector that the weights repeat: prime numbers, so that neither
-rows nor columns are equal."""
+"""The experts' synthetic weights are windows of one repeated vector: the distance between windows, and the vector's
+length. Both are prime, so that neither rows nor columns repeat."""
 
 _FOUND: dict[Hashable, SwiGLU | str] = {}
-"""Results of earlier trials, by everything that a trial depends on."""
+"""Results of earlier trials, keyed by everything that a trial depends on."""
 _MOST_FOUND: Final = 256
 
 
 def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
-    """Return the gate's parameters with which ``QuantExperts`` gives the module's results, or the reason that no
-    parameters were found.
+    """Return the gate with which ``QuantExperts`` computes the same as the module, or the reason that no such gate was
+    found.
 
     A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
     clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
@@ -70,7 +71,7 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
 
 
 def candidates(module: Any) -> list[SwiGLU]:
-    """Return the gates that the attributes of a module suggest, plain SwiGLU first."""
+    """Return the gates that are worth trying, according to the module's attributes: plain SwiGLU first."""
     limits, alphas = (
         [value for name in names if isinstance(value := getattr(module, name, None), (int, float)) and value > 0]
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
@@ -92,12 +93,13 @@ def _tried(given: "FloatExperts") -> SwiGLU | str:
             if isinstance(found, SwiGLU):
                 return _reason_of_more(given, found) or found
             reasons.append(found)
-    # If a forward fails in float64 because it casts to float32, report the reason from the float32 trial.
+    # A forward may fail in float64 only because it casts to float32. Then the reason from the float32 trial is the real
+    # one.
     return reasons[0] if REFUSES not in reasons[0] else reasons[-1]
 
 
 class _Tokens(NamedTuple):
-    """Arguments of a forward: tokens (M, H), experts and weights of each token, (M, topk)."""
+    """Arguments of a forward: tokens (M, H), the chosen experts and their weights, (M, topk) each."""
 
     tokens: Tensor
     chosen: Tensor
@@ -105,7 +107,7 @@ class _Tokens(NamedTuple):
 
 
 def _few(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
-    """Return one token of each magnitude, with different pairs of experts."""
+    """Return a few tokens, one for each magnitude, that choose different pairs of experts."""
     limits = {4 * gate.limit for gate in candidates(given.module) if gate.limit is not None}
     magnitudes = [*MAGNITUDES, *limits]
     if dtype == torch.float16:
@@ -116,7 +118,7 @@ def _few(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) 
 
 
 def _crowd(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
-    """Return tokens that all choose the same two experts."""
+    """Return many tokens that all choose the same two experts."""
     least, most = CROWD
     count = min(most, max(least, CROWD_WORK // (3 * given.experts * given.hidden * given.width)))
     chosen = torch.tensor([_used(given)[:2]]).expand(count, -1).contiguous()
@@ -141,7 +143,8 @@ def _tokens(
 
 
 def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
-    """Return the gate that gives the module's results for a few tokens in ``dtype``, or the reason that none does."""
+    """Return the gate with which ``QuantExperts`` computes the module's results for a few tokens in ``dtype``, or the
+    reason that no gate does."""
     generator = torch.Generator("cpu").manual_seed(0)
     gates, few = candidates(given.module), _few(given, dtype, generator)
     clone = _cloned(given, dtype, generator)
@@ -159,8 +162,8 @@ def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
 
 
 def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
-    """Return the reason that the gate does not give the module's results in another mode or dtype, or for many tokens;
-    or None."""
+    """Return the reason that results with this gate differ from the module's in another mode or dtype, or for many
+    tokens; or None if they agree."""
     kind, own = type(given.module).__name__, given.module.gate_up_proj.dtype
     if own not in TOLERANCE:  # a quantised parameter; quantize_ refuses it
         own = torch.float32
@@ -189,16 +192,16 @@ def _cloned(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generato
     """Return a copy of the module with synthetic weights in ``dtype``, or the reason that it cannot be copied."""
     try:
         return _clone(given.module, _synthetic(given, dtype, generator), dtype, generator)
-    except Exception as error:  # a module's own code may raise anything
+    except Exception as error:  # a user's module can raise any exception
         return _refusal(error)
 
 
 def _result(clone: Any, arguments: _Tokens) -> Tensor | str:
-    """Return the result of a module's forward, or the reason that there is none."""
+    """Return the result of the module's forward, or the reason that it failed."""
     try:
         with _OneExpertAtATime(max(LARGEST, clone.gate_up_proj[0].numel())):
             got = clone(*(each.clone() for each in arguments))
-    except Exception as error:  # a module's own code may raise anything
+    except Exception as error:  # a user's module can raise any exception
         return _refusal(error)
     if not isinstance(got, Tensor) or got.shape != arguments.tokens.shape:
         result = f"a tensor {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
@@ -221,10 +224,10 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 class _OneExpertAtATime(TorchDispatchMode):
-    """Mode that refuses ops that read or gather more elements of the experts' weights than a limit, before such an op
+    """Dispatch mode that refuses ops which read or gather too many elements of the experts' weights, before the op
     allocates its result.
 
-    The synthetic weights of all experts take almost no memory, but a copy of the weights might not fit.
+    The experts' synthetic weights share memory, so they are small, but a copy of them might not fit into memory.
 
     Args:
         limit: largest number of elements.
@@ -248,7 +251,7 @@ _GATHERS: Final = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.defa
 
 
 def _size_of_gather(source: Tensor, *where: Any) -> int:
-    """Return the number of elements of the result of an op in ``_GATHERS``."""
+    """Return the number of elements in the result of a gathering op (one of ``_GATHERS``)."""
     indices = [where[1]] if isinstance(where[0], int) else [each for each in where[0] if each is not None]
     indexed = [where[0]] if isinstance(where[0], int) else [i for i, each in enumerate(where[0]) if each is not None]
     count = max((each.numel() for each in indices), default=1)
@@ -257,10 +260,10 @@ def _size_of_gather(source: Tensor, *where: Any) -> int:
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return tensors in the shapes of the module's parameters.
+    """Return random tensors in the shapes of the module's parameters that need little more memory than one expert.
 
-    The weights of the experts are overlapping windows of one vector, which repeats a shorter random vector. All experts
-    together need little more memory than one expert, and each matrix is still different and ready for a GEMM.
+    The weights are overlapping windows of one vector, which repeats a shorter random vector. All matrices differ, and a
+    GEMM can read each of them in place.
     """
     made = {}
     for name, k in (("gate_up_proj", given.hidden), ("down_proj", given.width)):
@@ -276,7 +279,7 @@ def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Gener
 
 
 def _clone(module: Any, tensors: dict[str, Tensor], dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """Return a module of the same class and attributes with these parameters, on the CPU."""
+    """Return a module on the CPU with the same class and attributes, but with the given parameters."""
     clone = object.__new__(type(module))
     clone.__dict__ |= module.__dict__
     clone._parameters = dict.fromkeys(module._parameters) | {
@@ -295,7 +298,7 @@ def _clone(module: Any, tensors: dict[str, Tensor], dtype: torch.dtype, generato
 
 
 def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
-    """Return a buffer's values, or random values between 0.5 and 1.5 for a buffer on the meta device."""
+    """Return a copy of a buffer on the CPU. A buffer on the meta device gets random values between 0.5 and 1.5."""
     if buffer is None:
         return None
     if buffer.is_meta:
@@ -306,8 +309,8 @@ def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generato
 
 
 def _results(given: "FloatExperts", gates: Sequence[SwiGLU], arguments: _Tokens) -> list[Tensor]:
-    """Return the results of ``QuantExperts`` with each gate, from the weights that quantisation would read, in at least
-    float32."""
+    """Compute the result of ``QuantExperts`` with each gate in at least float32, from the unquantised weights that
+    quantisation would read."""
     tokens, chosen, weights = arguments
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     tokens, weights = tokens.to(dtype), weights.to(dtype)
@@ -328,8 +331,8 @@ def _results(given: "FloatExperts", gates: Sequence[SwiGLU], arguments: _Tokens)
 
 
 def _key_of(module: nn.Module) -> Hashable | None:
-    """Return a value that is equal for modules that compute the same from equal weights, or None if attributes of the
-    module cannot be compared."""
+    """Return a key that is equal for modules that compute the same from equal weights, or None if the module's
+    attributes cannot be compared."""
     own = [base for base in type(module).__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
     items: list[Any] = [type(module)]
     for name, value in (each for base in own for each in vars(base).items()):
@@ -362,7 +365,7 @@ def _key_of(module: nn.Module) -> Hashable | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for a number, text or dtype, and for a container of these."""
+    """Return True for a number, text or dtype, and for a container of such values."""
     if isinstance(value, dict):
         return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -371,7 +374,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _globals_of(member: Any) -> list[tuple[str, str]]:
-    """Return the names and values of plain global variables that a method reads, itself or in functions of its file."""
+    """Return the names and values of plain global variables that a method reads, directly or through functions of its
+    file."""
     waiting, seen, found = [getattr(member, "__func__", getattr(member, "fget", member))], set(), {}
     while waiting:
         function = inspect.unwrap(waiting.pop())

@@ -1,4 +1,4 @@
-"""Complete layer of experts: router, experts, and a shared expert."""
+"""Mixture-of-experts layer: router, experts, and an optional shared expert."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,16 @@ from torch_cute_ops.runtime.dispatch import is_proxy
 
 
 class GatedMLP(nn.Module):
-    """Two quantised linear layers with a SwiGLU between them, such as a shared expert.
+    """Gated MLP of two quantised linear layers with a SwiGLU between them, such as a shared expert.
 
-    If the second layer takes FP4 or FP8 activations, one op gates and quantises. If it multiplies 16-bit activations by
-    an FP4 weight and the gate is ``silu(gate) · up``, its GEMM gates in the prologue.
+    If the second layer quantises its activations to FP4 or FP8, one op computes the gate and quantises. If the second
+    layer multiplies 16-bit activations by an FP4 weight, and the gate is ``silu(gate) · up``, its GEMM computes the
+    gate in the prologue.
 
     Args:
-        gate_up_proj: (2I, H), rows of the gate, then of up, as :func:`torch_cute_ops.nn.merge` returns.
-        down_proj: (H, I).
+        gate_up_proj: layer with a weight (2I, H): the gate's rows, then up's rows, as :func:`torch_cute_ops.nn.merge`
+            returns.
+        down_proj: layer with a weight (H, I).
         swiglu: parameters of the gate.
 
     Raises:
@@ -57,7 +59,7 @@ class GatedMLP(nn.Module):
         if is_proxy(x):
             return one_node(self, x)
         both = self.gate_up_proj(x)
-        if needs_gradient(both):  # fused ops have no gradient
+        if needs_gradient(both):  # the fused ops have no backward
             return self.down_proj(self._gated(both))
         lead, quantization, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
         if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
@@ -70,11 +72,11 @@ class GatedMLP(nn.Module):
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
 
     def _gated(self, both: Tensor) -> Tensor:
-        """Return the gated halves of the rows, computed in fp32 and rounded once."""
+        """Compute the gate of rows (M, 2I) in fp32 and round once."""
         return self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype)
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
+        """Return the settings that ``print(layer)`` shows."""
         return str(self.swiglu)
 
 
@@ -87,8 +89,8 @@ class ExpertLayer(nn.Module):
     rounding. The host never waits for the device, and no shape depends on the routing. Calls can therefore be captured,
     and a replay uses the current routing.
 
-    As with ``route_few_``, a token's result does not depend on the other tokens or on their experts, to the bit. It
-    depends on the number of tokens only through the path, the GEMMs' tactics, and cuBLAS's algorithm for the router.
+    As with ``route_few_``, a token's result is bitwise independent of the other tokens and their experts. The number of
+    tokens can change it, because it selects the ops, the GEMMs' tactics, and cuBLAS's algorithm for the router.
 
     The state dict contains ``router``, ``router_bias`` and ``bias`` if given, ``experts`` and ``shared``. Call
     ``layer.experts.route_few_()`` to speed up calls with few tokens.
@@ -101,7 +103,7 @@ class ExpertLayer(nn.Module):
         router_bias: (E,), added to the logits, as in gpt-oss; or ``None``.
         bias: (E,), stored in float32, added to the scores only for the choice of experts, as in DeepSeek-V3; or
             ``None``.
-        scoring, num_groups, topk_groups, renormalize, scaling_factor: arguments of ``moe_route``.
+        scoring, num_groups, topk_groups, renormalize, scaling_factor: as in ``moe_route``.
 
     Raises:
         ValueError: for tensors or layers of inconsistent sizes, or a ``topk`` out of range.
@@ -154,13 +156,14 @@ class ExpertLayer(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's result.
+        """Route each token to its experts and return the weighted sum of their results, plus the shared expert's
+        result.
 
         Args:
             x: (M, H) or (..., H), bfloat16, float16 or float32, if the experts and the shared expert support the dtype.
 
-        If ``x``, the router or the shared expert's parameters require grad, they get the gradients that layers with the
-        decoded weights would have; see :meth:`QuantExperts.forward`.
+        If ``x``, the router or the shared expert's parameters require grad, they get gradients as if the weights were
+        decoded and activations were not rounded; see :meth:`QuantExperts.forward`.
 
         Returns:
             The result in the shape and dtype of ``x``.
@@ -178,7 +181,8 @@ class ExpertLayer(nn.Module):
         return compute(tokens, self.logits(tokens)).view(x.shape)
 
     def _forward_with_gradient(self, x: Tensor) -> Tensor:
-        """Compute :meth:`forward` for tokens (M, H), with a choice of experts in plain torch, which has a gradient."""
+        """Compute :meth:`forward` for tokens (M, H). The experts are chosen in plain torch, because ``moe_route`` has
+        no gradient."""
         weights, ids = choose_experts(self.logits(x), self.topk, bias=self.bias, finite=False, **self.scoring)
         y = self.experts(x, ids, weights)
         return y if self.shared is None else y + self.shared(x)
@@ -189,7 +193,8 @@ class ExpertLayer(nn.Module):
         return nn.functional.linear(x.float(), self.router.float(), bias)
 
     def forward_few(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Compute :meth:`forward` from routed pairs only, for any M, from tokens (M, H) and logits (M, E).
+        """Compute :meth:`forward` from tokens (M, H) and logits (M, E) with the ops that compute only routed pairs, for
+        any M.
 
         Raises:
             RuntimeError: without ``experts.route_few_()``.
@@ -202,8 +207,8 @@ class ExpertLayer(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def forward_many(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Compute :meth:`forward` from permuted rows, for any M, from tokens (M, H) and logits (M, E). Raises as
-        :meth:`forward`."""
+        """Compute :meth:`forward` from tokens (M, H) and logits (M, E) with the ops that permute rows, for any M.
+        Raises as :meth:`forward`."""
         weights, _, expanded, permuted, offsets, _ = moe_route(
             logits, self.topk, self.bias, alignment=1, **self.scoring
         )
@@ -211,11 +216,11 @@ class ExpertLayer(nn.Module):
         return self.experts.forward_permuted(x, weights, expanded, permuted, offsets, shared)
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
+        """Return the settings that ``print(layer)`` shows."""
         return f"topk={self.topk}, {', '.join(f'{name}={value!r}' for name, value in self.scoring.items())}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move ``bias``, which is added for the choice of experts, without casting it."""
+        """Move the layer, but never cast ``bias``: the choice of experts needs it in float32."""
         own = self.bias
         super()._apply(lambda tensor: moved(fn, own) if own is not None and tensor is own else fn(tensor), recurse)
         return self

@@ -1,4 +1,4 @@
-"""Experts of a layer in one module."""
+"""All experts of a mixture-of-experts layer as one module."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,25 +36,25 @@ from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 FORMATS: Final[dict[str, type[QuantLinear]]] = {
     cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8ChannelLinear)
 }
-"""Linear layer class by scheme, for the formats that experts support."""
+"""Linear layer class for each scheme that experts support."""
 MULTIPLE: Final = 64
-"""Widths of experts must be multiples of this, or of 128 in FP8 blocks."""
+"""Widths of experts must be multiples of this number, or of 128 if FP8 scales are per block."""
 _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
-"""Linear layers per expert in each stack."""
+"""Number of an expert's linear layers in each stacked layer."""
 
 
 MOST_FEW: Final = 512
 """Largest number of tokens for which only routed pairs are computed: one token block of the kernel that lists each
-expert's tokens. Each further token block would read the weights again."""
+expert's tokens. Each additional token block would read the weights again."""
 FewActivations = Literal["16bit", "fp4"]
-"""Formats of the activations for ``route_few_``."""
+"""Formats of the activations for ``QuantExperts.route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
-"""Smallest factor of an expert with a bias. The bias is divided by the factor, and a smaller one could overflow."""
+"""Smallest factor of an expert with a bias. The bias is divided by the factor, and dividing by less could overflow."""
 
 
 def few_tokens(width: int) -> int:
     """Return the average number of tokens per expert up to which ``route_few_`` computes only routed pairs; 0 means
-    never.
+    that it never does.
 
     Measured on an H200: for I = 256 the routed path is faster than the permuted path up to ``MOST_FEW`` tokens, for any
     routing; for I = 768, it is faster up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to a
@@ -75,14 +75,14 @@ class SwiGLU(NamedTuple):
     limit: float | None = None
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute the formula for tensors of one shape, in their dtype."""
+        """Compute the formula elementwise, in the dtype of the tensors."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
 
 class QuantExperts(nn.Module):
-    """Experts of a layer with quantised weights, for inference; the router is another module.
+    """Experts of a layer with quantised weights, for inference. The router is not included.
 
     Activations are FP8, with one scale per 128 elements of a token:
 
@@ -93,16 +93,17 @@ class QuantExperts(nn.Module):
     5. A second grouped GEMM multiplies by ``down_proj``.
     6. ``moe_finalize`` sums each token's experts with their weights.
 
-    If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token:
-    ``fp8_quantize`` and copies of its rows replace step 2, and ``silu_mul_fp8quant`` replaces step 4.
+    If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token: in step 2,
+    ``fp8_quantize`` quantises the tokens and torch copies its rows into the experts' order; in step 4,
+    ``silu_mul_fp8quant`` gates and quantises.
 
     The host never waits for the device, and no shape depends on the routing, so calls can be captured. After
     :meth:`route_few_`, calls with few tokens use other ops. :class:`ExpertLayer` adds the router.
 
     Args:
-        gate_up_proj: gate and up layers of all experts, (E · 2I, H), expert by expert, gate first: a merged layer, as
+        gate_up_proj: merged layer with a weight (E · 2I, H): gate and up of the first expert, then of the next, as
             :func:`torch_cute_ops.nn.merge` returns.
-        down_proj: down layers of all experts, (E · H, I), a merged layer.
+        down_proj: merged layer with a weight (E · H, I): the down layers of all experts.
         experts: E.
         swiglu: parameters of the gate.
         topk: number of experts per token, for :func:`torch_cute_ops.nn.warmup`; ``None`` if unknown.
@@ -152,34 +153,35 @@ class QuantExperts(nn.Module):
         hidden_global_scale: Tensor | None = None,
         tokens_of_expert: int | None = None,
     ) -> Self:
-        """Compute only routed pairs in calls with few tokens, without permuted rows.
+        """Let calls with few tokens compute only the routed (token, expert) pairs, without permuting rows.
 
         With 16-bit activations the ops are ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``. With
         activations in the weights' format they are ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
-        Few means at most ``tokens_of_expert`` tokens per expert on average, and at most 512 tokens in a call. For 256
-        experts with I = 256, and 8 experts per token, the limit is 512 tokens. For large experts the limit is zero, for
-        example for gpt-oss's experts with I = 2,880. Then nothing changes, and a warning says so.
+        A call has few tokens if it has at most ``tokens_of_expert`` tokens per expert on average, and at most 512 in
+        all. For 256 experts with I = 256, and 8 experts per token, the limit is 512 tokens. For large experts the limit
+        is zero, for example for gpt-oss's experts with I = 2,880. Then nothing changes, and a warning says so.
 
-        Only the number of tokens selects the path. Results of the two paths differ by the rounding of the activations.
-        In each path a token's result does not depend on the other tokens or on their experts, to the bit. It depends on
-        the number of tokens only through the path and, on a GPU, through the GEMMs' tactics.
+        Only the number of tokens selects the path (the ops of a call). The two paths round activations differently. In
+        each path a token's result is bitwise independent of the other tokens and their experts. The number of tokens
+        can change it, because it selects the path and, on a GPU, the GEMMs' tactics.
 
-        The down layers are stored twice, because these ops need them side by side, (H, E · I/2): one third more bytes
-        in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements. The tensor takes 2
-        bytes per element in 16 bits, 9/16 bytes in NVFP4, or 17/32 bytes in MXFP4; for example 64 MiB in 16 bits for
-        512 tokens of 256 experts with I = 256. The state dict does not change, so it does not contain global scales.
-        CUDA graphs captured with other ``activations`` must be captured again.
+        The down layers are stored a second time, side by side as (H, E · I/2), because these ops need this layout: one
+        third more bytes in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements.
+        The tensor takes 2 bytes per element in 16 bits, 9/16 bytes in NVFP4, or 17/32 bytes in MXFP4; for example 64
+        MiB in 16 bits for 512 tokens of 256 experts with I = 256. The state dict does not change, so it does not
+        contain global scales. If CUDA graphs were captured before with another value of ``activations``, capture them
+        again.
 
         Args:
             activations: ``"16bit"``, for bfloat16 or float16 calls (float32 calls use the permuted path), or ``"fp4"``.
-            input_global_scale: encode scale of the tokens, float32, one element, such as
-                :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration; larger values
-                saturate. NVFP4 with ``"fp4"`` needs it; other settings refuse it.
-            hidden_global_scale: encode scale of each expert's activations between its two layers, float32, (E,), or one
-                element for all; needed and refused in the same cases as ``input_global_scale``.
-            tokens_of_expert: largest average number of tokens per expert for this path; ``None`` uses the measured
-                limit ``nn.experts.few_tokens``.
+            input_global_scale: float32, one element, global scale that multiplies the tokens before they are encoded:
+                :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration. Larger values
+                saturate. NVFP4 weights with ``"fp4"`` need it; other settings refuse it.
+            hidden_global_scale: float32, (E,) or one element for all experts, global scale of an expert's activations
+                between its two layers. Needed and refused in the same cases as ``input_global_scale``.
+            tokens_of_expert: largest average number of tokens per expert for which only routed pairs are computed;
+                ``None`` for the measured limit ``nn.experts.few_tokens``.
 
         Returns:
             The module itself.
@@ -213,7 +215,7 @@ class QuantExperts(nn.Module):
     def _global_scales(
         self, activations: str, input_scale: Tensor | None, hidden_scale: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Check the global scales of the activations and return them as (1,) and (E,)."""
+        """Check the global scales of the activations and return them with the shapes (1,) and (E,)."""
         given = {"input_global_scale": input_scale, "hidden_global_scale": hidden_scale}
         if activations != "fp4" or self.scheme != "nvfp4":
             for name, scale in given.items():
@@ -240,8 +242,8 @@ class QuantExperts(nn.Module):
 
     @property
     def expert_factor(self) -> Tensor | None:
-        """Factors of the experts' routing weights, (E,) float32, which undo global scales in :meth:`forward_dense`; or
-        None.
+        """(E,) float32 factors of the experts' routing weights in :meth:`forward_dense`, which undo global scales; or
+        None if no factors are needed.
 
         Pass it to ``moe_route_dense`` as ``expert_factor``.
         """
@@ -252,13 +254,14 @@ class QuantExperts(nn.Module):
 
         Args:
             hidden_states: (M, H), bfloat16, float16 or float32.
-            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 32. A pair with the
-                index -1, such as one for an expert on another rank, adds nothing. An index below -1, or of E or more,
-                is refused on a CPU; on a GPU the pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``.
+            top_k_index: (M, topk), int32 or int64, experts of each token; topk is at most 32. A pair with the index -1
+                adds nothing; use -1 for an expert on another rank, for example. A CPU refuses an index below -1, or of
+                E or more. On a GPU such a pair adds nothing, unless ``TORCH_CUTE_OPS_CHECK=1``, which refuses it.
             top_k_weights: (M, topk), any floating-point dtype.
 
-        Tokens and weights that require grad get the gradient of experts with the decoded weights. The backward waits
-        for the device, and ``torch.compile`` does not trace such a call.
+        Tokens and routing weights that require grad get gradients as if the experts' weights were decoded and
+        activations were not rounded. The backward waits for the device, and ``torch.compile`` does not trace a call
+        with gradients.
 
         Returns:
             (M, H) in the dtype of ``hidden_states``.
@@ -342,15 +345,14 @@ class QuantExperts(nn.Module):
         return self._many(hidden_states, weights, *rows, shared, out_dtype or hidden_states.dtype)
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: torch.dtype) -> Tensor:
-        """Compute :meth:`forward` in the dtype ``sums``, to which each expert's result and each token's sum are
-        rounded."""
+        """Compute :meth:`forward`, but round each expert's result and each token's sum to the dtype ``sums``."""
         weights = top_k_weights.to(torch.float32)
         few, (tokens, topk) = self.side_by_side, top_k_index.shape
         if few is not None and self.are_routed(tokens, topk, hidden_states.dtype):
             every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
             own = top_k_index.unsqueeze(-1) == every
             factors = weights.unsqueeze(-1) if few.alpha is None else weights.unsqueeze(-1) * few.alpha
-            # Select before summing: the factor of an expert that a token does not use can be NaN.
+            # torch.where, because a factor of an expert that a token does not use can be NaN, and NaN · 0 is NaN.
             return self._few(few, hidden_states, torch.where(own, factors, 0.0).sum(1), sums)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         return self._many(hidden_states, weights, expanded, permuted, offsets, None, sums)
@@ -370,7 +372,7 @@ class QuantExperts(nn.Module):
         return few_tokens(self.intermediate_size) if self.tokens_of_expert is None else self.tokens_of_expert
 
     def _few(self, few: "_SideBySide", hidden_states: Tensor, routing: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Compute the sums for a routing (M, E) that is multiplied by the experts' factors."""
+        """Compute the sums of experts from a routing (M, E) that is already multiplied by the experts' factors."""
         gate_up: Any = self.gate_up_proj
         weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)).mT, gate_up.weight_scale
         down, down_scale = few.weight.mT, few.weight_scale
@@ -423,23 +425,23 @@ class QuantExperts(nn.Module):
         )
 
     def split(self) -> Iterator[tuple[QuantLinear, QuantLinear, QuantLinear]]:
-        """Yield gate, up and down of each expert as separate layers; codes are views, scales are copies."""
+        """Yield the three layers (gate, up, down) of each expert. Codes are views, scales are copies."""
         gate_up, down = self.gate_up_proj.split(), self.down_proj.split()
         yield from zip(gate_up[0::2], gate_up[1::2], down, strict=True)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return the decoded weights: (E, 2I, H), gate first, and (E, H, I)."""
+        """Return the decoded weights: gate and up (E, 2I, H), gate's rows first, and down (E, H, I)."""
         layers = self.gate_up_proj, self.down_proj
         gate_up, down = (layer.dequantize(dtype).unflatten(0, (self.experts, -1)) for layer in layers)
         return gate_up, down
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
+        """Return the sizes and settings that ``print(module)`` shows."""
         return f"experts={self.experts}, {self.swiglu}"
 
 
 def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Quantise tokens (M, H) with one scale per token, and return the rows and scales in the experts' order.
+    """Quantise tokens (M, H) with one scale per token, and copy the rows and scales into the experts' order.
 
     Args:
         hidden_states: (M, H).
@@ -448,14 +450,14 @@ def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int) -> tupl
     """
     codes, scale = fp8_quantize(hidden_states)
     tokens = (permuted // topk).clamp(min=0)
-    # torch 2.9 does not index FP8.
+    # index bytes, because torch 2.9 does not index FP8 tensors
     return codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype), scale.index_select(0, tokens)
 
 
 class _SideBySide(nn.Module):
-    """Operands of the ops for few tokens, derived from the weights of a :class:`QuantExperts`.
+    """Operands of the ops that compute only routed pairs, derived from the weights of a :class:`QuantExperts`.
 
-    No buffer is in a state dict:
+    State dicts contain none of these buffers:
 
     - ``weight`` uint8 (H, E · I/2) and ``weight_scale`` of (H, E · I), 128x4: the down layers, side by side.
     - ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, for NVFP4 activations, or ``None``.
@@ -492,8 +494,8 @@ class _SideBySide(nn.Module):
     def renew(
         self, experts: QuantExperts, input_scale: Tensor | None = None, hidden_scale: Tensor | None = None
     ) -> None:
-        """Update the buffers after weights or global scales changed. The update is in place, because CUDA graphs may
-        read the buffers."""
+        """Compute the buffers again after weights or global scales changed. The buffers are overwritten in place,
+        because CUDA graphs may read them."""
         self._write({"input_global_scale": input_scale, "hidden_global_scale": hidden_scale})
         self._write(self._derived(experts))
 
@@ -515,8 +517,8 @@ class _SideBySide(nn.Module):
             gate_up_alpha = given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
             if self.input_global_scale is not None and self.hidden_global_scale is not None:
                 gate_up_alpha, alpha = gate_up_alpha / self.input_global_scale, alpha / self.hidden_global_scale
-            # An expert with an all-zero weight has the factor 0. Its codes become 0 and its factor 1: with a factor of
-            # 0 no pair would be routed to it, and its bias would be lost.
+            # An expert with an all-zero weight has the factor 0. Set its codes to 0 and its factor to 1: with a factor
+            # of 0, no pair would be routed to the expert, and its bias would be lost.
             is_zero = alpha.abs() <= (0.0 if bias is None else _SMALLEST_FACTOR)
             alpha = torch.where(is_zero, 1.0, alpha)
             codes = codes.masked_fill(is_zero[:, None, None], 0)
@@ -538,13 +540,14 @@ class _SideBySide(nn.Module):
 
 
 def _renew(experts: Any, incompatible_keys: Any) -> None:
-    """Update the derived buffers after a state dict was loaded."""
+    """Hook that updates the derived buffers after a state dict was loaded."""
     if experts.side_by_side is not None:
         experts.side_by_side.renew(experts)
 
 
 def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
-    """Check the dtypes of a routing and, where values can be read, that each index is -1, or below ``experts``.
+    """Check the dtypes of a routing and, if its values can be read, that each index is -1 or an expert below
+    ``experts``.
 
     Values of compiled calls are not checked; values on a GPU only if ``TORCH_CUTE_OPS_CHECK`` is set.
 
@@ -571,7 +574,7 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
         raise TypeError(f"QuantExperts: got top_k_weights with dtype {weights}; expected floating-point numbers")
     if torch.compiler.is_compiling() or type(top_k_index) not in PLAIN or not top_k_index.numel():
         return
-    # In a capture the ops raise, naming the setting.
+    # values on a GPU cannot be read in a capture; the ops then raise an error that names the setting
     reads_gpu = settings.CHECK and top_k_index.is_cuda and not torch.cuda.is_current_stream_capturing()
     if top_k_index.is_cpu or reads_gpu:
         wrong = index_out_of_range(top_k_index, experts)
@@ -605,9 +608,9 @@ def reason_unrouted(
     """Return the reason that :meth:`QuantExperts.route_few_` does not support experts of these sizes, or None.
 
     Args:
-        scheme, experts, hidden, width: format and sizes, which ``reason_unsupported`` accepts.
-        target: GPU, or name of an architecture; ``None`` for the references, which take all sizes.
-        activations: argument of ``route_few_``.
+        scheme, experts, hidden, width: format and sizes that ``reason_unsupported`` accepts.
+        target: GPU, or name of an architecture; ``None`` for the CPU references, which support all sizes.
+        activations: as in ``route_few_``.
     """
     if scheme in ("fp8_block", "fp8_channel"):
         return "the weights are in FP8; the ops take FP4"
@@ -634,7 +637,8 @@ def stack(
     device: torch.device | str | None = None,
     bias: Tensor | None = None,
 ) -> QuantLinear:
-    """Stack layers along N in one layer, such as the layers of all experts; tensors are read one layer at a time.
+    """Stack layers along N in one layer, such as the layers of all experts. Only one layer's tensors are read at a
+    time.
 
     Args:
         cls: class of linear layers of this package.

@@ -12,7 +12,8 @@ from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU, stack
 
 
 class FloatExperts(NamedTuple):
-    """Module with the experts of a layer in parameters ``gate_up_proj`` and ``down_proj``, as in Hugging Face models.
+    """Experts of a layer that a module stores in the parameters ``gate_up_proj`` and ``down_proj``, as Hugging Face
+    models do.
 
     Attributes:
         module: module that owns the parameters.
@@ -33,7 +34,7 @@ class FloatExperts(NamedTuple):
     has_bias: bool
 
     def halves(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a tensor of length 2I in dimension 0 into gate and up."""
+        """Split dimension 0 of a tensor, which has length 2I, into gate and up."""
         return (both[0::2], both[1::2]) if self.is_interleaved else (both[: self.width], both[self.width :])
 
     def weights(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,18 +45,19 @@ class FloatExperts(NamedTuple):
         return *self.halves(both), down
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the biases of the two stacks: (E · 2I,), each expert's gate first, and (E · H,); or None for both."""
+        """Return the biases of the stacked layers: gate and up (E · 2I,), each expert's gate first, and down (E · H,);
+        or None for both."""
         if not self.has_bias:
             return None, None
         both, down = self.module.gate_up_proj_bias.detach(), self.module.down_proj_bias.detach()
         return torch.cat(self.halves(both.t())).t().flatten(), down.flatten()
 
     def verified(self) -> SwiGLU | str:
-        """Return the gate with which :class:`QuantExperts` gives the whole module's results, or the reason that no gate
+        """Return the gate with which :class:`QuantExperts` computes the same as the module, or the reason that no gate
         was found.
 
-        The module's forward runs on random tokens, so nothing is assumed about its code. The comparison covers the
-        gate, the order of gate and up, biases, norms, factors, and the order of the arguments.
+        The module's forward is run on random tokens, so its code need not be known. The comparison covers the gate, the
+        order of gate and up, biases, norms, factors, and the order of the arguments.
         """
         bound = next(filter(None, map(reason_bound, self.module.modules())), None)
         return bound or self._reason_more_parameters() or found_swiglu(self)
@@ -67,14 +69,14 @@ class FloatExperts(NamedTuple):
 
 
 def float_experts(module: nn.Module) -> FloatExperts | None:
-    """Return the description of a module's experts, or None if the module contains no experts in this form."""
+    """Describe the experts in a module, or return None if the module stores no experts in this way."""
     found = experts_or_reason(module)
     return found if isinstance(found, FloatExperts) else None
 
 
 def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
-    """Return the description of a module's experts; the reason that parameters with these names are no experts in a
-    known form; or None for a module without these parameters."""
+    """Describe the experts in a module. If its parameters have the expected names but not a known layout, return the
+    reason; if it lacks these parameters, return None."""
     gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None
@@ -86,7 +88,8 @@ def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
         is_transposed: gate_up.shape[1:] == ((hidden, 2 * width) if is_transposed else (2 * width, hidden))
         for is_transposed, (width, hidden) in ((False, sizes[::-1]), (True, sizes))
     }
-    # Without the attribute, the shapes decide; they fit one orientation only, because gate_up_proj holds two matrices.
+    # Without the attribute, decide by the shapes. They fit one orientation only, because gate_up_proj holds two
+    # matrices.
     is_transposed = bool(getattr(module, "is_transposed", is_fitting[True] and not is_fitting[False]))
     if not is_fitting[is_transposed]:
         return f"{shapes} fit no H and I"
@@ -98,7 +101,7 @@ def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
 
 
 def topk_of(model: nn.Module, name: str) -> int | None:
-    """Return the number of experts per token for the experts ``name``, or None if unknown.
+    """Return the number of experts per token of the experts module ``name``, or None if unknown.
 
     The number is read from the parent module, the parent's router, or the model's configuration.
     """
@@ -110,7 +113,7 @@ def topk_of(model: nn.Module, name: str) -> int | None:
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """Return a linear layer without bias with this weight (N, K)."""
+    """Wrap a weight (N, K) in a linear layer without bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     return linear
@@ -119,13 +122,13 @@ def linear_of(weight: Tensor) -> nn.Linear:
 def quantized_experts(
     given: FloatExperts, swiglu: SwiGLU, scheme: Literal["nvfp4", "mxfp4", "fp8_block", "fp8_channel"], topk: int | None
 ) -> QuantExperts:
-    """Quantise experts. In NVFP4, gate and up of an expert share a global scale.
+    """Quantise the experts. In NVFP4, gate and up of an expert share a global scale, as serving engines require.
 
     Args:
         given: experts of sizes that ``reason_unsupported`` accepts.
         swiglu: result of ``given.verified()``.
         scheme: format of the weights.
-        topk: argument of :class:`QuantExperts`.
+        topk: as in :class:`QuantExperts`.
     """
     cls: Any = FORMATS[scheme]
     device = given.module.gate_up_proj.device

@@ -32,7 +32,7 @@ from torch_cute_ops.quantized import encode
 
 
 class _FP4Linear(QuantLinear):
-    """A layer with an FP4 weight: buffers ``weight``, and ``weight_scale`` in the 128x4 layout."""
+    """Base class of layers with an FP4 weight: the buffers are ``weight``, and ``weight_scale`` in the 128x4 layout."""
 
     choices = ("16bit", "fp4", "fp8")
     multiples = (8, 32)
@@ -63,7 +63,8 @@ class _FP4Linear(QuantLinear):
         return convert_scales(scale, self.out_features, self.in_features, source, target)
 
     def _alpha(self) -> Tensor | None:
-        """Return the factor of the result, or one factor per column of the result."""
+        """Return the factor (``alpha``) of the GEMM's result: one for all columns, or one per column; or None for a
+        factor of 1."""
         return None
 
     def _quantization(self) -> Quantization | None:
@@ -83,17 +84,18 @@ class _FP4Linear(QuantLinear):
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **options)
 
     def prologue_quantises(self, rows: Tensor) -> bool:
-        """Return True for few 16-bit rows, if one kernel of the GPU quantises and multiplies."""
+        """Return True if the rows are few and in 16 bits, and the GPU has a kernel that quantises and multiplies
+        them."""
         return self._quantises(rows, gated=False)
 
     def prologue_gates(self, rows: Tensor) -> bool:
-        """Return True if the activations are in 16 bits, or if one kernel of the GPU gates, quantises and multiplies
-        a single row."""
+        """Return True if the layer's activations are in 16 bits, or if the GPU has a kernel that gates, quantises and
+        multiplies a single row."""
         return self.activations == "16bit" or self._quantises(rows, gated=True)
 
     def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
-        # In compiled models, the pass of ``integrations.inductor`` decides if the GEMM quantises, because it knows
-        # whether anything else reads the codes.
+        # In compiled models, the pass of ``integrations.inductor`` decides whether the GEMM quantises, because the pass
+        # knows whether another op reads the codes.
         if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
             return False
         return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
@@ -106,8 +108,7 @@ class _FP4Linear(QuantLinear):
     def _multiply_16bit(
         self, a: Tensor, dtype: torch.dtype, weight_only: Callable[..., Tensor], quantising: Callable[..., Tensor]
     ) -> Tensor:
-        """Multiply rows ``a`` in 16 bits: by ``weight_only``, or by ``quantising`` if the layer's activations are
-        FP4."""
+        """Multiply 16-bit rows ``a``. Call ``weight_only``, or ``quantising`` if the layer's activations are FP4."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
@@ -117,7 +118,7 @@ class _FP4Linear(QuantLinear):
         return quantising(*operands, self._activation_scale(), **options)
 
     def _decoded(self) -> Tensor:
-        """Return codes times block scales, in float32."""
+        """Return the codes times the block scales, in float32, without global scales."""
         return fp4_dequantize(
             self.weight, self.weight_scale, out_dtype=torch.float32, block_size=self.format.block_size
         )
@@ -138,7 +139,7 @@ class _FP4Linear(QuantLinear):
         return decode
 
     def _row_factor(self) -> Tensor | None:
-        """Return a factor of each row of the decoded weight, (N,), or None."""
+        """Return the factor of each row of the decoded weight, (N,), or None if the format has none."""
         return None
 
 
@@ -153,7 +154,8 @@ class NVFP4Linear(_FP4Linear):
       to FP8; K is a multiple of 64.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32
-    (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, the last two are factors of decoded numbers.
+    (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, decoded numbers are multiplied by
+    ``weight_scale_2`` and ``input_scale``.
     """
 
     scheme = "nvfp4"
@@ -179,8 +181,8 @@ class NVFP4Linear(_FP4Linear):
         if self.activations == "fp4":
             self._set_derived("input_global_scale", self.input_scale.reciprocal())
             alpha = alpha * self.input_scale
-        # Expand even if the parts' factors are equal. A comparison would wait for the GPU, and layers of equal sizes
-        # would need different graphs.
+        # Use one factor per column even if the parts' factors are equal. A comparison would wait for the GPU, and
+        # layers of equal sizes could then differ in their compiled code.
         if len(self.parts) > 1:
             alpha = self._to_rows(alpha)
         if alpha is not self.weight_scale_2:
@@ -216,8 +218,8 @@ class NVFP4Linear(_FP4Linear):
         Args:
             weight: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
             weight_scale: (N, K/16) float8_e4m3fn, linear.
-            weight_scale_2: float32, one element, or one per part; factor of decoded weights, as in ModelOpt. It is 1 /
-                ``weight_global_scale`` of compressed-tensors.
+            weight_scale_2: float32, one element, or one per part, by which decoded weights are multiplied, as in
+                ModelOpt. It is 1 / ``weight_global_scale`` of compressed-tensors.
             input_scale: float32, one element, by which decoded activations are multiplied, as in ModelOpt.
                 ``activations="fp4"`` needs it.
             bias, parts, activations: arguments of :class:`QuantLinear`.

@@ -31,8 +31,8 @@ class FP8BlockLinear(QuantLinear):
 
     Activations: ``"fp8"``, with one scale per 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
 
-    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉), which
-    is a factor of the decoded weight in spite of its name, as in DeepSeek-V3. Every part of a merged layer except the
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉). In
+    spite of its name, which is DeepSeek-V3's, the weight is multiplied by it. In a merged layer, every part except the
     last has a multiple of 128 rows.
     """
 
@@ -114,18 +114,18 @@ class FP8BlockLinear(QuantLinear):
 
 
 class _FP8Linear(QuantLinear):
-    """A layer with an FP8 weight and a scale per tensor or per row, multiplied by ``mm_fp8``.
+    """Base class of layers with an FP8 weight and one scale per tensor or per row, which call ``mm_fp8``.
 
     Attributes:
-        fast_accum: argument of ``mm_fp8``. Set it to True on a layer, or on a class, to accumulate all of K in the
-            tensor cores.
+        fast_accum: as in ``mm_fp8``. Set it to True on a layer, or on a class, to accumulate all of K in the tensor
+            cores.
     """
 
     choices = ("fp8",)
     multiples = (1, 1)
     fast_accum: bool = False
     _flat: ClassVar[tuple[int, ...]]
-    """Shape for ``reshape`` that flattens scales."""
+    """Argument of ``reshape`` that flattens the scales of the weight."""
 
     weight_scale: Tensor
     input_scale: Tensor
@@ -148,7 +148,7 @@ class _FP8Linear(QuantLinear):
         raise NotImplementedError
 
     def _factor(self) -> Tensor:
-        """Return the factor of the result, (1,), or one factor per column of the result, (N,)."""
+        """Return the factor of the GEMM's result: (1,) for all columns, or (N,) with one factor per column."""
         return self._row_scale().view(-1)
 
     @property
@@ -157,7 +157,7 @@ class _FP8Linear(QuantLinear):
         return self._fits_mm_fp8()
 
     def _fits_mm_fp8(self) -> bool:
-        """Return True if ``mm_fp8`` supports N and K; otherwise torch's scaled GEMM multiplies."""
+        """Return True if ``mm_fp8`` supports N and K. If it does not, torch's scaled GEMM is called."""
         return self.out_features % FP8_N_MULTIPLE == 0 and self.in_features % FP8_K_MULTIPLE == 0
 
     def _quantization(self) -> Quantization:
@@ -176,7 +176,7 @@ class _FP8Linear(QuantLinear):
         factor = self._factor()
         bias: Tensor | None = self.bias
         if not self._fits_mm_fp8():
-            # torch takes row scales either for both operands or for neither.
+            # torch's scaled GEMM takes row scales either for both operands or for neither
             by_row = factor.numel() > 1 or a_scale.dim() == 2
             factor = self._row_scale().view(1, -1) if by_row else factor
             return scaled_mm(a, self.weight, a_scale, factor, bias, dtype)
@@ -196,7 +196,8 @@ class _FP8Linear(QuantLinear):
 
     @classmethod
     def _amax(cls, weight: Tensor) -> Tensor:
-        """Return the largest magnitude of the elements that share a scale, in the shape of ``weight_scale``."""
+        """Return the largest magnitude of each group of elements that share a scale, in the shape of
+        ``weight_scale``."""
         raise NotImplementedError
 
     @classmethod
@@ -216,8 +217,8 @@ class _FP8Linear(QuantLinear):
             weight: (N, K) float8_e4m3fn.
             weight_scale: float32 factors of the decoded weight: per tensor, one element, or one per part; per channel,
                 (N, 1) or (N,).
-            input_scale: float32, one element; factor of the decoded activations. ``None`` computes a scale for each
-                row.
+            input_scale: float32, one element, by which decoded activations are multiplied. With ``None``, each call
+                computes one scale per row.
             bias, parts, activations: arguments of :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale.reshape(cls._flat)}
@@ -229,13 +230,14 @@ class _FP8Linear(QuantLinear):
     def from_float(
         cls, linear: nn.Linear, *, activations: Activations = "auto", input_amax: Tensor | float | None = None
     ) -> Self:
-        """Quantise a linear layer. A scale is the largest magnitude of the weight, or of its row, / 448.
+        """Quantise a linear layer. The scale is amax / 448, with the largest magnitude amax of the weight or of each
+        row.
 
         Args:
             linear: layer in bfloat16, float16 or float32.
             activations: argument of the class.
-            input_amax: largest magnitude of the input, from calibration; larger values saturate. ``None`` computes a
-                scale for each row of the activations.
+            input_amax: largest magnitude of the input, from calibration; larger values saturate. With ``None``, each
+                call computes one scale per row of the activations.
 
         Raises:
             ValueError: for unsupported activations.
@@ -254,9 +256,9 @@ class _FP8Linear(QuantLinear):
 class FP8TensorLinear(_FP8Linear):
     """A linear layer with an FP8 weight and one scale per tensor; arguments and errors are as for :class:`QuantLinear`.
 
-    Activations: ``"fp8"``, static with a calibrated ``input_scale``, otherwise dynamic with a scale per row.
-    ``fp8_quantize`` quantises, ``mm_fp8`` multiplies, with ``fast_accum=False`` unless the attribute ``fast_accum`` is
-    set.
+    Activations: ``"fp8"``. With a calibrated ``input_scale``, all rows are quantised with this scale; without it, each
+    row gets its own scale. ``fp8_quantize`` quantises. ``mm_fp8`` multiplies, with ``fast_accum=False`` unless the
+    attribute ``fast_accum`` is set.
 
     If N is not a multiple of 8, or K not a multiple of 64, torch's scaled GEMM multiplies instead:
     ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in older torch versions and in compiled code. It needs N

@@ -1,4 +1,4 @@
-"""Merge layers with the same input, in models whose ``forward`` calls them one by one."""
+"""Merge quantised layers that have the same input, in models whose ``forward`` calls the layers one by one."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +24,16 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
 
     Args:
         model: model with layers of this package, such as after :func:`quantize_`.
-        merged: names of the layers to merge, by the name of the merged layer.
+        merged: names of the layers to merge, keyed by the name of the merged layer.
 
     Returns:
         ``model``. A call that passes different inputs to merged layers, as in cross-attention, raises ``RuntimeError``,
-        and so does a call that changes the input in place between two merged layers. Torch does not count the changes
-        of inference tensors, so that under ``torch.inference_mode()`` their values are compared instead: on a CPU, and
-        on a GPU if ``TORCH_CUTE_OPS_CHECK=1``. Under ``torch.compile``, and on a GPU under ``torch.inference_mode()``,
-        such a call goes unnoticed.
+        and so does a call that changes the input in place between two merged layers. Torch does not count changes of
+        inference tensors. Under ``torch.inference_mode()`` the values of the inputs are therefore compared, but only on
+        a CPU, or on a GPU with ``TORCH_CUTE_OPS_CHECK=1``. Without this setting, wrong calls under
+        ``torch.inference_mode()`` on a GPU are not detected, and neither are wrong calls under ``torch.compile``.
     """
-    # Exclude quantised layers: the list would keep all layers in memory until the last layer is merged.
+    # Leave out quantised layers: this list would keep all of them in memory until the last layer is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
         for name, originals in merged.items():
@@ -55,12 +55,13 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
 
 
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
-"""Pairs of a merged layer's name and the names of the layers that it replaces."""
+"""Pairs (name of a merged layer, names of the layers that it replaces)."""
 
 
 @functools.cache
 def _merging(base: Any, groups: Groups) -> type[nn.Module]:
-    """Return a subclass of ``base`` whose ``forward`` sees the original layers instead of the merged ones."""
+    """Return a subclass of ``base`` in whose ``forward`` the original layers seem to exist instead of the merged
+    layers."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.forward(_WithOriginals(self, groups), *args, **kwargs)
@@ -69,8 +70,8 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
         made: Any = object.__reduce_ex__(self, protocol)
         return (_blank, (base, groups), *made[2:])
 
-    # Hugging Face's hooks look a class up by name, so the subclass keeps the name of ``base``. pickle would find
-    # ``base`` by that name, hence ``__reduce_ex__``.
+    # The subclass has the name of ``base``, because Hugging Face's hooks look classes up by name. pickle would find
+    # ``base`` under this name, so ``__reduce_ex__`` calls ``_merging`` again.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
@@ -81,13 +82,14 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
 
 
 def _blank(base: Any, groups: Groups) -> Any:
-    """Return an empty instance of ``_merging``'s subclass, for unpickling."""
+    """Create an empty instance of the subclass that ``_merging`` returns, for pickle."""
     cls = _merging(base, groups)
     return cls.__new__(cls)
 
 
 class _WithOriginals:
-    """View of a module for one call of its ``forward``. Concurrent calls use separate views."""
+    """Replacement for ``self`` during one call of a module's ``forward``, in which the original layers seem to exist.
+    Concurrent calls use separate objects."""
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         self._module = module
@@ -103,7 +105,8 @@ class _WithOriginals:
 
 
 class _Results:
-    """Results of a merged layer, computed when the first of its original layers is called."""
+    """Results of a merged layer. They are computed when the first original layer is called, and reused for the other
+    original layers."""
 
     def __init__(self, name: str, layer: QuantLinear) -> None:
         self.name, self.layer = name, layer
@@ -131,28 +134,29 @@ class _Results:
 
 
 def _version(x: Tensor) -> int | None:
-    """Return a number that each change of a tensor in place increments, or None if there is no such number.
+    """Return the counter that torch increments when the tensor changes in place, or None if the tensor has no such
+    counter.
 
-    Inference tensors have no such number, and compiled or traced code cannot compare the number.
+    Inference tensors have no counter, and compiled or traced code cannot compare counters.
     """
     return None if torch.compiler.is_compiling() or is_proxy(x) or x.is_inference() else x._version
 
 
 def _compares_values(x: Tensor) -> bool:
-    """Return True if the values of an input must show whether it was changed, and may be read: the values of an
-    inference tensor, on a GPU only in debug mode."""
+    """Return True if a change of this input can only be detected by comparing its values, and the values may be read:
+    for inference tensors, on a GPU only in debug mode."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or not x.is_inference():
         return False
     return x.is_cpu or (settings.CHECK and x.is_cuda and not torch.cuda.is_current_stream_capturing())
 
 
 def _has_equal_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype have the same bits, so that NaN equals NaN."""
+    """Return True if two tensors of equal shape and dtype have equal bits. Equal bits include equal NaNs."""
     return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (one, other)))
 
 
 class _Original:
-    """Substitute for one of the merged layers, which the module's ``forward`` calls and inspects."""
+    """Stand-in for one of the merged layers, which the module's ``forward`` calls and inspects."""
 
     def __init__(self, results: _Results, index: int) -> None:
         self.results, self.index = results, index
@@ -176,10 +180,10 @@ class _Original:
 
     @property
     def in_features(self) -> int:
-        """K."""
+        """Number of input features, K."""
         return self.results.layer.in_features
 
     @property
     def out_features(self) -> int:
-        """N of this layer."""
+        """Number of output features of this original layer, N."""
         return self.results.layer.parts[self.index]

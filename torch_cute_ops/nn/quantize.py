@@ -34,14 +34,14 @@ def quantize_(
     filter_fn: FilterFn | None = None,
     calibrate: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
-    """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
+    """Replace each ``nn.Linear`` of a model, and the experts of Hugging Face models, by quantised layers, in place.
 
     Experts in two three-dimensional parameters (``gate_up_proj`` and ``down_proj``), as in Hugging Face models, become
     :class:`QuantExperts`. They support every scheme except ``"fp8_tensor"``, and their activations are always FP8.
 
-    Only modules whose computation is known are replaced. Experts first pass a trial: their ``forward`` and the
-    computation of :class:`QuantExperts` must give equal results for random tokens that exceed all clamps. These modules
-    stay:
+    Only modules whose computation is known are replaced. Experts first have to pass a trial: on random tokens that
+    exceed all clamps, their ``forward`` must give the same results as :class:`QuantExperts`. These modules stay
+    unchanged:
 
     - modules with hooks, parametrizations or a replaced ``forward``, and subclasses of ``nn.Linear``;
     - layers to which a buffer, parameter or module was added, or an attribute with the name of an attribute of the
@@ -62,11 +62,11 @@ def quantize_(
         scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. With ``"fp8_tensor"``
             and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static scale for all
             rows.
-        activations: value for the layers' ``activations``: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights,
-            ``"fp8"`` for FP8 weights; ``"auto"`` selects the first that the scheme supports.
-        ignore: layers to leave unchanged, a pattern or several: names, last components of names, wildcards
-            (``"model.layers.0.*"``), or regular expressions after ``re:``. Your patterns replace the default. A pattern
-            that matches nothing gives a warning.
+        activations: format of the layers' activations: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights, ``"fp8"``
+            for FP8 weights. ``"auto"`` selects the first of these that the scheme supports.
+        ignore: layers to leave unchanged, as one pattern or several patterns. A pattern is a name, the last component
+            of a name, a wildcard (``"model.layers.0.*"``), or ``re:`` followed by a regular expression. Your patterns
+            replace the default. A pattern that matches nothing gives a warning.
         filter_fn: function that takes a linear layer or experts and the module's name, and returns False for modules to
             leave unchanged.
         calibrate: function that runs the model, before any change, on typical inputs, to find the largest magnitude of
@@ -118,13 +118,14 @@ def quantize_(
 def finished(
     function: str, model: nn.Module, cls: type[QuantLinear], selection: Selection, bytes_before: int
 ) -> list[str]:
-    """Guard and record a model after its selected modules were replaced, and return the texts of warnings.
+    """Guard a model against ``save_pretrained`` and record its summary after its modules were replaced. Return the
+    texts of warnings.
 
     Args:
         function: name of the function, for the summary and the warnings.
         model: model that was changed.
         cls: class of the new linear layers.
-        selection: modules that were replaced, and reasons for the others.
+        selection: modules that were replaced, and the reasons why other modules were not.
         bytes_before: bytes of the model before the change.
     """
     guard_saving(model)
@@ -145,7 +146,8 @@ def finished(
 
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-    """Return, for each layer that shares its input with sibling layers, the largest magnitude of all their weights."""
+    """Return the largest magnitude over all sibling layers' weights, for each layer that shares its input with
+    siblings."""
     found = {}
     for names in sibling_groups(linears):
         amax = torch.stack([linears[name].weight.abs().amax().float() for name in names]).amax()
@@ -154,8 +156,8 @@ def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
 
 
 def sibling_groups(names: Iterable[str]) -> list[list[str]]:
-    """Return groups of layers that have the same input, such as q, k and v of an attention, and so share a global
-    scale. Other layers are in no group."""
+    """Return groups of layers that have the same input, such as q, k and v of an attention. The layers of a group share
+    a global scale. A layer without siblings is in no group."""
     group_of = {layer: merged for merged, layers in _names.MERGED.items() for layer in layers}
     groups = defaultdict(list)
     for name in names:
@@ -168,7 +170,7 @@ def sibling_groups(names: Iterable[str]) -> list[list[str]]:
 def _input_amax(
     model: nn.Module, linears: dict[str, nn.Linear], calibrate: Callable[[nn.Module], object]
 ) -> dict[str, Tensor]:
-    """Return the largest magnitude of each layer's input while ``calibrate`` runs."""
+    """Run ``calibrate`` and return the largest magnitude of each layer's input."""
     amax: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[..., None]:

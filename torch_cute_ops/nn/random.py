@@ -1,4 +1,4 @@
-"""Layers with random codes, to build models of any size without a checkpoint."""
+"""Quantised layers with random codes, to build models of any size without a checkpoint."""
 
 import warnings
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from torch_cute_ops.nn.quantize import SCHEMES, Scheme, finished
 DEVIATION: Final = 0.02
 """Standard deviation of the weights, as in freshly initialised models."""
 INPUT_AMAX: Final = 8.0
-"""Largest activation that the input scales cover."""
+"""Largest activation that the input scales can represent."""
 
-# The bits of codes are random. The root mean square of all e2m1 numbers is 2.93. In e4m3 codes, the sign and the three
-# mantissa bits are random: weights lie between 0.5 and 1 (rms 0.74), scales between 1 and 2 (rms 1.46).
+# Root mean squares (rms) of random codes. All bits of e2m1 codes are random. In e4m3 codes only the sign and the three
+# mantissa bits are random, so that weights lie between 0.5 and 1, and scales between 1 and 2.
 _E2M1, _FRACTION, _SCALE = 2.93, 0.74, 1.46
 
 _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
@@ -33,7 +33,7 @@ _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
     ("fp8_tensor", "weight"): (0x87, 0x30),
     ("fp8_channel", "weight"): (0x87, 0x30),
 }
-"""(random bits, fixed bits) of each one-byte tensor. 120 is 2^-7 in e8m0."""
+"""(mask of random bits, fixed bits) of each one-byte tensor. 120 is 2^-7 in e8m0."""
 _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("nvfp4", "weight_scale_2"): DEVIATION / (_E2M1 * _SCALE),
     ("nvfp4", "input_scale"): INPUT_AMAX / (6 * 448),
@@ -41,7 +41,7 @@ _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("fp8_tensor", "weight_scale"): DEVIATION / _FRACTION,
     ("fp8_channel", "weight_scale"): DEVIATION / _FRACTION,
 }
-"""Value of all elements of each float32 tensor."""
+"""Value with which each float32 tensor is filled."""
 
 
 def random_(
@@ -57,22 +57,22 @@ def random_(
     """Replace the linear layers and experts of a model by layers with random codes, in place, to measure speed and
     sizes.
 
-    Weights have a standard deviation of about 0.02 and never exist in another format; biases are 0.
+    Weights have a standard deviation of about 0.02; biases are 0. No unquantised weight is ever made.
 
     Args:
         model: model on any device, such as meta; only sizes and the dtype of biases are used.
-        scheme: argument of :func:`quantize_`.
-        activations: argument of :func:`quantize_`.
-        ignore: argument of :func:`quantize_`.
-        filter_fn: argument of :func:`quantize_`.
+        scheme: as in :func:`quantize_`.
+        activations: as in :func:`quantize_`.
+        ignore: as in :func:`quantize_`.
+        filter_fn: as in :func:`quantize_`.
         device: device of the layers; ``None`` for the weight's device.
         seed: seed of the generator.
 
     Returns:
-        ``model``. :func:`summary` and warnings say which modules stayed, as for :func:`quantize_`.
+        ``model``. :func:`summary` and warnings name the modules that stayed unchanged, as with :func:`quantize_`.
 
     Raises:
-        ValueError: for an unknown scheme, or activations that it does not support.
+        ValueError: for an unknown scheme, or activations that the scheme does not support.
     """
     for text in replace_randomly("random_", model, scheme, activations, ignore, filter_fn, device, seed):
         warnings.warn(text, stacklevel=2)
@@ -90,8 +90,8 @@ def replace_randomly(
     device: torch.device | str | None,
     seed: int,
 ) -> list[str]:
-    """Replace layers as :func:`random_` does. Return the texts of warnings, which begin with the name of
-    ``function``."""
+    """Replace layers as :func:`random_` does, and return the texts of warnings, which name ``function`` as their
+    origin."""
     if scheme not in SCHEMES:
         raise ValueError(f"{function}: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
     cls = SCHEMES[scheme]
@@ -126,7 +126,7 @@ def random_stack(
     """Create layers with random codes, stacked along N in one layer, such as the layers of all experts.
 
     Args:
-        scheme: key of ``FORMATS``.
+        scheme: format of the weights, a key of ``FORMATS``.
         in_features: K of every layer.
         parts: rows of each layer.
         bias: tensor with the dtype of the biases, which are 0; ``None`` for layers without biases.

@@ -24,8 +24,8 @@ def warmup(
     tune: bool = False,
     fused: bool = True,
 ) -> None:
-    """Compile and load the kernels of quantised layers, gated MLPs and experts. One layer of each form is called with
-    zeros.
+    """Compile and load the kernels of a model's quantised layers, gated MLPs and experts. Of layers that need the same
+    kernels, only one is called, with zeros as input.
 
     Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph. The model's own
     norms, gates and attention are not called: call the model once before a capture. If layers are divided among ranks,
@@ -38,10 +38,11 @@ def warmup(
             only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
-        fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
-            RMSNorm and SiLU·mul with quantised results; for one row SiLU·mul and quantisation in the GEMM's prologue;
-            for few rows GEMMs that prefetch the next layer's weight. A module counts as a norm if its only parameter is
-            a ``weight`` (K,); a gate is expected before a layer if another layer has 2 · K columns.
+        fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: RMSNorm and
+            SiLU·mul with quantised results; for one row, GEMMs that compute SiLU·mul and the quantisation in their
+            prologue; for few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if its only
+            parameter is a ``weight`` (K,). A gate is expected before a layer with K input features if another layer has
+            2 · K columns.
 
     Raises:
         ValueError: for a number of rows that is not positive, or for experts with an unknown ``topk``.
@@ -90,7 +91,7 @@ def warmup(
 
 
 def _numbers_of(rows: int | Iterable[int]) -> list[int]:
-    """Return the numbers of rows in ascending order, each once.
+    """Return the distinct numbers of rows in ascending order.
 
     Raises:
         TypeError, ValueError: for a value that is no integer, or not positive.
@@ -107,7 +108,7 @@ def _numbers_of(rows: int | Iterable[int]) -> list[int]:
 
 
 def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object:
-    """Return a key that is equal for modules whose calls need the same kernels."""
+    """Return a key that is equal for modules whose calls use the same kernels."""
     if isinstance(module, QuantLinear):
         bias = None if module.bias is None else module.bias.dtype
         merged, static = len(module.parts) > 1, (module.has_input_scale, getattr(module, "fast_accum", False))
@@ -127,13 +128,13 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
 
 
 def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call experts, or an expert layer, with zeros: once for each bucket of these numbers of tokens and each code
-    path."""
+    """Call experts or an expert layer with zeros. Of the numbers of tokens, one per bucket and code path is enough."""
     experts = module.experts if isinstance(module, ExpertLayer) else module
     topk, device = module.topk or 1, experts.down_proj.weight.device
     served = {}
     for number in numbers:
-        # GEMMs of experts multiply one row per (token, expert) pair, or one row per token if routed.
+        # The experts' GEMMs multiply one row per (token, expert) pair, or one row per token if only routed pairs are
+        # computed.
         few = experts.are_routed(number, topk, dtype)
         served[few, bucket(number if few else number * topk)] = number
     for count in served.values():
@@ -146,8 +147,8 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
 
 
 def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call layers with a gate in the GEMM's prologue, as ``integrations.inductor`` may for one row, if the layers'
-    widths suggest a gate."""
+    """Call layers whose input is gate and up of one row, because ``integrations.inductor`` may move this gate into
+    their GEMM's prologue. A layer is called if another layer's width suggests a gate before it."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
@@ -161,8 +162,8 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
 
 
 def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) -> None:
-    """Call a layer as a model calls it whose next layer is ``following``. If its GEMM quantises rows, also call it with
-    codes, which compiled models and layers with a shared input use."""
+    """Call a layer as a model would if ``following`` is called next. If the layer's GEMM quantises rows, also call it
+    with quantised rows, as compiled models and layers with a shared input do."""
     with _linked(layer, following):
         layer(x)
         if layer.prologue_quantises(x):
@@ -171,8 +172,8 @@ def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) ->
 
 @contextlib.contextmanager
 def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]:
-    """Make the calls of ``layer`` in this block prefetch the weight of ``following`` into L2, as ``prefetch_`` or
-    ``integrations.inductor`` would; None prefetches nothing."""
+    """Make calls of ``layer`` in this block prefetch the weight of ``following`` into L2, as in a model that uses
+    ``prefetch_`` or ``integrations.inductor``. None prefetches nothing."""
     before = following_of(layer)
     link(layer, following)
     try:
@@ -182,14 +183,14 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
-    """Return the possible widths of gates: half of each layer's columns."""
+    """Return the widths that gates may have: half of each layer's columns."""
     return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
 
 
 def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
-    """Call the ops that ``integrations.inductor`` may substitute before layers.
+    """Call the fused ops that ``integrations.inductor`` may insert before layers.
 
-    Each form is called on one row, because the kernels take any number of rows.
+    One row is enough, because the kernels do not depend on the number of rows.
     """
     norms: dict[int, set[torch.dtype]] = {}
     for module in model.modules():
