@@ -1,1 +1,1 @@
-"""Ops. Each module contains an op's typed Python function, argument checks and CUDA entry."""
+"""The ops. Each module defines one op: its typed Python function, its argument checks and its CUDA entry."""

@@ -1,4 +1,5 @@
-"""Code that leads from a GEMM op's CUDA call to a backend, shared by GEMMs with and without a gate."""
+"""Call path of GEMM ops: chooses a backend for a CUDA call. Shared by GEMMs with and without a gate in their
+epilogue."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +32,8 @@ Tensor = torch.Tensor
 AUTO: Final = "auto"
 SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
 EXPERT_MULTIPLE: Final = 64
-"""Required divisor of an expert's elements in a row of ``a``, so that bytes and blocks are whole."""
+"""Number that must divide an expert's elements in a row of ``a``, so that the expert owns whole bytes and whole
+blocks."""
 
 Call = TypeVar("Call", bound=tuple[Any, ...])
 
@@ -49,7 +51,7 @@ class BackendPath(CallPath[Call]):
             holds the call's ``global_scale``.
 
     Attributes:
-        over: dimension of the GEMM that experts divide, as in ``gemm.problem.Grouping``.
+        over: dimension of the GEMM that is divided among experts, as in ``gemm.problem.Grouping``.
         b_name: name of the op's weight argument.
     """
 
@@ -71,15 +73,15 @@ class BackendPath(CallPath[Call]):
         self.prologue_gate, self.prologue_quant = prologue_gate, prologue_quant
 
     def problem(self, call: Any) -> "GemmProblem":
-        """Return the problem of a checked call."""
+        """Describe a checked call as a ``GemmProblem``."""
         raise NotImplementedError
 
     def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
-        """Return a launcher of the chosen backend for a problem on a target."""
+        """Return a launcher for a problem, with the chosen backend, on a target. Its kernels are compiled."""
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Return the FLOP count of the GEMM over all rows and all columns, without regard to the routing."""
+        """Return the FLOP count of the GEMM as if every token were routed to every expert."""
         *lead, _ = a_shape
         k, n = b_shape[-2:]
         rows = b_shape[0] if self.over == "n" else 1
@@ -88,10 +90,10 @@ class BackendPath(CallPath[Call]):
         return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-        """Return the FP4 format, and the scale layouts of the activations and of the weight.
+        """Return the FP4 format, the scale layout of the activations, and the scale layout of the weight.
 
-        If the call names no layout, the number of dimensions of the activations' scales, or else of the weight's
-        scales, shows the layout.
+        If the call names no layout, the layout is derived from the number of dimensions of the activations' scales, or
+        of the weight's scales if the activations have none.
         """
         name = call.scale_layout
         if name is None:
@@ -141,11 +143,12 @@ class BackendPath(CallPath[Call]):
             self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout, call)
 
     def a_width(self, k: int) -> int:
-        """Return the number of elements per row of ``a`` if the GEMM sums over ``k`` elements."""
+        """Return the number of elements in a row of ``a`` for a GEMM with K = ``k``: twice ``k`` if the row holds gate
+        and up."""
         return 2 * k if self.prologue_gate else k
 
     def hint(self, call: Any) -> str:
-        """Return advice to transpose the weight if ``a`` fits the transposed weight, or an empty string."""
+        """Return advice to transpose the weight if ``a`` would fit the transposed weight, or else an empty string."""
         packed = self.b == "fp4" and self.a != "fp4"
         fits = self.a_width(call.b.shape[-1] * (2 if packed else 1)) == call.a.shape[-1]
         return f"; pass {self.b_name} as weight.mT" if fits else ""
@@ -155,15 +158,15 @@ class BackendPath(CallPath[Call]):
         return _checks.check_fp4_format(self.op, given.block_size, given.scale_format, given.scale_layout)
 
     def declare_layout(self) -> dict[str, Property]:
-        """Return the property ``scale_layout``, the layout of a call's FP4 scales, or nothing for an op without FP4
-        scales."""
+        """Return the static property ``scale_layout``, the layout of a call's FP4 scales, or no property for an op
+        without FP4 scales."""
         (declared,) = self.arguments_as_properties("scale_layout").values() if self.b == "fp4" else (None,)
         if declared is None:
             return {}
         return {"scale_layout": replace(declared, of=lambda call: self.fp4_format(call)[1].name)}
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
-        """Return the entry of ``choices`` for a property's value.
+        """Look up the value of a property in ``choices`` and return its entry.
 
         Raises:
             ValueError: if the value is not one of the choices.
@@ -190,7 +193,7 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # Nothing is tuned during a capture, so a later call may still have to tune.
+        # Do not store the launcher in a capture: nothing is tuned then, so a later call may still have to tune.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher
@@ -220,11 +223,12 @@ class BackendLauncher(Launcher[Call]):
     Args:
         problem, choice, target: problem, chosen backend and tactic, and device.
         kernels: kernels that the tactic launches.
-        is_kept: attribute of ``Launcher``.
+        is_kept: True if later calls with the same static key use this launcher.
 
     Attributes:
-        b_scale_shape: shape of the tiles of an FP4 weight's scales, as kernels take them; None for other scales.
-        views_b_scale: True if the calls pass the weight's scales in another library's shape.
+        b_scale_shape: shape in which kernels expect the tiled scales of an FP4 weight; None for other scales.
+        views_b_scale: True if the calls pass the weight's scales in another library's shape, so that each call must
+            reshape them.
     """
 
     views_b_scale: bool = False
@@ -254,10 +258,11 @@ class BackendLauncher(Launcher[Call]):
             self.y_scales = ScaleRows.of(quantised.scale_layout, problem.n // quantised.format.block_size)
 
     def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
-        """Return the scales of ``rows`` rows of activations in the shape that kernels take, or None if their shape is
-        not accepted.
+        """Return the scales of ``rows`` rows of activations in the shape that kernels expect, or None if their own
+        shape is not accepted.
 
-        If the call names the layout, the fast path calls this function for tiles in another library's shape.
+        The fast path calls this function if the call names the layout, because the tiles may then have another
+        library's shape.
         """
         scales = self.a_scales
         assert scales is not None
@@ -268,7 +273,7 @@ class BackendLauncher(Launcher[Call]):
         return scale.view(count, *scales.tail)
 
     def stored_scales(self, a_scale: Tensor | None, b_scale: Tensor, rows: int, fmt: FP4Format) -> Any:
-        """Convert checked FP4 scales to the form that kernels take: contiguous tiles in the format's dtype."""
+        """Convert checked FP4 scales to the format that kernels read: contiguous tiles in the format's dtype."""
         b_scale = aligned(seen_as(b_scale, fmt.scale_dtype))
         if self.b_scale_shape is not None:
             b_scale = b_scale.view(self.b_scale_shape)
@@ -278,11 +283,11 @@ class BackendLauncher(Launcher[Call]):
 
 
 class ScaleRows(NamedTuple):
-    """Shape of the scales of any number of rows.
+    """Shape of a matrix's scales, for any number of rows.
 
     Attributes:
         tile_rows: rows of a tile; 1 for linear scales.
-        columns: second extent of the scales: number of tiles along k; for linear scales, number of blocks per row.
+        columns: second extent of the scales: number of tiles along K, or number of blocks per row for linear scales.
         tail: all extents except the first.
         strides: strides of contiguous scales.
         is_linear: True for linear scales.
@@ -296,19 +301,19 @@ class ScaleRows(NamedTuple):
 
     @classmethod
     def of(cls, layout: ScaleLayout, blocks: int) -> "ScaleRows":
-        """Return the shape for rows of ``blocks`` blocks in ``layout``."""
+        """Return the shape of the scales of rows with ``blocks`` blocks in ``layout``."""
         shape = layout.shape((1,), blocks)
         return cls(layout.tile_rows or 1, shape[1], shape[1:], contiguous_strides(shape), layout.is_linear)
 
     def count(self, rows: int) -> int:
-        """Return the first extent of the scales of ``rows`` rows."""
+        """Return the first extent of the scales of a matrix with ``rows`` rows."""
         return (rows + self.tile_rows - 1) // self.tile_rows
 
 
 def fp4_zeros(
     shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return zero codes and zero block scales of a matrix of this shape."""
+    """Return the codes and block scales of an FP4 matrix of this shape that is all zeros."""
     codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
     return codes, scale.view(fmt.scale_dtype)
 
@@ -335,8 +340,8 @@ def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def gemm_package() -> ModuleType:
-    """Import and return the package of backends. The import loads all kernel configurations, so it is deferred to the
-    first GEMM."""
+    """Import the package ``gemm``. The import loads the configurations of all kernels, so it is deferred to the first
+    GEMM."""
     import torch_cute_ops.gemm as gemm
     import torch_cute_ops.gemm.cost
     import torch_cute_ops.gemm.problem

@@ -1,9 +1,9 @@
 """Launcher cache, fast path and checked path of all ops: the code that leads from a CUDA call to a kernel launch.
 
-``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls it.
-The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before it launches
-anything. After a refusal, and for the first call with a key, ``run_checked`` checks every argument, explains errors,
-copies tensors that a kernel cannot read in place, and plans and compiles kernels.
+``CallPath.run`` looks up a launcher by the call's static key, which never contains the number of rows, and calls the
+launcher. The launcher's compiled function refuses unsuitable tensors, and outputs that overlap another tensor, before
+it launches anything. After such a refusal, and for the first call with a key, ``run_checked`` runs instead: it checks
+every argument, explains errors, copies tensors that a kernel cannot read in place, and plans and compiles kernels.
 """
 
 import abc
@@ -31,15 +31,15 @@ Call = TypeVar("Call", bound=tuple[Any, ...])
 Outputs = tuple[torch.Tensor, ...]
 
 MOST_LAUNCHERS: Final = 4096
-"""Maximum number of launchers per op, about 1 KB each; the oldest is dropped."""
+"""Maximum number of launchers per op, about 1 KB each. When it is reached, the oldest launcher is dropped."""
 
 _storing = threading.Lock()
 _launched: Final[set[tuple[KernelSpec, int]]] = set()
-"""Launched kernels, each with its device: their modules are loaded, so that graphs can capture them."""
+"""Kernels that were launched, each with its device. Their modules are loaded, so CUDA graphs can capture them."""
 
 
 def _of_python(value: Any) -> Any:
-    """Return a number of another library, such as ``numpy.int64``, as a Python number."""
+    """Convert a number of another library, such as ``numpy.int64``, to a Python number."""
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return value
@@ -57,11 +57,11 @@ class Launcher(abc.ABC, Generic[Call]):
     is_kept: bool = True
 
     def run(self, call: Call, out: Any) -> Any:
-        """Compute an unchecked call into ``out`` or new outputs, and return the outputs. This is the op's fast path, if
-        it has one.
+        """Compute a call whose arguments are not checked, into ``out`` or new outputs, and return the outputs. This is
+        the op's fast path, if it has one.
 
-        Return None without effect if the fast path does not support the call. Raise before anything is launched if the
-        compiled function refuses a tensor.
+        Return None, without launching anything, if the fast path does not support the call. If the compiled function
+        refuses a tensor, raise before anything is launched.
         """
         return None
 
@@ -71,16 +71,16 @@ class Launcher(abc.ABC, Generic[Call]):
 
 
 class CallPath(abc.ABC, Generic[Call]):
-    """The CUDA calls of one op. A family of ops shares a subclass.
+    """Code for the CUDA calls of one op, from its arguments to a launcher. The ops of a family share a subclass.
 
     Args:
-        fixed: values of the fields of ``call_type`` that no parameter of the op sets; fields left out keep their
-            defaults.
+        fixed: values for fields of ``call_type`` that no parameter of the op sets. Fields that are in neither keep
+            their defaults.
 
     Attributes:
         call_type: ``NamedTuple`` of a call's arguments; the first field is a tensor.
         renames: fields of ``call_type`` whose names differ from the op's parameters, keyed by parameter.
-        may_share: names of an output and an argument that may be the same tensor.
+        may_share: name of an output and name of an argument that may be the same tensor.
         hints: arguments whose contents do not affect results, so that outputs may share memory with them.
         any_address: outputs that need no alignment to 16 bytes.
         integer_outputs: names of integer outputs, which cannot require grad.
@@ -102,7 +102,7 @@ class CallPath(abc.ABC, Generic[Call]):
         self.launchers: dict[tuple[Any, ...], Launcher[Call]] = {}
 
     def bind(self, signature: Signature) -> None:
-        """Bind the path to the op with this signature."""
+        """Attach the path to the op that has this signature."""
         self.signature = signature
         self.op = signature.name
         self.is_single = len(signature.outputs) == 1
@@ -114,11 +114,11 @@ class CallPath(abc.ABC, Generic[Call]):
         self.statics = self.declare()
         self.updated = tuple(fields.index(self.renames.get(name, name)) for name in signature.updated)
 
-    # Defined by each family of ops
+    # Methods that each family of ops defines
 
     @abc.abstractmethod
     def key(self, call: Call, device: int) -> tuple[Any, ...]:
-        """Return the static key, which decides which launcher serves a call on a CUDA device.
+        """Return the static key of a call on a CUDA device. Calls with equal keys use the same launcher.
 
         Raises:
             AttributeError: if an argument is no tensor.
@@ -142,15 +142,17 @@ class CallPath(abc.ABC, Generic[Call]):
 
     @abc.abstractmethod
     def make_launcher(self, call: Call, device: int) -> Launcher[Call]:
-        """Return a launcher for checked calls like this one on a CUDA device; ``compile`` compiles its kernels."""
+        """Return a launcher that can compute checked calls with the same static key as this call on a CUDA device.
+        ``compile`` compiles its kernels."""
 
     @abc.abstractmethod
     def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
-        """Return the kernels that calls like this one may launch on GPUs of ``arch``; tensors may be on meta."""
+        """Return the kernels that calls with the same static key may launch on GPUs of ``arch``. Tensors may be on
+        meta."""
 
     @abc.abstractmethod
     def declare(self) -> dict[str, Property]:
-        """Return the static properties of the op's calls by name, except ``device``."""
+        """Return the static properties of the op's calls, keyed by name, except ``device``."""
 
     @abc.abstractmethod
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
@@ -160,37 +162,39 @@ class CallPath(abc.ABC, Generic[Call]):
         """
 
     def backends(self, call: Call, where: torch.device | Arch) -> dict[str, str | None]:
-        """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None."""
+        """Return, for each backend, the reason that it cannot compute the call on this device or architecture, or
+        None."""
         raise NotImplementedError
 
     def output_shapes(self, call: Call) -> list[Output]:
-        """Return the descriptions of a checked call's outputs, from ``fake/<op>.py``."""
+        """Describe the outputs of a checked call, by the function in ``fake/<op>.py``."""
         fake = importlib.import_module(f"torch_cute_ops.fake.{self.op}")
         shapes: OutputShapes = getattr(fake, self.op)(**self.arguments(call))
         return [Output(*each) for each in shapes]
 
     def for_outputs(self, call: Call, out: Any) -> Call:
-        """Return the call with the layouts that the given outputs have; ``out`` is one tensor, or a tuple of
-        several."""
+        """Return the call with its layout arguments set to the layouts of the given outputs. ``out`` is one tensor, or
+        a tuple."""
         return call
 
     def fill_without_work(self, call: Call, out: Outputs) -> bool:
-        """Return True if a checked call needs no kernel, for example without rows; its outputs are then filled."""
+        """If a checked call needs no kernel, for example because it has no rows, fill its outputs and return True."""
         return all(output.numel() == 0 for output in out)
 
     # Static properties
 
     def arguments_as_properties(self, *names: str) -> dict[str, Property]:
-        """Return the properties that are arguments of the op. Names that the op lacks are skipped."""
+        """Return the static properties whose values are arguments of the op. Skip names of arguments that the op
+        lacks."""
         return {each.name: argument(each) for each in self.signature.parameters if each.name in names}
 
     def properties(self, call: Call) -> dict[str, Any]:
-        """Return the static properties of a call, as ``example`` takes them."""
+        """Return the static properties of a call, with which ``example`` can make such a call."""
         values = {name: each.of(call) for name, each in self.statics.items()}
         return {name: value for name, value in values.items() if value is not None or self.statics[name].is_optional}
 
     def example(self, *, device: torch.device | int | str | None = None, **properties: Any) -> dict[str, Any]:
-        """Return the arguments, by name, of a call with these static properties, on ``device``.
+        """Return the arguments, by name, of a call on ``device`` that has these static properties.
 
         Raises:
             TypeError: if a required property is missing, or the op lacks a property.
@@ -210,21 +214,21 @@ class CallPath(abc.ABC, Generic[Call]):
     # The call path
 
     def run(self, out: Any, device: int | None, *values: Any) -> Any:
-        """Compute a call, given its fields, on CUDA tensors into ``out`` or into new outputs, and return them.
+        """Compute a call on CUDA tensors, given the fields of ``call_type``; return the outputs.
 
         Args:
             out: one tensor, or a tuple of several, or None.
-            device: index of the first tensor's device, or None. The look-up takes 0.07 µs.
+            device: index of the first tensor's device, or None to look it up, which takes 0.07 µs.
             values: fields of the call.
         """
-        # not ``call_type._make``, which takes twice as long
+        # ``call_type._make`` would take twice as long
         call = tuple.__new__(self.call_type, values)
         try:
             if device is None:
                 device = call[0].get_device()
             launcher = self.launchers.get(self.key(call, device))
             result = None if launcher is None else launcher.run(call, out)
-        except Exception:  # from TVM-FFI, DLPack or CUDA, or if an argument is no tensor; run_checked finds the reason
+        except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is no tensor; run_checked finds the reason
             result = None
         if result is None:
             result = self.run_checked(call, out)
@@ -235,8 +239,8 @@ class CallPath(abc.ABC, Generic[Call]):
         return result
 
     def run_verified(self, out: Any, device: int | None, *values: Any) -> Any:
-        """Compute a call as :meth:`run` does, and check its values and results, because ``TORCH_CUTE_OPS_CHECK`` is
-        set."""
+        """Compute a call as :meth:`run` does, and also check its values and results. ``TORCH_CUTE_OPS_CHECK`` selects
+        this method."""
         call = self.call_type._make(map(_of_python, values))
         self.check_call(call)
         old = self.verifier.before(call)
@@ -247,9 +251,10 @@ class CallPath(abc.ABC, Generic[Call]):
         return result
 
     def run_checked(self, call: Call, out: Any) -> Any:
-        """Compute a call with every check.
+        """Compute a call and check all its arguments first.
 
-        This path serves the first call with a key, and tensors that the fast path or the compiled function refused.
+        This path is used for the first call with a static key, and for calls that the fast path or the compiled
+        function refused.
         """
         call = self.call_type._make(map(_of_python, call))
         self.check_call(call)
@@ -266,9 +271,9 @@ class CallPath(abc.ABC, Generic[Call]):
                 launcher = self.make_launcher(call, device.index or 0)
             try:
                 launcher.launch(call, result)
-            except (RuntimeError, ValueError, TypeError):  # from torch, for example out of memory
+            except (RuntimeError, ValueError, TypeError):  # raised by torch, for example because memory is full
                 raise
-            except Exception as error:  # from CUDA
+            except Exception as error:  # raised by CUDA
                 raise launch_error(self.op, error, *call) from error
             _launched.update((kernel, device.index or 0) for kernel in launcher.kernels)
             if launcher.is_kept:
@@ -287,9 +292,10 @@ class CallPath(abc.ABC, Generic[Call]):
         self._check_tensors(call, given)
 
     def check_dispatched(self, call: Call) -> None:
-        """Check a call as ``check_call`` does, after PyTorch's dispatcher has matched it to the schema.
+        """Check a call that has passed PyTorch's dispatcher.
 
-        The dispatcher lets only one wrong type pass: None for a required tensor.
+        The dispatcher has matched the arguments to the schema. It overlooks only one wrong type: None for a required
+        tensor.
         """
         given = self.arguments(call)
         if any(given[name] is None for name in self.signature.required_tensors):
@@ -305,7 +311,8 @@ class CallPath(abc.ABC, Generic[Call]):
             self._check_memory(given, ())
 
     def check_outputs(self, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-        """Check given output tensors of a checked call, and that they share no memory with arguments or each other.
+        """Check the output tensors that the caller gave: their properties, and that they share no memory with arguments
+        or each other.
 
         Raises:
             ValueError: if a shape, device or layout is wrong, or memory is shared.
@@ -330,7 +337,7 @@ class CallPath(abc.ABC, Generic[Call]):
         _checks.check_no_sharing(self.op, by_name, tensors, self.signature.updated, self.may_share)
 
     def compile(self, kernel: KernelSpec, call: Call, device: int) -> Callable[..., None]:
-        """Return the compiled function of a kernel.
+        """Compile a kernel, or find it in a cache, and return its compiled function.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured and the kernel was never launched.
@@ -339,7 +346,8 @@ class CallPath(abc.ABC, Generic[Call]):
         return compile_kernel(kernel, arch_of_device(device))
 
     def require_loaded(self, kernels: tuple[KernelSpec, ...], call: Call, device: int) -> None:
-        """Check that all kernels are loaded if a CUDA graph is being captured.
+        """Check, if a CUDA graph is being captured, that all kernels are already loaded: loading is impossible in a
+        capture.
 
         Raises:
             RuntimeError: if a kernel is not loaded; the message shows the ``warmup`` call to make.
@@ -350,11 +358,11 @@ class CallPath(abc.ABC, Generic[Call]):
             forbid_in_capture(self.op, described(self.op, tuple(call), {}), advice)
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """Return the op's arguments by name."""
+        """Return the arguments of a call, keyed by the op's parameter names."""
         return dict(zip(self.signature.names, map(call.__getitem__, self.positions), strict=True))
 
     def empty_outputs(self, call: Call) -> Any:
-        """Return uninitialised outputs of a checked call on the device of its first tensor."""
+        """Allocate the outputs of a checked call on the device of its first tensor, without initialising them."""
         new = self._new_outputs(call)
         return new[0] if self.is_single else new
 
@@ -378,7 +386,7 @@ class CallPath(abc.ABC, Generic[Call]):
         return given
 
     def _keep(self, key: tuple[Any, ...], launcher: Launcher[Call]) -> None:
-        """Keep a launcher for later calls; several threads may do so at once."""
+        """Store a launcher for later calls. Several threads may call this method at once."""
         with _storing:
             if len(self.launchers) >= MOST_LAUNCHERS and key not in self.launchers:
                 del self.launchers[next(iter(self.launchers))]
@@ -386,7 +394,7 @@ class CallPath(abc.ABC, Generic[Call]):
 
 
 class KernelLauncher(Launcher[Call]):
-    """Launcher of one compiled kernel.
+    """Launcher of an op that launches one kernel.
 
     Args:
         kernel: kernel and its configuration.
@@ -401,13 +409,13 @@ class KernelLauncher(Launcher[Call]):
 
 
 class KernelPath(CallPath[Call]):
-    """The CUDA calls of an op that launches one kernel."""
+    """Call path of an op that launches one kernel."""
 
     launcher_type: ClassVar[type[KernelLauncher[Any]]]
 
     @abc.abstractmethod
     def kernel(self, call: Call, arch: Arch) -> KernelSpec:
-        """Return the kernel for calls like this one; tensors may be on meta."""
+        """Return the kernel that calls with the same static key launch. Tensors may be on meta."""
 
     def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
         return (self.kernel(call, arch),)

@@ -1,5 +1,5 @@
-"""Checks of the ops' arguments. Each error names the op, the argument, the value, the expected value, and if possible a
-fix."""
+"""Checks of the ops' arguments. Each error message names the op, the argument, the given value, the expected value, and
+if possible a fix."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
-"""Dtypes of FP4 codes, two per byte."""
+"""Dtypes of tensors with two FP4 codes per byte."""
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -41,7 +41,7 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` is a dense tensor with strides, and not one of torch's quantised tensors."""
+    """Check that ``tensor`` is dense (not sparse), has strides, and is none of torch's quantised tensors."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
@@ -62,7 +62,8 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
 def check_fp4_format(
     op: str, block_size: int, scale_format: str | None, scale_layout: str | None
 ) -> tuple[FP4Format, ScaleLayout]:
-    """Return the format and the scale layout that the arguments name. The default is ``DEFAULT_SCALE_LAYOUT``."""
+    """Return the FP4 format and the scale layout that the arguments name. The default layout is
+    ``DEFAULT_SCALE_LAYOUT``."""
     name = DEFAULT_SCALE_LAYOUT if scale_layout is None else scale_layout
     try:
         return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(name)
@@ -80,19 +81,18 @@ def check_fp4_scale(
     given: str | None,
     follows: str | None = None,
 ) -> None:
-    """Check that ``scale`` has the shape of the block scales of a tensor of shape ``matrix`` in ``layout``, and is no
-    transposed view.
+    """Check that ``scale`` has the right shape for the block scales of a matrix, and is no transposed view.
 
     Args:
         op: name of the op.
-        name: argument that holds the scales.
+        name: name of the argument that holds the scales.
         scale: block scales.
         matrix: shape (..., K) of the unpacked tensor.
         fmt: FP4 format.
-        layout: layout that the call names, or else the layout that follows from the shape of the argument ``name`` or
-            ``follows``.
-        given: ``scale_layout`` of the call. If it is not None, tiles may have another library's shape.
-        follows: argument from whose shape the layout was derived, if it is not ``name``.
+        layout: layout that the call names. If the call names none, layout that was derived from the shape of the
+            argument ``name`` or ``follows``.
+        given: argument ``scale_layout`` of the call. If it is not None, tiles may have another library's shape.
+        follows: name of the argument from whose shape the layout was derived, if it is not ``name``.
     """
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
     expected = layout.shape(lead, blocks)
@@ -123,7 +123,7 @@ def check_fp4_scale(
 
 
 def _check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: ScaleLayout) -> None:
-    """Refuse FP4 block scales whose strides are the strides of a transposed view."""
+    """Check that FP4 block scales do not have the strides of a transposed view."""
     if is_transposed_scale(scale, layout):
         raise ValueError(
             f"cute::{op}: got {name} with shape {tuple(scale.shape)} and strides {scale.stride()}, a transposed view; "
@@ -132,9 +132,10 @@ def _check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: Scale
 
 
 def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
-    """Return True if block scales in ``layout`` have the strides of a transposed view, which can have their shape.
+    """Return True if block scales have the strides of a transposed view, which can have the same shape as correct
+    scales.
 
-    For tiles, the tile indices are compared as well as the last two dimensions of a tile.
+    For tiled layouts, both the two tile indices and the last two dimensions within a tile are compared.
     """
     is_swapped = scale.dim() > 1 and scale.stride(-2) == 1 and _is_transposed(scale, -2, -1)
     is_tiled = not layout.is_linear and scale.dim() == 2 + len(layout.tile)
@@ -144,14 +145,14 @@ def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
 def _is_transposed(tensor: torch.Tensor, outer: int, inner: int) -> bool:
     """Return True if the stride of the dimension ``outer`` is smaller than the stride of ``inner``, and both have more
     than one element. Expanded dimensions do not count."""
-    # Compare strides first: for contiguous scales no guard on a symbolic number of rows is added.
+    # Compare strides before shapes: comparing a symbolic number of rows first would add a guard for it.
     return 0 < tensor.stride(outer) < tensor.stride(inner) and tensor.shape[outer] > 1 and tensor.shape[inner] > 1
 
 
 def check_global_scale(
     op: str, global_scale: torch.Tensor | None, fmt: FP4Format, other: str, device: torch.device
 ) -> None:
-    """Check that ``global_scale`` is None, or one fp32 element if the format takes a global scale."""
+    """Check that ``global_scale`` is None, or one fp32 element for a format that has a global scale."""
     if global_scale is None:
         return
     if not fmt.has_global_scale:
@@ -160,7 +161,7 @@ def check_global_scale(
 
 
 def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
-    """Return the format and the scale layout that the arguments name."""
+    """Return the FP8 format and the scale layout that the arguments name."""
     try:
         return resolve_fp8_format(granularity, scale_layout)
     except ValueError as error:
@@ -168,7 +169,8 @@ def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tup
 
 
 def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: str, device: torch.device) -> None:
-    """Check that ``scale`` is one fp32 element for a static format, and None if the op computes the scales."""
+    """Check that ``scale`` is one fp32 element if the format's scale is given by the caller, and None if the op
+    computes the scales."""
     if not fmt.is_static:
         if scale is not None:
             raise ValueError(
@@ -203,8 +205,8 @@ def check_rows(
     dtypes: tuple[torch.dtype, ...],
     halves: bool = False,
 ) -> None:
-    """Check that ``tensor`` is (..., K), or (..., 2K) with ``halves``, in one of ``dtypes``, and that blocks divide
-    K."""
+    """Check that ``tensor`` is (..., K), or (..., 2K) with ``halves``, that its dtype is in ``dtypes``, and that K is a
+    multiple of the block size."""
     multiple = 1 if fmt is None else fmt.width_multiple
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
@@ -219,7 +221,8 @@ def check_rows(
 
 
 def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None:
-    """Check that ``residual`` is a tensor like ``input`` that does not overlap itself."""
+    """Check that ``residual`` has the dtype, shape and device of ``input``, and that no two of its elements share
+    memory."""
     check_dtype(op, "residual", residual, (input.dtype,))
     check_shape(op, "residual", residual, input.shape, "the shape of input")
     check_device(op, "residual", residual, "input", input.device)
@@ -231,9 +234,10 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if the stride of some dimension is at most the extent of the inner dimensions in memory.
+    """Return True if two elements of the tensor may share memory: if a dimension's stride is at most the extent of the
+    inner dimensions in memory.
 
-    Return False for symbolic sizes; calls check the real tensors.
+    Return False for symbolic sizes, because real calls check their tensors again.
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())) or tensor.is_contiguous():
         return False
@@ -255,8 +259,8 @@ def check_no_sharing(
 ) -> None:
     """Check that no output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    An updated argument may be the same view as ``input``, or different columns of the same rows. The output and the
-    argument of ``may_share`` may be the same view too.
+    Three cases are allowed: an updated argument that is the same view as ``input``, an updated argument that is other
+    columns of the same rows, and the pair ``may_share`` (output, argument) as the same view.
     """
     written = {**outputs, **{name: arguments[name] for name in updated}}
     others = {**arguments, **outputs}
@@ -275,8 +279,8 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return an identifier of a tensor's memory, and the tensor's first byte and end byte in this memory. Return None
-    for symbolic sizes.
+    """Return an identifier of a tensor's memory, with the tensor's first byte and end byte in this memory; or None for
+    symbolic sizes.
 
     For tensors with addresses, the identifier is 0 and bytes are addresses.
     """
@@ -286,7 +290,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     begin: int
     if type(tensor) in PLAIN and not tensor.is_meta:
         space, begin = 0, tensor.data_ptr()
-    else:  # meta and fake tensors have storages without addresses
+    else:  # storages of meta and fake tensors have no addresses
         space, begin = tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
     last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
     return space, begin, begin + (int(last) + 1) * tensor.element_size()
@@ -301,7 +305,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two overlapping tensors have the same elements at the same places, apart from dimensions of 1."""
+    """Return True if two overlapping tensors contain the same elements at the same addresses. Dimensions of size 1 do
+    not count."""
     steps = [
         [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
         for tensor in (one, other)
@@ -310,11 +315,12 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two overlapping tensors of equal shape are different columns of the rows of one buffer."""
+    """Return True if two overlapping tensors of equal shape are different columns of one buffer's rows, and so share no
+    element."""
     if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
-    # If the stride of every other dimension is a whole number of rows, an element's column is its address modulo a row.
+    # If every other stride is a whole number of rows, the address modulo the row length is an element's column.
     if not steps or min(steps) == 0 or any(step % min(steps) for step in steps):
         return False
     mine, others = _place(one), _place(other)
@@ -324,7 +330,7 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_output(op: str, name: str, tensor: torch.Tensor, expected: Output, device: torch.device) -> None:
-    """Check that ``tensor`` has the dtype, shape, layout and device of an output."""
+    """Check that ``tensor`` has the dtype, shape, layout and device that ``expected`` describes."""
     if not isinstance(tensor, torch.Tensor):
         shown = "None" if tensor is None else f"a {type(tensor).__name__}"
         raise TypeError(f"cute::{op}: {name} is {shown}; expected a tensor")
@@ -339,7 +345,8 @@ def check_output(op: str, name: str, tensor: torch.Tensor, expected: Output, dev
 
 
 def _check_scale_output(op: str, name: str, scale: torch.Tensor, layouts: Collection[str]) -> None:
-    """Check that FP8 block scales to write have one of the named layouts, and that no two elements share memory."""
+    """Check that an output tensor for FP8 block scales has one of the named layouts, and that no two of its elements
+    share memory."""
     is_in = {ROW.name: is_row_major, COLUMN.name: is_column_major}
     if any(is_in[layout](scale) for layout in layouts) and not overlaps_itself(scale):
         return
@@ -357,7 +364,7 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
         if not (isinstance(out, torch.Tensor) or is_proxy(out)):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
         return out
-    if not isinstance(out, (tuple, list)):  # Dynamo of torch 2.9 cannot trace a union type
+    if not isinstance(out, (tuple, list)):  # a tuple, because Dynamo of torch 2.9 cannot trace a union type
         raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
     check_number(op, tuple(out), names)
     for name, tensor in zip(names, out, strict=True):
@@ -367,7 +374,7 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
 
 
 def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
-    """Check that the number of tensors is the number of outputs."""
+    """Check that the caller gave one tensor per output."""
     if len(outputs) != len(names):
         raise ValueError(f"cute::{op}: out has {len(outputs)} tensors; expected {len(names)}: {', '.join(names)}")
 
@@ -380,10 +387,11 @@ def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> Non
 
 
 def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> None:
-    """Check that ``weight``, (..., K, N), is the transposed view of a row-major weight: ``stride(-2)`` is 1.
+    """Check that ``weight``, (..., K, N), is the transposed view of a row-major weight (N, K): that ``stride(-2)`` is
+    1.
 
     Args:
-        op, name: op and argument.
+        op, name: names of the op and of the argument.
         weight: tensor with at least two dimensions.
         stored: dimensions of the row-major weight, such as ``"(N, K)"``.
     """
@@ -408,7 +416,7 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
 
 
 def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that a real tensor starts at a multiple of 16 bytes, as kernels' vector stores need."""
+    """Check that a real tensor starts at a multiple of 16 bytes, because kernels write it with vector stores."""
     if tensor.data_ptr() % 16:
         raise ValueError(
             f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
@@ -416,7 +424,7 @@ def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_topk(op: str, topk: int) -> None:
-    """Check that ``topk`` is a possible number of experts per token."""
+    """Check that ``topk`` is a valid number of experts per token."""
     if not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"cute::{op}: topk is {topk}; expected 1 to {MAX_TOPK}")
 
@@ -429,14 +437,15 @@ def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device:
 
 
 def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
-    """Check that each of CPU ``indices`` is -1, or the index of one of ``count`` objects, which ``of`` names."""
+    """Check that each element of ``indices``, on the CPU, is -1 or a valid index into ``count`` things. ``of`` names
+    these things in the message."""
     wrong = index_out_of_range(indices, count)
     if wrong is not None:
         raise ValueError(f"cute::{op}: {name} holds {wrong}, out of range: there are {count} {of}")
 
 
 def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
-    """Return an element of ``indices`` that is ``count`` or more, or less than -1; or None."""
+    """Return an element of ``indices`` that is not between -1 and ``count`` - 1, or None if all are."""
     if not indices.numel():
         return None
     least, largest = (int(each) for each in indices.aminmax())
@@ -444,7 +453,7 @@ def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
 
 
 def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> None:
-    """Check that CPU ``offsets`` ascend, and stay between 0 and the ``rows`` of the argument named ``name``."""
+    """Check that ``offsets``, on the CPU, ascend and lie between 0 and ``rows``, the rows of the argument ``name``."""
     values = offsets.tolist()
     if min(values) < 0 or max(values) > rows:
         wrong = min(values) if min(values) < 0 else max(values)
@@ -457,12 +466,13 @@ def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> Non
 
 
 def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, max_rows: int) -> None:
-    """Check that CPU ``counts`` are not negative, and at most the numbers of rows reserved for the experts.
+    """Check that ``counts``, on the CPU, are not negative, and that each is at most the number of rows reserved for its
+    expert.
 
     Args:
         op: name of the op.
         counts: (E,) int32, rows of each expert.
-        offsets: (E + 1,) int32, checked, or None if ``max_rows`` rows are reserved for each expert.
+        offsets: (E + 1,) int32, already checked, or None if ``max_rows`` rows are reserved for each expert.
         max_rows: rows reserved for each expert, if there are no offsets.
     """
     room = [max_rows] * len(counts) if offsets is None else offsets.diff().tolist()
@@ -477,7 +487,8 @@ def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, ma
 def check_rows_of_experts(
     op: str, name: str, rows: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None
 ) -> None:
-    """Check the values of CPU ``offsets`` and ``counts`` of the rows in the argument named ``name``."""
+    """Check the values of ``offsets`` and ``counts``, on the CPU, which locate experts' rows in the argument
+    ``name``."""
     if offsets is not None:
         check_ascending(op, offsets, rows.shape[0], name)
     if counts is not None:
@@ -487,7 +498,8 @@ def check_rows_of_experts(
 def check_expert_rows(
     op: str, input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, name: str = "input"
 ) -> None:
-    """Check that ``input`` is (R, K) with offsets, or (E, max_rows, K) with only counts, and that all agree on E."""
+    """Check that the shapes of the experts' rows, the offsets and the counts agree: rows are (R, K) with offsets, or
+    (E, max_rows, K) with only counts."""
     if offsets is None and counts is None:
         raise ValueError(
             f"cute::{op}: neither offsets nor counts are given; pass offsets for {name} (R, K), counts for {name} "
@@ -510,13 +522,14 @@ def check_expert_rows(
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
-    """Check that ``out_dtype`` is None or a possible dtype of a result."""
+    """Check that ``out_dtype`` is None or a dtype that a result can have."""
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
         raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected {_names(INPUT_DTYPES)}")
 
 
 def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
-    """Check that ``value`` is finite and ``fits`` is True. ``limit`` describes the limit in the error message."""
+    """Check that ``value`` is finite and within a limit that the caller has tested as ``fits``. ``limit`` describes the
+    limit in the message."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 

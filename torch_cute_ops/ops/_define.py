@@ -2,7 +2,7 @@
 
 ``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
 overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. A generic
-``*args`` wrapper would take as long as a launch; therefore code is generated, as ``dataclasses`` generates
+``*args`` wrapper would take as long as a launch. Therefore their code is generated, as ``dataclasses`` generates
 ``__init__``.
 """
 
@@ -39,24 +39,24 @@ from torch_cute_ops.runtime.dispatch import (
 
 NAMESPACE: Final = "cute"
 OPS: Final[dict[str, "OpSpec"]] = {}
-"""Ops that are defined so far, by name."""
+"""All ops, keyed by name. ``define`` adds an op."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Entry of the registry for one op.
+    """One op in the registry: its signature and all its functions.
 
     Attributes:
         signature: parameters and outputs.
         path: code that leads from a CUDA call to a kernel launch.
         function: typed Python function with the op's name.
-        generate: function that generates the code of ``function``, ``bind`` and the entries below. The first call of
-            any of these functions calls ``generate``, unless it was called before.
+        generate: function that generates the code of ``function``, ``bind`` and the entries below. It runs on the first
+            call of any of these functions.
         bind: function that converts the op's arguments to the path's ``Call``.
         cuda, cuda_out: CUDA entries of the functional op and of its ``.out`` overload, which takes the outputs as
-            further keyword arguments. Both entries check their arguments.
+            additional keyword arguments. Both entries check their arguments.
         autograd, autograd_out: entries at the Autograd key, which refuse tensors that require grad or have a tangent.
     """
 
@@ -72,12 +72,12 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """Name of the op in the namespace ``cute``, and of the modules that implement and test the op."""
+        """Name of the op in the namespace ``cute``. The modules that implement and test the op have the same name."""
         return self.signature.name
 
     @property
     def qualified_name(self) -> str:
-        """Name with the namespace: ``cute::name``."""
+        """Name with the namespace, ``cute::<name>``."""
         return f"{NAMESPACE}::{self.name}"
 
     @property
@@ -97,19 +97,20 @@ class OpSpec:
 
     @property
     def has_backends(self) -> bool:
-        """True if several backends can compute a call: if the op is a GEMM."""
+        """True if several backends can compute a call. Only GEMMs have backends."""
         return self.path.has_backends
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the executable specification in plain torch, ``reference/<name>.py``."""
+        """Compute the op with its executable specification in plain torch, ``reference/<name>.py``."""
         return self.compute(self._arguments(*args, **kwargs))
 
     def compute(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the outputs of the executable specification for all arguments by name."""
+        """Compute the op with its executable specification, from a dict of all arguments."""
         return getattr(self._reference, self.name)(**arguments)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        """Return uninitialised outputs of a call on the device of its first argument."""
+        """Allocate uninitialised outputs with the shapes and dtypes of a call's results, on the device of its first
+        argument."""
         return self.path.empty_outputs(self.bind(*args, **kwargs))
 
     @property
@@ -132,7 +133,7 @@ class OpSpec:
         return self._of_outputs("written")
 
     def merge(self, outputs: Sequence[torch.Tensor], values: Outputs, arguments: Mapping[str, Any]) -> Outputs:
-        """Return ``values``, with elements that the op does not write taken from ``outputs``."""
+        """Return ``values``, but take the elements that the op leaves unwritten from ``outputs``."""
         written = getattr(self._reference, "written", None)
         if written is None:
             return values
@@ -140,10 +141,10 @@ class OpSpec:
         return tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
 
     def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
-        """Return the kernels that a call may launch on GPUs of ``arch``; the tensors may be on meta.
+        """Return the kernels that a call may launch on GPUs of ``arch``. The tensors may be on meta.
 
         Raises:
-            ValueError: if the op refuses an argument, or if no backend can compute the call there.
+            ValueError: if the op refuses an argument, or if no backend can compute the call on ``arch``.
             TypeError: if a tensor has a wrong dtype.
         """
         call = self.bind(*args, **kwargs)
@@ -151,7 +152,7 @@ class OpSpec:
         return self.path.kernels(call, arch)
 
     def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-        """Return, for each backend, the reason that it cannot compute a call on a device or architecture, or None.
+        """Return, for each backend, the reason that it cannot compute a call on this device or architecture, or None.
 
         The argument ``backend`` of the call is ignored.
         """
@@ -169,7 +170,8 @@ class OpSpec:
         return importlib.import_module(f"torch_cute_ops.reference.{self.name}")
 
     def _of_outputs(self, name: str) -> Callable[..., Outputs] | None:
-        """Return the named function of the reference's module. It takes all outputs, and the op's arguments by name."""
+        """Return the function of this name in the reference's module, or None. The function takes all outputs, and the
+        op's arguments by name."""
         function = getattr(self._reference, name, None)
         if function is None:
             return None
@@ -186,7 +188,7 @@ def as_tuple(value: Any) -> Outputs:
 
 
 def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]:
-    """Define an op with the parameters and the docstring of the decorated function, which has no body.
+    """Define an op from the decorated function, whose parameters and docstring the op gets. The function needs no body.
 
     The function's keyword-only parameter ``out`` takes the outputs.
 
@@ -278,10 +280,11 @@ _generating: Final = threading.Lock()
 
 
 def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Callable[..., Any]], Callable[[], None]]:
-    """Return the functions of ``_TEMPLATE`` for an op by name, and a function that generates their code.
+    """Return stubs for the functions in ``_TEMPLATE`` of an op, keyed by name, and a function that generates their
+    code.
 
-    Compilation takes a millisecond per op, so it is deferred to the op's first call. ``torch.compile`` does not see the
-    stubs, because the registry generates all code when ``torch._dynamo`` is imported.
+    Compiling the generated source takes a millisecond per op, so it is deferred to the op's first call.
+    ``torch.compile`` never sees a stub, because the registry generates all code when ``torch._dynamo`` is imported.
     """
     functions: dict[str, Any] = {}
 
@@ -290,7 +293,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     def generate() -> None:
         source = _source(signature, path)
-        # Register the source under a file name, so that a traceback shows its lines.
+        # Store the source under this file name, so that tracebacks can show its lines.
         filename = f"<torch_cute_ops {signature.name}>"
         text = _in_closure(source, values)
         with _generating:
@@ -301,7 +304,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        # The checks of debug mode are added only in debug mode, so that other calls do not pay for them.
+        # run_verified is used only in debug mode, so that other calls do not pay for its checks.
         "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,
@@ -321,19 +324,19 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
 @functools.cache
 def _stubs(names: tuple[str, ...]) -> Callable[..., tuple[Callable[..., Any], ...]]:
-    """Return a substitute for the function ``make`` of ``_in_closure``. It returns stubs, which generate their code
-    when first called."""
+    """Return a replacement for the function ``make`` of ``_in_closure``. It returns stubs, which generate their code
+    when they are first called."""
     stubs = "\n".join(_STUB.format(name=name, closure="{closure}") for name in _NAMES)
     return _made(_in_closure(stubs, names), "<torch_cute_ops>")
 
 
 def _in_closure(source: str, names: Iterable[str]) -> str:
-    """Return the source of a function ``make`` that takes these names as parameters and returns the functions of
+    """Wrap ``source`` in a function ``make`` that takes these names as parameters and returns the functions of
     ``source``.
 
-    ``torch.compile`` finds variables of an enclosing function, but looks for globals in an imported module, which
-    generated code does not have. A function's
-    code can be replaced only by code with equally many free variables: ``{closure}`` lists all names in each function.
+    The functions use closure variables instead of globals, because ``torch.compile`` looks for globals in an imported
+    module, and generated code belongs to no module. Python allows to replace a function's code only by code with the
+    same number of free variables. Therefore ``{closure}`` mentions all names in each function.
     """
     body = source.replace("{closure}", ", ".join(names))
     lines = "".join(f"    {line}\n" if line else "\n" for line in body.splitlines())
@@ -348,7 +351,7 @@ def _made(text: str, filename: str) -> Callable[..., tuple[Callable[..., Any], .
 
 
 def _source(signature: Signature, path: CallPath[Any]) -> str:
-    """Return ``_TEMPLATE`` for one op."""
+    """Return the source of one op's functions: ``_TEMPLATE`` filled in."""
     parameters = ", ".join(
         each.name if each.default is inspect.Parameter.empty else f"{each.name}={each.default!r}"
         for each in signature.parameters
@@ -384,7 +387,7 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
         outs=", ".join(outs),
         outs_tuple=f"({', '.join(outs)},)",
         outs_given=outs[0] if is_single else f"({', '.join(outs)})",
-        # ``CallPath.run`` expects ``out=None`` if the call gives no outputs.
+        # ``CallPath.run`` expects ``out=None``, not a tuple of None, if the call gives no outputs.
         outs_checked=f"given_outputs({outs[0]})" if is_single else f"({', '.join(outs)})",
         outs_target=outs[0] if is_single else ", ".join(outs),
         outs_by_name=", ".join(f"{name}={name}" for name in outs),
@@ -396,8 +399,8 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
 
 
 def _is_plain(name: str) -> str:
-    """Return an expression that is true for plain tensors. The expression tests for ``Tensor`` before ``nn.Parameter``,
-    because few arguments are parameters."""
+    """Return an expression that tests whether the variable ``name`` is a plain tensor. It tests for ``Tensor`` before
+    ``nn.Parameter``, because few arguments are parameters."""
     return f"(type({name}) is Tensor or type({name}) in PLAIN)"
 
 

@@ -1,4 +1,5 @@
-"""Expert GEMM ops with a gate in their epilogue: the first half of an expert layer."""
+"""Call path of the GEMMs ``moe_fc1_*``: experts along N, with a gate in the epilogue (the first half of an expert
+layer)."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -56,17 +57,18 @@ class GatedCall(NamedTuple):
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate."""
+        """Parameters of the gate: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
     @property
     def bias_dtype(self) -> torch.dtype:
-        """Dtype of a bias that is not float32."""
+        """Dtype that a bias may have instead of float32."""
         return self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16
 
 
 class GatedGemm(BackendPath[GatedCall]):
-    """A GEMM op whose experts lie along N, with a gate that multiplies the two halves of each expert's columns.
+    """Call path of a GEMM whose experts lie along N. The epilogue multiplies the two halves (gate and up) of each
+    expert's columns.
 
     Args:
         a: format of the activations and of the result.
@@ -259,7 +261,8 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         m, scales = a.shape[0], self.a_scales
         if not m:
             return None
-        # For operands with gaps the kernel's host function launches no CTAs, and that error would end a graph capture.
+        # Check here: the kernel would launch no CTAs for operands with gaps, and the resulting CUDA error would end a
+        # graph capture.
         if not b.mT.is_contiguous() or not b_scale.is_contiguous():
             return None
         if a_scale is not None and not a_scale.is_contiguous():

@@ -1,4 +1,4 @@
-"""Conversion of tensors to the alignment and layout that kernels need, and the device of examples."""
+"""Convert tensors to the alignment and layout that kernels need, and choose the device of examples."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 def cuda_device(device: torch.device | int | str | None) -> torch.device:
-    """Return the named device, or the current CUDA device for None."""
+    """Return this device, or the current CUDA device for None."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
 
 
@@ -22,7 +22,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def readable_rows(rows: Tensor) -> Tensor:
-    """Return the matrix, or a contiguous copy if a row does not start at a multiple of 16 bytes."""
+    """Return the matrix itself if each row starts at a multiple of 16 bytes, or else a contiguous copy."""
     step = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
     if (rows.stride(1) == 1 or rows.shape[1] == 1) and rows.data_ptr() % 16 == 0 and step % 16 == 0:
         return rows
@@ -31,10 +31,10 @@ def readable_rows(rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def writable_columns(scale: Tensor) -> Iterator[Tensor]:
-    """Yield FP8 block scales (..., blocks) for a kernel that writes column-major scales without padding.
+    """Provide column-major FP8 block scales without padding, (..., blocks), that a kernel can write to.
 
-    The result is ``scale`` itself, or a copy that is written back to ``scale`` when the block ends. The copy is
-    initialised from ``scale``, because a kernel may leave elements unwritten.
+    The context yields ``scale`` itself, or a copy that is written back to ``scale`` when the ``with`` block ends. The
+    copy starts with the values of ``scale``, because a kernel may leave elements unwritten.
     """
     if is_packed_column(scale):
         yield scale
@@ -45,7 +45,8 @@ def writable_columns(scale: Tensor) -> Iterator[Tensor]:
 
 
 def are_int32(*tensors: Tensor | None) -> bool:
-    """Return True if all tensors that are not None hold int32; compiled functions also take uint32."""
+    """Return True if all tensors that are not None are int32. Compiled functions do not check this: they also accept
+    uint32."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes twice as long)
         if tensor is not None and tensor.dtype is not torch.int32:
             return False

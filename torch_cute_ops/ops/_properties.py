@@ -15,28 +15,28 @@ import torch
 from torch_cute_ops.ops._signature import Parameter
 
 LARGEST: Final = 2**63 - 1
-"""Largest size that torch takes."""
+"""Largest size that a torch tensor can have."""
 REQUIRED: Final = inspect.Parameter.empty
 _IN_WORDS: Final = {bool: "True or False", str: "a string", torch.dtype: "a torch.dtype"}
 _KINDS: Final[dict[str, type]] = {"int": int, "bool": bool, "str": str, "ScalarType": torch.dtype}
 
 
 def size_in_words(value: Any) -> str:
-    """Return the words that an error message about ``value`` uses for a valid size."""
+    """Describe a valid size in words, for an error message about ``value``."""
     return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
 @dataclass(frozen=True)
 class Property:
-    """One static property of an op's calls.
+    """Declaration of one static property of an op's calls.
 
     Attributes:
         kind: ``int``, ``bool``, ``str`` or ``torch.dtype``.
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
         choices: all possible strings; empty if any string is possible.
-        of: function that returns the value for a call. It returns None if the ``warmup`` call in an error message need
-            not name the property.
+        of: function that returns the property's value for a call. It returns None if the ``warmup`` call that an error
+            message shows need not name the property.
     """
 
     kind: type
@@ -51,10 +51,10 @@ class Property:
         return self.default is REQUIRED
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return the requirement that ``value`` violates, or None if the property accepts ``value``."""
+        """Return the requirement that ``value`` violates, or None if ``value`` is valid."""
         if value is None and self.is_optional:
             return None
-        # Compare types exactly: a bool is an instance of int, but no size.
+        # compare types exactly, because True is an int but no size
         if self.kind is int:
             return None if type(value) is int and 1 <= value <= LARGEST else size_in_words(value)
         if type(value) is not self.kind:
@@ -65,26 +65,26 @@ class Property:
 
 
 def size(of: Callable[[Any], int], default: Any = REQUIRED) -> Property:
-    """Return a property that is a positive number."""
+    """Declare a property that is a positive number."""
     return Property(int, default, False, (), of)
 
 
 def flag(of: Callable[[Any], bool | None], default: bool = False) -> Property:
-    """Return a property that is True or False."""
+    """Declare a property that is True or False."""
     return Property(bool, default, False, (), of)
 
 
 def dtype(of: Callable[[Any], torch.dtype | None], default: Any = None) -> Property:
-    """Return a property that is a dtype, or None unless it is ``REQUIRED``."""
+    """Declare a property that is a dtype. The dtype may be None unless ``default`` is ``REQUIRED``."""
     return Property(torch.dtype, default, default is None, (), of)
 
 
 def choice(literal: Any, of: Callable[[Any], str | None]) -> Property:
-    """Return a property that is one of the strings of a ``Literal``, or None."""
+    """Declare a property that is one of the strings of a ``Literal``, or None."""
     return Property(str, None, True, get_args(literal), of)
 
 
 def argument(parameter: Parameter) -> Property:
-    """Return the property for an argument of the op."""
+    """Declare a property that is an argument of the op."""
     kind, of = _KINDS[parameter.type], attrgetter(parameter.name)
     return Property(kind, parameter.default, parameter.is_optional, parameter.choices, of)

@@ -1,4 +1,4 @@
-"""Code that the routing ops share: the choice of each token's experts, and the order of the routed rows."""
+"""Code shared by the ops that route tokens: the choice of each token's experts, and the order of the routed rows."""
 
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,12 +19,12 @@ Tensor = torch.Tensor
 SCORINGS: Final = ("softmax", "sigmoid")
 MAX_GROUPS: Final = 32
 MAX_ROWS: Final = 2**31 - 2**20
-"""Largest number of rows of the permutation, and of pairs. Indices are int32, and a CTA's last step may exceed the
-number of rows; the margin to 2^31 covers this."""
+"""Largest number of rows of the experts' buffer, and of (token, expert) pairs. Indices are int32, and the last step of
+a CTA may count beyond the last row; the margin to 2^31 covers this."""
 
 
 class ChoiceCall(NamedTuple):
-    """Arguments of an op that chooses experts by logits. Arguments that an op lacks have defaults."""
+    """Arguments of an op that chooses experts from logits. Arguments that an op lacks have defaults."""
 
     logits: Tensor
     topk: int
@@ -41,7 +41,7 @@ class ChoiceCall(NamedTuple):
 
 
 def check_choice(op: str, call: ChoiceCall) -> None:
-    """Check the logits, and the arguments that choose experts."""
+    """Check the logits, and the arguments that control the choice of experts."""
     logits, topk, bias, num_groups = call.logits, call.topk, call.bias, call.num_groups
 
     def refuse(what: str) -> None:
@@ -74,7 +74,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
 
 
 def expert_choice(call: ChoiceCall) -> "ExpertChoice":
-    """Return the parameters of the choice for planning kernels."""
+    """Return the parameters of the choice of experts, from which kernels are planned."""
     from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
@@ -84,7 +84,7 @@ def expert_choice(call: ChoiceCall) -> "ExpertChoice":
 
 
 def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
-    """Return the part of an unchecked call's static key that depends on the choice of experts."""
+    """Return the part of the static key that the choice of experts determines. The call need not be checked yet."""
     logits = call.logits
     return (
         *(logits.shape[-1], logits.dtype, call.topk, call.bias is not None),
@@ -93,7 +93,7 @@ def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
 
 
 class ChoicePath(KernelPath[ChoiceCall]):
-    """The CUDA calls of an op that chooses experts by logits."""
+    """Call path of an op that chooses experts from logits."""
 
     call_type = ChoiceCall
 
@@ -123,7 +123,8 @@ class ChoicePath(KernelPath[ChoiceCall]):
 
 
 def readable_logits(logits: Tensor) -> Tensor:
-    """Return the logits with contiguous columns, as kernels need; rows may be strided."""
+    """Return the logits, or a copy if their columns are not contiguous. Kernels need contiguous columns; rows may be
+    strided."""
     return logits.contiguous() if logits.stride(1) != 1 and logits.shape[1] > 1 else logits
 
 
@@ -144,12 +145,12 @@ def check_order(op: str, tokens: int, topk: int, experts: int, alignment: int, m
 
 
 def is_number(scaling_factor: float) -> bool:
-    """Return True if an unchecked factor is a finite number."""
+    """Return True if ``scaling_factor``, which is not checked yet, is a finite number."""
     return -math.inf < scaling_factor < math.inf
 
 
 def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
-    """Return the number of rows in the experts' buffer of an unchecked call, or None if its arguments are wrong."""
+    """Return the number of rows in the experts' buffer, or None if an argument (none is checked yet) is wrong."""
     if alignment < 1 or (max_rows is not None and max_rows < 1):
         return None
     rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
@@ -157,7 +158,7 @@ def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows:
 
 
 def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outputs:
-    """Return uninitialised ``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``."""
+    """Allocate ``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``, uninitialised."""
     return (
         new((tokens, topk), (topk, 1), torch.int32),
         new((rows,), (1,), torch.int32),
@@ -167,6 +168,7 @@ def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outp
 
 
 def workspace_of(config: Any, slots: int, rows: int, sms: int, new: New, order: Outputs) -> Tensor:
-    """Return the workspace of a call's kernels. If they need none, return some int32 tensor, which they ignore."""
+    """Allocate the workspace of a call's kernels. Kernels without workspace ignore the argument and get one of the
+    outputs."""
     words = config.workspace_words(slots, rows, sms)
     return new((words,), (1,), torch.int32) if words else order[-1]

@@ -1,4 +1,4 @@
-"""Checks and call path, up to the kernel ``row_quant``, of ops that quantise rows, or normalise or gate them."""
+"""Call path of ops that quantise, normalise or gate rows with the kernel ``row_quant``."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -27,14 +27,15 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Tensor = torch.Tensor
 
-# Reading a global of this module is faster than reading an attribute of another module.
+# A global of this module, because reading an attribute of another module takes longer.
 _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
 _BLOCK: Final = FP8_BLOCK128.granularity
 
 
 class RowCall(NamedTuple):
-    """Arguments of any op that quantises or rounds rows; ``factor`` is FP4's global scale, or FP8's given scale."""
+    """Arguments of any op that quantises, normalises or gates rows. ``factor`` is the global scale of FP4, or the given
+    scale of FP8."""
 
     input: Tensor
     residual: Tensor | None = None
@@ -51,12 +52,12 @@ class RowCall(NamedTuple):
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate."""
+        """Parameters of the gate: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
 
 class RowLauncher(KernelLauncher[RowCall]):
-    """Launcher of a row-quantising kernel, with the shapes and dtypes of its outputs."""
+    """Launcher of the kernel ``row_quant``, with the shapes and dtypes of its outputs."""
 
     def __init__(self, kernel: KernelSpec, function: Any, device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)
@@ -79,7 +80,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
             self.blocks = self.scale_width = fmt.scales_per_row(self.width)
             self.scale_dtype = torch.float32
-        # Scales are a row-major matrix, a column-major matrix, or one element.
+        # Scales are a row-major matrix, a column-major matrix, or a single element.
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
@@ -92,7 +93,8 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
-        """Return new outputs of a call with an input of ``dtype``: one tensor, or a tuple of several."""
+        """Allocate the outputs of a call whose input has ``rows`` rows and this dtype: one tensor, or a tuple of
+        several."""
         new = allocator(self.device)
         y = new((rows, self.y_width), self.y_strides, self.y_dtype)
         if not self.has_scale:
@@ -145,7 +147,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
-            # This line is reached if rows or the weight do not start at multiples of 16 bytes.
+            # The function refused a tensor, because its rows do not start at multiples of 16 bytes. Copy the tensors.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
                 for tensor in (rows, sums, weight)
@@ -161,14 +163,14 @@ class RowLauncher(KernelLauncher[RowCall]):
 
 
 class RowQuant(KernelPath[RowCall]):
-    """An op that converts rows of ``input``, (..., H), or (..., 2H) for a gate, to codes, scales and other outputs. An
-    op with one output rounds the rows to the input's dtype instead.
+    """Call path of an op that converts rows of ``input``, (..., H), or (..., 2H) for a gate, to codes, scales and other
+    outputs. An op with one output does not quantise: it rounds the rows to the input's dtype.
 
     Args:
-        source: source of a row's values: the input's row; the sum of the input's row and the residual's row (the sum
-            overwrites the residual); or the gated product of the row's halves.
+        source: source of the values of a row: the input's row; the sum of the input's row and the residual's row, which
+            then overwrites the residual; or the gated product of the row's two halves.
         normalises: True if rows are first RMS-normalised with a weight.
-        fixed: argument of ``CallPath``.
+        fixed: as in ``CallPath``.
     """
 
     call_type = RowCall
@@ -214,15 +216,15 @@ class RowQuant(KernelPath[RowCall]):
         granularity: str | None,
         layout: str | None,
     ) -> Any:
-        """Compute a call as ``CallPath.run`` does, with ``key`` and the launch inlined.
+        """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
-        On the host of an H200, a call that calls separate functions takes 1.2 µs longer (``benchmarks host``).
+        With separate functions, a call takes 1.2 µs longer on the host of an H200 (``benchmarks host``).
         """
         result = None
         try:
             if device is None:
                 device = input.get_device()
-            rows, width = input.shape  # other numbers of dimensions take the slow path
+            rows, width = input.shape  # raises unless ``input`` has two dimensions
             is_plain = limit is None and alpha == 1.0 and beta == 0.0
             dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
             has_factor = factor is not None
@@ -253,7 +255,7 @@ class RowQuant(KernelPath[RowCall]):
                     factor_of_gate = offset = clamp = None
                 else:
                     factor_of_gate, offset, clamp = gate_arguments(alpha, beta, limit)
-                # The compiled function refuses unsuitable tensors, except int8 instead of uint8.
+                # Check these dtypes here, because the compiled function also accepts int8 instead of uint8.
                 if (
                     out is None
                     or not launcher.stores_bytes
@@ -272,7 +274,7 @@ class RowQuant(KernelPath[RowCall]):
                     )
                     # fmt: on
                     result = outputs
-        except Exception:  # the same errors as in CallPath.run
+        except Exception:  # see CallPath.run
             result = None
         if result is None:
             gate = alpha, beta, limit
@@ -290,7 +292,7 @@ class RowQuant(KernelPath[RowCall]):
         return call._replace(scale_layout=ROW.name)
 
     def formats(self, call: RowCall) -> tuple[FP4Format | FP8Format | None, ScaleLayout]:
-        """Return the format, or None, and the scale layout."""
+        """Return the format of the codes, or None if the op does not quantise, and the scale layout."""
         if not self.quantises:
             return None, ROW
         if call.granularity is None:
@@ -323,7 +325,7 @@ class RowQuant(KernelPath[RowCall]):
         return True
 
     def _problem(self, call: RowCall) -> Any:
-        """Return the kernel's configuration for a call."""
+        """Return the configuration that ``row_quant`` is planned from."""
         from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
         from torch_cute_ops.kernels.row_quant import RowQuantSpec
 
@@ -333,7 +335,7 @@ class RowQuant(KernelPath[RowCall]):
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,
-            # FP4 rows consist of whole blocks, and therefore of whole units of ``FP8_UNIT`` elements.
+            # Round the width up. Only FP8 rows may need this: FP4 rows consist of whole blocks, and so of whole units.
             width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
@@ -345,7 +347,7 @@ class RowQuant(KernelPath[RowCall]):
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:
-        """Return the kernel for calls like this one."""
+        """Return the kernel that calls with the same static key launch."""
         from torch_cute_ops.kernels import row_quant
 
         try:
@@ -374,7 +376,7 @@ class RowQuant(KernelPath[RowCall]):
         weight_dtype = getattr(given, "weight_dtype", None) or given.dtype
         return vars(given) | {
             "input": row,
-            # Do not use ``ones_like``: on the meta device it imports sympy, which takes 0.5 s.
+            # ``ones_like`` on the meta device would import sympy, which takes 0.5 s
             "residual": torch.ones(row.shape, dtype=row.dtype, device=device),
             "weight": torch.ones(given.hidden, dtype=weight_dtype, device=device),
             "global_scale": factor,
@@ -384,13 +386,13 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:
-    """Return True if a gate is plain ``silu(gate) · up``, without scaling, offset or clamp, which has its own
-    kernel."""
+    """Return True if the gate is plain ``silu(gate) · up``, without scaling, offset or clamp. A separate kernel
+    computes this gate."""
     return limit is None and alpha == 1.0 and beta == 0.0
 
 
 def gate_arguments(alpha: float, beta: float, limit: float | None) -> tuple[float | None, float | None, float | None]:
-    """Return a gate's parameters as the kernel takes them.
+    """Return the parameters of a gate in the representation that the kernel expects.
 
     Raises:
         ValueError: if a parameter is not finite, or the limit is not positive.
@@ -403,7 +405,8 @@ def gate_arguments(alpha: float, beta: float, limit: float | None) -> tuple[floa
 
 
 def _padded(rows: Tensor, parts: int, width: int) -> Tensor:
-    """Pad each of the ``parts`` of rows (M, parts · K) with zeros to ``width``, and return (M, parts · width)."""
+    """Divide rows (M, parts · K) into ``parts`` parts, pad each part with zeros to ``width``, and return (M, parts ·
+    width)."""
     count, columns = rows.shape
     padded = rows.new_zeros(count, parts, width)
     padded[:, :, : columns // parts] = rows.reshape(count, parts, columns // parts)

@@ -1,4 +1,4 @@
-"""Signature of an op, read from its typed Python function: parameters, and the schemas that follow from them.
+"""Read the signature of an op from its typed Python function: its parameters, and from them its schemas.
 
 This replaces torch's ``infer_schema``, which makes every ``int`` a ``SymInt``, even a block size, and refuses
 ``Literal``.
@@ -22,7 +22,7 @@ from torch_cute_ops.runtime.dispatch import is_proxy
 Tensor = torch.Tensor
 UpdatedTensor = Annotated[Tensor, "updated in place"]
 SymInt = Annotated[int, "symbolic"]
-"""Integer that follows from shapes: an ``int`` would recompile a graph for each value."""
+"""Integer that depends on shapes. With ``int`` instead, ``torch.compile`` would recompile the graph for each value."""
 
 ScaleFormat = Literal["e4m3", "ue8m0"]
 WeightScaleLayout = Literal["linear", "128x4"]
@@ -31,7 +31,8 @@ FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
-"""Kinds of ``alpha``, as a static property, of GEMMs without and with a gate: the elements that share a factor."""
+"""Static property: elements of the result that share a factor ``alpha``, in GEMMs without (``AlphaKind``) and with a
+gate in their epilogue."""
 GlobalScaleKind = Literal["one", "expert"]
 """Kinds of the global scale of a GEMM with a gate: one for all experts, or one per expert."""
 
@@ -54,10 +55,11 @@ _KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
 }
 
 _NUMBERS: Final[dict[str, type]] = {"int": numbers.Integral, "SymInt": numbers.Integral, "float": numbers.Real}
-"""Number types of other libraries, such as ``numpy.int64``, which the dispatcher accepts too."""
+"""Number types that an argument may have, keyed by its type in the schema. They include types of other libraries, such
+as ``numpy.int64``, because the dispatcher accepts these too."""
 
 _LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
-"""Largest numbers in a schema; Python's integers are unlimited."""
+"""Largest number that a type of a schema can hold. Python's integers are unlimited."""
 
 
 class Parameter(NamedTuple):
@@ -94,7 +96,7 @@ class Parameter(NamedTuple):
         return f"{text}={default}"
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return an explanation if ``value`` has a wrong Python type, or None."""
+        """Return the reason that ``value`` has a wrong Python type, or None."""
         if (value is None and self.is_optional) or is_proxy(value):
             return None
         accepted, expected = _KINDS[self.type]
@@ -126,7 +128,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any], outputs: Iterable[str]) -> "Signature":
-        """Return the signature of a typed function, leaving out keyword-only parameters such as ``out``.
+        """Read the signature of a typed function. Keyword-only parameters such as ``out`` are left out.
 
         Raises:
             TypeError: if an annotation has no type in a schema.
@@ -159,7 +161,7 @@ class Signature:
 
     @cached_property
     def _usual_types(self) -> tuple[frozenset[type], ...]:
-        """For each parameter, the Python types whose values need no further check."""
+        """Python types, for each parameter, whose values need no further check."""
         return tuple(
             frozenset(
                 (*(kind for kind in _KINDS[each.type][0] if kind is not int), *([NoneType] if each.is_optional else []))
@@ -174,8 +176,8 @@ class Signature:
 
     @cached_property
     def out_names(self) -> tuple[str, ...]:
-        """Names of the outputs as arguments of ``.out``. An output with the name of a parameter gets the suffix
-        ``_out``."""
+        """Names of the outputs as arguments of the ``.out`` overload. If an output has the name of a parameter,
+        ``_out`` is appended."""
         return tuple(f"{output}_out" if output in self.names else output for output in self.outputs)
 
     @property
@@ -195,10 +197,10 @@ class Signature:
     def tags(self) -> tuple[torch.Tag, ...]:
         """Tags of the functional op.
 
-        A tag makes Inductor pass tensors with the strides of the traced program, because the strides of FP8 block
-        scales define their layout. Ops that update tensors in place get a tag that keeps only the order of strides. To
-        keep exact strides, Inductor would copy a tensor that has a dimension of one element, and torch 2.11 to 2.13
-        then fails (``KeyError`` in ``compute_ancestors``).
+        The tag makes Inductor pass tensors with the strides that they have in the traced program, because the strides
+        of FP8 block scales define their layout. Ops that update tensors in place get a weaker tag, which preserves only
+        the order of strides. With the stronger tag, Inductor would copy a tensor that has a dimension of one element,
+        and torch 2.11 to 2.13 then fails (``KeyError`` in ``compute_ancestors``).
         """
         return (torch.Tag.needs_fixed_stride_order if self.updated else torch.Tag.needs_exact_strides,)
 
@@ -207,7 +209,7 @@ class Signature:
         return ", ".join(each.schema(next(letters) if each.is_updated else "") for each in self.parameters)
 
     def check_kinds(self, values: Iterable[Any]) -> None:
-        """Check the Python types of the values; None is wrong for a required tensor.
+        """Check the Python types of the arguments. None is accepted only for optional parameters.
 
         Raises:
             TypeError: if a type is wrong; the message names the op, the argument, the value and the expected type.

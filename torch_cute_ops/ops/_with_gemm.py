@@ -1,4 +1,4 @@
-"""When to fuse a gate or a quantisation into a GEMM, and when to prefetch for the next GEMM."""
+"""Rules: when to fuse a gate or a quantisation into the following GEMM, and when a GEMM prefetches the next weight."""
 
 from typing import Final
 
@@ -8,19 +8,20 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.ops._backend_path import gemm_package
 
 MOST_GATED_ROWS: Final = 1
-"""Largest number of rows for which ``gates_with_gemm`` is True.
+"""Largest number of rows for which ``gates_with_gemm`` fuses a gate into the following GEMM.
 
-With 4 and 8 rows, one launch makes a layer of an 8B model 2 µs faster on an H100, and 6 µs slower on an H200."""
+Fusing 4 or 8 rows makes a layer of an 8B model 2 µs faster on an H100, but 6 µs slower on an H200."""
 MOST_QUANTISED_ROWS: Final = 8
-"""Largest number of rows for which ``quantises_with_gemm`` is True without a gate.
+"""Largest number of rows for which ``quantises_with_gemm`` fuses a quantisation without a gate into the following GEMM.
 
-On an H100 with 2 and 8 rows, one launch for o makes a W4A4 layer of an 8B model 1 µs faster; one launch for the gate
-and down is as fast as two."""
+On an H100 with 2 or 8 rows, fusing the quantisation before the layer o makes a W4A4 decoder layer of an 8B model 1 µs
+faster. Fusing the gate and quantisation before the layer down changes nothing."""
 PREFETCH_MULTIPLE: Final = 16
-"""Divisor of the bytes of a row of a prefetched matrix."""
+"""The bytes of a row of a prefetched matrix must be a multiple of this number."""
 MOST_PREFETCHING_ROWS: Final = 16
 MOST_PREFETCHING_FP8_ROWS: Final = 64
-"""Largest numbers of rows for which ``prefetches_with_gemm`` is True, with an FP4 and an FP8 weight, as in kernels."""
+"""Largest numbers of rows for which ``prefetches_with_gemm`` is True: the first with an FP4 weight, the second with an
+FP8 weight. Kernels have the same limits."""
 
 
 def is_prefetchable(matrix: torch.Tensor) -> bool:
@@ -33,9 +34,9 @@ def is_prefetchable(matrix: torch.Tensor) -> bool:
 def gates_with_gemm(rows: int, device: torch.device) -> bool:
     """Return True if a compiled model fuses a gate and the following GEMM with 16-bit activations into one op.
 
-    The answer is True for one row, on GPUs that can compute both in one launch. The op may still choose two launches,
-    for weights with far more K than rows. On a CPU the function returns True for the same calls as on Hopper, so that
-    tests cover this case.
+    The answer is True for one row, on GPUs that can compute both in one launch. For weights with far more K than rows,
+    the fused op itself may still make two launches. On a CPU the function returns True for the same calls as on Hopper,
+    so that tests cover this case.
     """
     return rows <= MOST_GATED_ROWS and _has_wgmma(device)
 
@@ -51,8 +52,8 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
 
 
 def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Return True if a GEMM of this many rows should prefetch a matrix into L2. Only the kernels of some GPUs can
-    prefetch.
+    """Return True if a GEMM of this many rows should prefetch the next weight into L2. Only the kernels of some GPUs
+    can prefetch.
 
     The limit is higher for an FP8 weight.
     """
