@@ -13,5 +13,5 @@ def mm_fp4(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, **_:
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``out_dtype`` if given, else the dtype of 16-bit activations, else bfloat16."""
+    """Return ``out_dtype`` if it is given, or else the dtype of 16-bit activations, or else bfloat16."""
     return out_dtype or (a.dtype if a.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16)

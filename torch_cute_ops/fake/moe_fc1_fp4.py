@@ -18,11 +18,11 @@ def moe_fc1_fp4(
     scale_layout: str | None,
     **_: Any,
 ) -> OutputShapes:
-    """Describe the codes (M, E·I/2) and the scales of a matrix (M, E·I), in the layout of ``a_scale``."""
+    """Describe the codes (M, E·I/2), and their scales in the layout of ``a_scale``."""
     layout = layout_of_operand(a_scale).name if scale_layout is None else scale_layout
     return fp4_outputs((a.shape[0], gated_columns(w)), block_size, scale_format, layout)
 
 
 def gated_columns(w: torch.Tensor) -> int:
-    """Return E·I for a weight (E, H/2, 2·I)."""
+    """Return the number of result columns, E·I, for a weight (E, H/2, 2·I)."""
     return w.shape[0] * (w.shape[2] // 2)

@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_fc1_fp4_weight_only(a: torch.Tensor, w: torch.Tensor, **_: Any) -> OutputShapes:
-    """Describe the gated columns (M, E·I)."""
+    """Describe the result (M, E·I) in the dtype of ``a``."""
     return [((a.shape[0], gated_columns(w)), a.dtype)]

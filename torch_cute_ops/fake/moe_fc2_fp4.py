@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_fc2_fp4(a: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
-    """Describe the sums over the experts (M, N)."""
+    """Describe the weighted sums of the experts' results, (M, N)."""
     return [((a.shape[0], w.shape[1]), result_dtype(a, out_dtype))]

@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_finalize(input: torch.Tensor, expanded_to_permuted: torch.Tensor, **_: Any) -> OutputShapes:
-    """Describe the rows (M, H) in the input's dtype."""
+    """Describe the weighted sums (M, H) in the dtype of ``input``."""
     return [((expanded_to_permuted.shape[0], input.shape[1]), input.dtype)]

@@ -9,12 +9,12 @@ from torch_cute_ops.formats.shapes import OutputShapes, Shape, fp8_outputs
 
 
 def rmsnorm_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str | None, **_: Any) -> OutputShapes:
-    """Describe the codes (..., H) and the scales."""
+    """Describe the codes (..., H) and the FP8 scales."""
     return quantised(input.shape, granularity, scale_layout)
 
 
 def quantised(shape: Shape, granularity: str, scale_layout: str | None) -> OutputShapes:
-    """Describe the codes and the scales of a tensor of ``shape`` (..., K). If no layout is named, the layout of the
-    given output scales is used."""
+    """Describe the codes and scales that quantising a tensor of ``shape`` (..., K) to FP8 gives. If no layout is named,
+    the scales may have any supported layout."""
     layouts = tuple(FP8_SCALE_LAYOUTS) if scale_layout is None else (scale_layout,)
     return fp8_outputs(shape, *resolve_fp8_format(granularity, scale_layout), layouts)

@@ -16,7 +16,7 @@ def fp4_dequantize(
     scale_layout: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Decode the values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
+    """Decode packed codes ``y`` (..., K/2) with their scales to numbers (..., K); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)
     if scale_layout is None:
         (layout,) = fitting_layouts(scale.shape, y.shape[:-1], 2 * y.shape[-1] // fmt.block_size)

@@ -23,7 +23,7 @@ def quantize_rows(
     blocks = value.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     scale, inverse = _block_scale(amax, fmt, global_scale)
-    # A block without a finite, nonzero scale stores zeros with positive sign.
+    # A block whose scale is zero, infinite or NaN stores zeros with a positive sign.
     live = amax.isfinite() & (inverse != 0)
     scaled = torch.where(live.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
     packed = pack_e2m1(encode_e2m1(scaled).flatten(-2))
@@ -35,8 +35,8 @@ def quantize_rows(
 def _block_scale(
     amax: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored scale of blocks with this ``amax``, and the fp32 factor that brings their values into e2m1's
-    range."""
+    """Return the stored scale of blocks with this ``amax``, and the fp32 factor by which their values are multiplied
+    before they are rounded to e2m1."""
     if fmt == MXFP4:
         # Compute 2^ceil(log2(amax / 6)) from the bits. 6 = 1.5 · 2^2, so subtract 2 from amax's exponent, and add 1 if
         # the significand exceeds 1.5. Subnormals get the smallest scale.

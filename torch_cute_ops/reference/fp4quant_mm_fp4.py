@@ -23,7 +23,7 @@ def quantized_gemm(
     out_dtype: torch.dtype,
     **formats: Any,
 ) -> torch.Tensor:
-    """Quantise fp32 rows (M, K) to FP4, then multiply them with the weight."""
+    """Quantise fp32 rows (M, K) to FP4 and multiply them by the weight ``b``."""
     fmt, _, layout = formats_of(b_scale, **formats)
     a, a_scale = quantize_rows(value, fmt, global_scale, layout.name)
     return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, out_dtype, fmt, layout, layout)

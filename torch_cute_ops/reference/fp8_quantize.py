@@ -11,21 +11,22 @@ from torch_cute_ops.formats.fp8 import COLUMN, new_column_scales
 def quantize_fp8_rows(
     value: Tensor, fmt: FP8Format, scale: Tensor | None, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Quantise fp32 rows (..., K) to codes (..., K) and scales, (..., ⌈K/128⌉) with blocks.
+    """Quantise fp32 rows (..., K). Return codes (..., K), and scales, (..., ⌈K/128⌉) for block scales.
 
-    Static formats use the given ``scale``; other formats compute scales, and callers pass None.
+    A format with a static scale uses the given ``scale``. For other formats ``scale`` is None, and the scales are
+    computed.
     """
     if scale is not None:
         return _packed(encode_e4m3(value / scale.reshape(()))), scale.reshape(1).clone()
     width = value.shape[-1]
     block = fmt.block_size or width
-    # Zeros after a short block change neither its amax nor its scale.
+    # Pad the last block with zeros, which change neither its amax nor its scale.
     blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1)
     # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
     # reciprocal.
     block_scale = amax / torch.full_like(amax, E4M3_MAX)
-    # A block without a finite, nonzero scale stores zeros with positive sign.
+    # A block whose scale is zero, infinite or NaN stores zeros with a positive sign.
     live = amax.isfinite() & (block_scale != 0)
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
@@ -33,7 +34,8 @@ def quantize_fp8_rows(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Copy ``tensor`` with the strides of a new tensor, even if an extent is 1."""
+    """Copy ``tensor`` to contiguous strides. ``contiguous()`` would not copy a tensor with unusual strides in a
+    dimension of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -29,8 +29,8 @@ def grouped_token_gemm(
     out_dtype: torch.dtype | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Apply ``scaled_gemm`` to each expert's rows. Rows without an expert become 0. Arguments as for ``grouped_gemm``,
-    except:
+    """Apply ``scaled_gemm`` to each expert's rows. Rows without an expert become 0. The arguments are as for
+    ``grouped_gemm``, except:
 
     Args:
         a_scale: (R, 1) or (E, rows of an expert, 1) float32, or (1,).
@@ -73,7 +73,7 @@ def grouped_gemm(
         weights: (E, N, K) float8_e4m3fn.
         a_scale: (R, ⌈K/128⌉) or (E, rows of an expert, ⌈K/128⌉) float32, any strides.
         factors: (E, N, ⌈K/128⌉) float32, scales of the weights.
-        offsets: (E + 1,) int32, first row of each expert, or None if all experts have equally many rows.
+        offsets: (E + 1,) int32, first row of each expert, or None if all experts own equally many rows.
         counts: (E,) int32, number of rows of each expert, or None if all rows between an expert's offsets belong to it.
         alpha: (1,) or (E,) float32, or None for 1.
         bias: (E, N), or None.
@@ -86,7 +86,7 @@ def grouped_gemm(
     owner = expert_of_rows(len(rows), offsets, counts)
     for expert in range(experts):
         is_own = owner == expert
-        # On a GPU compute all rows: selecting the expert's rows would synchronise.
+        # On a GPU compute all rows, because selecting the expert's rows would synchronise.
         some = slice(None) if is_own.is_cuda else is_own
         factor = alpha if alpha is None or alpha.numel() == 1 else alpha[expert]
         added = None if bias is None else bias[expert]
@@ -100,7 +100,7 @@ def grouped_gemm(
 def defined(
     outputs: tuple[torch.Tensor, ...], offsets: torch.Tensor | None, counts: torch.Tensor | None, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Set rows without an expert to zero: the op leaves them undefined."""
+    """Set rows without an expert to zero, because the op leaves them unspecified."""
     (out,) = outputs
     used = used_rows(out.shape[:-1].numel(), offsets, counts).view(out.shape[:-1])
     return (zeroed_rows(out, used[..., None]),)

@@ -31,14 +31,16 @@ def formats_of(
 ) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
     """Return the format of both operands, the scale layout of the activations, and the scale layout of the weight.
 
-    If ``scale_layout`` is None, the shape of ``scale`` shows the layout: the activations' scales, or else the weight's.
+    If ``scale_layout`` is None, the layout is derived from the shape of ``scale``: the activations' scales, or the
+    weight's scales if the activations have none.
     """
     layout = layout_of_operand(scale) if scale_layout is None else resolve_scale_layout(scale_layout)
     return resolve_fp4_format(block_size, scale_format), layout, weight_layout(layout)
 
 
 def default_dtype(a: torch.Tensor, a_scale: torch.Tensor | None) -> torch.dtype:
-    """Return the default output dtype: the dtype of 16-bit activations, else bfloat16."""
+    """Return the default dtype of the result: the dtype of 16-bit activations, or bfloat16 for quantised
+    activations."""
     return a.dtype if a_scale is None else torch.bfloat16
 
 
@@ -67,7 +69,7 @@ def fp4_gemm(
 def activations(
     a: torch.Tensor, a_scale: torch.Tensor | None, fmt: FP4Format, layout: ScaleLayout | None
 ) -> torch.Tensor:
-    """Return, in float64, the numbers (M, K) that are multiplied with an FP4 weight in ``fmt``.
+    """Decode the activations to float64 numbers (M, K), for a GEMM with an FP4 weight in ``fmt``.
 
     16-bit activations are first rounded to ``FP4Format.operand_dtype``.
     """
@@ -79,8 +81,8 @@ def activations(
 def apply_epilogue(
     total: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Multiply the fp32 product (M, N) by ``alpha`` and add ``bias``, with one rounding each, then round to the
-    dtype."""
+    """Multiply the fp32 product (M, N) by ``alpha`` and add ``bias``, rounding to fp32 after each step. Then round to
+    ``out_dtype``."""
     if alpha is not None:
         total = total * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
     if bias is not None:

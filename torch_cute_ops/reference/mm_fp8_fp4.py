@@ -12,7 +12,7 @@ from torch_cute_ops.reference.mm_fp8_block import BLOCK, block_scaled_gemm
 
 
 def mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
-    """Compute ``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring."""
+    """Re-encode the FP4 weight ``b`` in FP8 and compute ``alpha · a @ b + bias``, (M, N); see the op's docstring."""
     fmt, _, layout = formats_of(b_scale, **named)
     weight, factors = fp8_weight(b.t(), b_scale, fmt, layout)
     return block_scaled_gemm(weight=weight, factors=factors, **named)
@@ -50,6 +50,6 @@ def fp8_weight(
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
-    # The product has few significant bits: it is exact in float32, or far below the smallest e4m3 number.
+    # float32 loses nothing: the product has few significant bits, or is so small that e4m3 rounds it to zero.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
     return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

@@ -16,7 +16,8 @@ Tensor = torch.Tensor
 
 
 def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
-    """Quantise each expert's gated columns to FP4, zero for tokens that are not routed; see the op's docstring."""
+    """Compute SwiGLU of each expert's gate and up columns, and quantise it to FP4; zero for pairs that are not routed.
+    See the op's docstring."""
     fmt, layout, _ = formats_of(named["a_scale"], **named)
     return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
 
@@ -34,7 +35,7 @@ def gated_columns(
     a_scale: Tensor | None = None,
     **formats: Any,
 ) -> Tensor:
-    """Call ``gated_experts`` with an op's arguments. 16-bit activations need no scales."""
+    """Call ``gated_experts`` with the arguments of an op. 16-bit activations need no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
     resolved = formats_of(w_scale if a_scale is None else a_scale, **formats)
     return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *resolved)
@@ -77,7 +78,8 @@ def gated_experts(
 def quantize_experts(
     value: Tensor, experts: int, global_scale: Tensor | None, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``value`` (M, E·I) to codes and scales, with one global scale for all experts or per expert."""
+    """Quantise ``value`` (M, E·I) to codes and scales. ``global_scale`` has one element for all experts, or one per
+    expert."""
     encode = [None] * experts if global_scale is None else list(global_scale.reshape(-1).expand(experts))
     parts = value.chunk(experts, 1)
     codes, scales = zip(
@@ -90,13 +92,13 @@ def quantize_experts(
 def written_parts(
     outputs: tuple[Tensor, ...], routing: Tensor, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return masks of the codes and scales that the op writes: the elements of routed pairs, and all padding."""
+    """Return masks of the codes and of the scales that the op writes: the elements of routed pairs, and all padding."""
     skipped, width = routing == 0, outputs[0].shape[1] // routing.shape[1]
     scales = from_linear(skipped.repeat_interleave(2 * width // fmt.block_size, 1).to(torch.uint8), layout)
     return ~skipped.repeat_interleave(width, 1), scales == 0
 
 
 def written(outputs: tuple[Tensor, ...], routing: Tensor, **named: Any) -> tuple[Tensor, ...]:
-    """Return a mask of the written elements for each output."""
+    """Return, for each output, a mask of the elements that the op writes."""
     fmt, layout, _ = formats_of(named["a_scale"], **named)
     return written_parts(outputs, routing, fmt, layout)

@@ -8,10 +8,11 @@ from torch_cute_ops.reference.moe_fc1_fp4 import gated_columns
 
 
 def moe_fc1_fp4_weight_only(a: Tensor, **named: Any) -> Tensor:
-    """Compute each expert's gated columns in the dtype of ``a``, 0 for tokens not routed; see the op's docstring."""
+    """Compute SwiGLU of each expert's gate and up columns in the dtype of ``a``; 0 for pairs that are not routed. See
+    the op's docstring."""
     return gated_columns(a=a, **named).to(a.dtype)
 
 
 def written(outputs: tuple[Tensor, ...], routing: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    """Return a mask of the written elements: the columns of routed pairs."""
+    """Return a mask of the elements that the op writes: the columns of routed pairs."""
     return ((routing != 0).repeat_interleave(outputs[0].shape[1] // routing.shape[1], 1),)

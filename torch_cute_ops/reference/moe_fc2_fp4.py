@@ -43,9 +43,10 @@ def expert_gemm(
 ) -> torch.Tensor:
     """Compute ``Σ_e alpha[:, e] · (a_e @ w_e.T + bias[e])``, (M, N) in ``out_dtype``.
 
-    ``a`` is codes (M, E·I/2) with scales, or numbers (M, E·I) without scales. An expert's product is accumulated in
-    float64 and rounded to float32. The next steps are in float32, expert by expert: add the bias, multiply by
-    ``alpha``, add to the total. Experts with ``alpha == 0`` are skipped. The total is rounded to ``out_dtype``.
+    ``a`` contains codes (M, E·I/2) with scales ``a_scale``, or 16-bit numbers (M, E·I) without scales. An expert's
+    product is accumulated in float64 and rounded to float32. The next steps are in float32, expert by expert: add the
+    bias, multiply by ``alpha``, add to the total. Experts with ``alpha == 0`` are skipped. The total is rounded to
+    ``out_dtype``.
     """
     assert w_layout is not None
     (m, experts), n, blocks = alpha.shape, len(w), 2 * w.shape[1] // fmt.block_size
@@ -63,11 +64,12 @@ def expert_gemm(
         product = matmul_rows(numbers[rows], weight).float()
         if added is not None:
             product = product + added
-        # A factor of zero times a NaN product would be NaN.
+        # Select with where, because a zero factor times a NaN product would be NaN.
         total[rows] += torch.where(counts[rows], factor[rows] * product, 0.0)
     return total.to(out_dtype)
 
 
 def rows_of(counts: torch.Tensor) -> torch.Tensor | slice:
-    """Return the rows to compute, given a mask (M, 1). On a GPU return all rows, to avoid a synchronisation."""
+    """Return the rows whose element in the mask (M, 1) is True. On a GPU return all rows, because a selection would
+    synchronise."""
     return slice(None) if counts.is_cuda else counts[:, 0].nonzero()[:, 0]

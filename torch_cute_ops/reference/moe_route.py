@@ -28,8 +28,8 @@ def choose_experts(
     finite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights (M, topk) fp32 and experts (M, topk) int64 for tokens with these ``logits`` (M, E)."""
-    # Compute in float64, then round: the last bit of torch's fp32 functions depends on an element's position in the
-    # tensor.
+    # Compute in float64, then round: the last bit of torch's fp32 functions depends on the element's position in the
+    # tensor, and results must not.
     value = (logits.float().nan_to_num(nan=torch.finfo(torch.float32).min) if finite else logits).double()
     two_best = scoring == "sigmoid" or bias is not None
     if scoring == "softmax":
@@ -45,7 +45,7 @@ def choose_experts(
     chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
     weights = score.gather(1, chosen)
     if renormalize and scoring == "softmax":
-        # Use the softmax of the chosen logits, because with a bias the scores of all chosen experts may round to zero.
+        # The softmax of the chosen logits alone: with a bias, the scores of all chosen experts may round to zero.
         weights = torch.where(score[:, :1].isnan(), torch.nan, value.gather(1, chosen).softmax(1))
     elif renormalize:
         # A sum of sigmoids may be zero. DeepSeek-V3's reference also adds 1e-20.
@@ -54,9 +54,9 @@ def choose_experts(
 
 
 def best_first(values: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
-    """Sort the columns of each row: largest first, lower index first among equals, NaN after numbers.
+    """Return the order that sorts each row: largest first, equal values by index, NaN last of all numbers.
 
-    ``left_out`` columns come last.
+    Columns where ``left_out`` is True come after all others.
     """
     order = _or_least(values).argsort(dim=1, descending=True, stable=True)
     level = values.isnan().to(torch.int8)
@@ -74,17 +74,17 @@ def places_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order the pairs (token, expert) of ``ids`` (M, topk) by expert, then by token.
 
-    Pairs with an id outside 0..``experts`` - 1 get no row and are not counted.
+    Pairs whose id is not an expert (below 0, or at least ``experts``) get no row and are not counted.
 
     Returns:
         ``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``, as ``moe_route`` defines them.
     """
     tokens, topk = ids.shape
     flat = ids.flatten().long()
-    # Pairs without an expert go to an extra expert that gets no rows.
+    # Give pairs without an expert to an extra expert, which gets no rows.
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     pairs = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
-    # `order` sorts the pairs by expert, then by token; `rank` is a pair's position within its expert.
+    # `order` lists the pairs by expert, then by token; `rank` is the position of a pair within its expert.
     order = flat.argsort(stable=True)
     expert = flat[order]
     rank = torch.arange(len(flat), device=ids.device) - (pairs.cumsum(0) - pairs)[expert]

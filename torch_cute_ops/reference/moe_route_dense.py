@@ -10,7 +10,8 @@ from torch_cute_ops.reference.moe_route import choose_experts
 def moe_route_dense(
     logits: torch.Tensor, topk: int, expert_factor: torch.Tensor | None, **scoring: Any
 ) -> torch.Tensor:
-    """Compute the weights of ``moe_route`` as a matrix (M, E), times the experts' factors; see the op's docstring."""
+    """Compute the routing weights of ``moe_route``, times the experts' factors, as a matrix (M, E); see the op's
+    docstring."""
     weights, chosen = choose_experts(logits, topk, **scoring)
     if expert_factor is not None:
         weights = weights * expert_factor[chosen]

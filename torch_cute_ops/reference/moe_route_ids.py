@@ -8,5 +8,5 @@ from torch_cute_ops.reference.moe_route import places_of
 def moe_route_ids(
     ids: torch.Tensor, experts: int, alignment: int, max_rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order pairs by their given experts ``ids`` (M, topk); see the op's docstring."""
+    """Give each (token, expert) pair of ``ids`` (M, topk) a row in the experts' order; see the op's docstring."""
     return places_of(ids, experts, alignment, max_rows)

@@ -29,7 +29,7 @@ def defined(
     counts: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Set rows of padding to zero in both outputs: the op leaves them undefined."""
+    """Set rows of padding to zero in both outputs, because the op leaves them unspecified."""
     lead = input.shape[:-1]
     used = used_rows(lead.numel(), offsets, counts).view(*lead, 1)
     y, scale = outputs

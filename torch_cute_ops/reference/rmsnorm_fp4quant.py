@@ -13,12 +13,12 @@ def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
-    # Make the input contiguous, so that the order in which a row is summed does not depend on the strides.
+    # contiguous, because torch's order of additions depends on strides
     value = input.float().contiguous()
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     return value * rstd * weight.float()
 
 
 def rmsnorm_fp4quant(input: Tensor, weight: Tensor, eps: float, **named: Any) -> tuple[Tensor, Tensor]:
-    """Normalise ``input`` (..., H), then apply ``fp4_quantize``; see the op's docstring."""
+    """RMS-normalise ``input`` (..., H), then apply ``fp4_quantize``; see the op's docstring."""
     return fp4_quantize(rmsnorm_rows(input, weight, eps), **named)

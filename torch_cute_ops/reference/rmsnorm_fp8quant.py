@@ -9,5 +9,5 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
 def rmsnorm_fp8quant(input: Tensor, weight: Tensor, eps: float, **named: Any) -> tuple[Tensor, Tensor]:
-    """Normalise ``input`` (..., H), then apply ``fp8_quantize``; see the op's docstring."""
+    """RMS-normalise ``input`` (..., H), then apply ``fp8_quantize``; see the op's docstring."""
     return fp8_quantize(rmsnorm_rows(input, weight, eps), **named)

@@ -27,14 +27,15 @@ def silu_mul_rows(
         limit = torch.tensor(swiglu_limit, dtype=torch.float32)
         gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
     if (swiglu_alpha, swiglu_beta, swiglu_limit) != (1.0, 0.0, None):
-        # The default gate skips this addition, because -0 + 0 is +0.
+        # Skip this addition for the default gate: -0 + 0 would be +0.
         up = up + beta
-    # Compute the exponential in float64, then round: the last bit of torch's fp32 exp depends on an element's position.
+    # Compute the exponential in float64, then round: the last bit of torch's fp32 exp depends on the element's position
+    # in the tensor.
     return gate / (1 + torch.exp(-(gate * alpha).double()).float()) * up
 
 
 def silu_mul_fp4quant(
     input: torch.Tensor, swiglu_alpha: float, swiglu_beta: float, swiglu_limit: float | None, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate ``input`` (..., 2I), then apply ``fp4_quantize``; see the op's docstring."""
+    """Compute SwiGLU of ``input`` (..., 2I), then apply ``fp4_quantize``; see the op's docstring."""
     return fp4_quantize(silu_mul_rows(input, swiglu_alpha, swiglu_beta, swiglu_limit), **named)

@@ -9,5 +9,5 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
 
 def silu_mul_fp4quant_mm_fp4(a: Tensor, **named: Any) -> Tensor:
-    """Gate and quantise ``a`` (M, 2K) as ``silu_mul_fp4quant`` does, then apply ``mm_fp4``; see the op's docstring."""
+    """Apply ``silu_mul_fp4quant`` to ``a`` (M, 2K), then ``mm_fp4``; see the op's docstring."""
     return quantized_gemm(silu_mul_rows(a), out_dtype=named.pop("out_dtype") or a.dtype, **named)

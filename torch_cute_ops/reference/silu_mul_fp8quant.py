@@ -11,5 +11,5 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 def silu_mul_fp8quant(
     input: torch.Tensor, swiglu_alpha: float, swiglu_beta: float, swiglu_limit: float | None, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate ``input`` (..., 2I), then apply ``fp8_quantize``; see the op's docstring."""
+    """Compute SwiGLU of ``input`` (..., 2I), then apply ``fp8_quantize``; see the op's docstring."""
     return fp8_quantize(silu_mul_rows(input, swiglu_alpha, swiglu_beta, swiglu_limit), **named)

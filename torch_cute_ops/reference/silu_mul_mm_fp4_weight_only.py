@@ -9,5 +9,5 @@ from torch_cute_ops.reference.silu_mul import silu_mul
 
 
 def silu_mul_mm_fp4_weight_only(a: Tensor, **named: Any) -> Tensor:
-    """Gate ``a`` (M, 2K), then apply ``mm_fp4_weight_only``; see the op's docstring."""
+    """Compute SwiGLU of ``a`` (M, 2K), then apply ``mm_fp4_weight_only``; see the op's docstring."""
     return mm_fp4_weight_only(a=silu_mul(a), **named)
