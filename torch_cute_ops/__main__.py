@@ -6,6 +6,6 @@ import sys
 from torch_cute_ops.cli.main import main
 
 if __name__ == "__main__":
-    # SIGTERM's default action would end this process but not its workers.
+    # Exit by an exception: SIGTERM's default action would end this process but leave its worker processes running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Preparation of a deployment's kernels: a file lists them; they are compiled in parallel, then loaded.
+"""Prepare the kernels of a deployment: a file lists the calls, whose kernels are compiled in parallel and then loaded.
 
 The file (TOML) contains a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
 ``torch_cute_ops.warmup``, with dtypes by name. A list of values stands for one call per value:
@@ -41,13 +41,13 @@ DTYPES: Final = {
     for name in names
 }
 LIMIT: Final = 10_000
-"""Maximum number of calls in a file. At a second for each kernel, more would compile for hours."""
+"""Maximum number of calls in a file. Compiling takes about a second per kernel, so more calls would take hours."""
 FILE_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Job:
-    """Kernel to prepare.
+    """A call whose kernels are to be prepared.
 
     Attributes:
         op: name of the op.
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of compiling a job for an architecture. ``error`` is empty on success."""
+    """Result of compiling a job's kernels for an architecture. ``error`` is empty on success."""
 
     job: Job
     arch: str
@@ -72,7 +72,8 @@ class Outcome:
 
 
 def expected(known: Property, value: Any = None) -> str:
-    """Describe, in the syntax of a file, the values that a property accepts, for an error message about ``value``."""
+    """Describe the values that a property accepts, in the syntax of a deployment file, for an error message about
+    ``value``."""
     if known.choices:
         return f"one of {', '.join(map(_shown, known.choices))}"
     if known.kind is torch.dtype:
@@ -83,7 +84,8 @@ def expected(known: Property, value: Any = None) -> str:
 
 
 def jobs_of(op: str, **properties: Any) -> list[Job]:
-    """Return a job for every combination of the properties that are lists. Dtypes may be names.
+    """Return one job for each combination of property values. A property may be a list of values, and a dtype may be a
+    name.
 
     Raises:
         ValueError: for an unknown op, an unknown or missing property, a value that the op does not accept, or more
@@ -118,7 +120,7 @@ def _check(spec: OpSpec, job: Job) -> None:
     """
     try:
         given = spec.path.example(**dict(job.properties), device="meta")
-    except (RuntimeError, OverflowError) as error:  # from torch, for example for sizes beyond 64 bits
+    except (RuntimeError, OverflowError) as error:  # raised by torch, for example for sizes beyond 64 bits
         raise ValueError(f"{job}: {str(error).splitlines()[0]}") from None
     refusals: list[Exception] = []
     for arch in ARCHS.values():
@@ -131,7 +133,7 @@ def _check(spec: OpSpec, job: Job) -> None:
 
 
 def _values(name: str, stated: Any, known: Property) -> list[Any]:
-    """Return the values that are given for a property.
+    """Return the list of values that the file states for a property. A single value becomes a list of one.
 
     Raises:
         ValueError: if the list of values is empty, or the op does not accept a value.
@@ -150,7 +152,7 @@ def _values(name: str, stated: Any, known: Property) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    """Format a value in the syntax of a file, shortened if it is long."""
+    """Format a value in the syntax of a deployment file, shortened if it is long."""
     text = json.dumps(value) if isinstance(value, (str, bool, int, float)) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -210,12 +212,12 @@ def _toml(path: Path) -> dict[str, Any]:
 def compile_jobs(
     jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
 ) -> Generator[Outcome, None, None]:
-    """Compile jobs for architectures into the cache on disk, in parallel processes; yield each outcome when it is
-    known.
+    """Compile the kernels of jobs for architectures into the cache on disk, in parallel processes. Yield each outcome
+    as soon as it is known.
 
-    No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
-    processes are ended. As always with ``multiprocessing``, a script must call this function under
-    ``if __name__ == "__main__"``.
+    No GPU is needed. The processes end when the iterator is closed, or when an exception such as ``KeyboardInterrupt``
+    occurs in it. As always with ``multiprocessing``, a script must call this function under ``if __name__ ==
+    "__main__"``.
 
     Args:
         jobs: jobs to compile.
@@ -242,8 +244,8 @@ def _fate(died: Died) -> str:
 def prepare(path: str | Path, workers: int | None = None) -> None:
     """Compile and load, on the current CUDA device, every kernel in a deployment's file.
 
-    Kernels that are missing in the cache on disk are first compiled in parallel processes. Afterwards, the calls in the
-    file neither compile nor load nor synchronise.
+    Kernels that the cache on disk lacks are first compiled in parallel processes. Afterwards, the calls that the file
+    lists neither compile nor load nor synchronise.
 
     Args:
         path: deployment's file.
@@ -275,6 +277,6 @@ def _compile(task: tuple[Job, str]) -> str:
     job, arch = task
     try:
         registry.precompile(job.op, arch, **dict(job.properties))
-    except Exception as error:  # the DSL's errors have no common base, and some cannot be sent between processes
+    except Exception as error:  # the DSL's exceptions have no common base class, and some cannot be pickled
         return f"{type(error).__name__}: {error}"
     return ""

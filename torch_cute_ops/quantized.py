@@ -1,4 +1,4 @@
-"""Quantised weights as one object: ``quantize``, ``linear`` and ``dequantize``.
+"""Quantised weights as one object, without modules: ``quantize``, ``linear`` and ``dequantize``.
 
 ``encode`` and the functions for FP8 blocks are shared with the layers of :mod:`torch_cute_ops.nn`.
 """
@@ -39,15 +39,15 @@ LinearActivations = Literal["auto", "16bit", "fp8", "fp4"]
 
 FP4_FORMATS: Final[dict[str, FP4Format]] = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 FP8_BLOCK: Final = FP8_BLOCK128.block_size
-"""Rows and columns of a block of an FP8 weight."""
+"""Rows and columns of an FP8 weight that share a scale."""
 
 
 class _Kind(NamedTuple):
-    """Properties of a format of weights.
+    """Requirements of one weight format.
 
     Attributes:
-        multiples: divisors of N and K that the format's GEMMs need.
-        activations: possible ``activations`` of ``linear``; the first is the default.
+        multiples: numbers that must divide N and K, because the format's GEMMs need this.
+        activations: values of ``activations`` that ``linear`` accepts for this format; the first is the default.
     """
 
     multiples: tuple[int, int]
@@ -60,15 +60,15 @@ _KINDS: Final[dict[str, _Kind]] = {
     "fp8_block": _Kind((8, 64), ("fp8",)),
 }
 _FP8_MULTIPLE: Final = 64
-"""Divisor of K that FP8 activations need."""
+"""Number that must divide K if activations are FP8."""
 
 
 class QuantizedWeight:
     """A quantised matrix (N, K), as :func:`quantize` returns it, for :func:`linear` and :func:`dequantize`.
 
-    The class is a pytree node: its tensors are the leaves; ``format`` and ``shape`` are static. ``tree_map`` therefore
-    changes the tensors only, and compiled and exported programs take the object as an input. The object is immutable,
-    and its tensors are never cast.
+    The class is a pytree node: its tensors are the leaves, and ``format`` and ``shape`` are static. ``tree_map``
+    therefore changes only the tensors, and the object can be an input of compiled and exported programs. The object is
+    immutable, and its tensors are never cast.
 
     Args:
         codes: (N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K)
@@ -77,13 +77,14 @@ class QuantizedWeight:
             :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32, the factors of
             decoded blocks (FP8).
         global_scale: float32, one element, positive and finite, by which the matrix was multiplied before it was
-            encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. The
-            value is checked on a CPU, and on a GPU if ``TORCH_CUTE_OPS_CHECK=1``; no check can detect that the
-            reciprocal was passed. NVFP4 requires it; other formats take None.
+            encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4
+            requires it; other formats take None. The value is checked on a CPU, and on a GPU if
+            ``TORCH_CUTE_OPS_CHECK=1``. No check can detect that the reciprocal was passed.
         format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
 
     Attributes:
-        alpha: (1,) float32, 1 / ``global_scale``: the factor of the GEMM's result. None without a global scale.
+        alpha: (1,) float32, 1 / ``global_scale``, by which a GEMM's result must be multiplied. None without a global
+            scale.
         shape: (N, K).
 
     Raises:
@@ -124,7 +125,7 @@ class QuantizedWeight:
         """Return the object with all tensors on ``device``.
 
         Raises:
-            TypeError: for a dtype: codes and scales are never cast.
+            TypeError: if a dtype is given, because codes and scales are never cast.
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"QuantizedWeight.to: got {device}; expected a device, since codes and scales are not cast")
@@ -132,7 +133,7 @@ class QuantizedWeight:
         return moved
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
-        """Return the argument that represents the object in a graph of ``torch.fx.symbolic_trace``."""
+        """Return the object's node in a graph that ``torch.fx.symbolic_trace`` records."""
         tensors = tuple(tracer.create_arg(each) for each in (self.codes, self.scale, self.global_scale))
         return tracer.create_node("call_function", QuantizedWeight, tensors, {"format": self.format})
 
@@ -143,7 +144,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of all tensors, bytes."""
         return sum(tensor.nbytes for tensor in _tensors(self))
 
     def __repr__(self) -> str:
@@ -178,7 +179,7 @@ def _flatten_with_keys(q: QuantizedWeight) -> tuple[list[tuple[Any, Tensor]], Co
 
 
 def _unflatten(children: Iterable[Any], context: Context) -> QuantizedWeight:
-    # Do not check the children, which may be any objects: tree_map also builds trees of shapes or names.
+    # Do not check the children: tree_map also builds trees whose leaves are shapes, names or other objects.
     children = list(children)
     return _fill(object.__new__(QuantizedWeight), (*children, *[None] * (4 - len(children)), *context))
 
@@ -248,8 +249,8 @@ def linear(
 ) -> Tensor:
     """Compute ``x · Wᵀ + bias`` with a quantised weight, accumulated in fp32 and rounded once.
 
-    Layers of :mod:`torch_cute_ops.nn` compute the same function, and also merge projections, prefetch weights, pass
-    gradients to their input, and quantise activations to NVFP4, which needs calibration.
+    Layers of :mod:`torch_cute_ops.nn` compute the same function. In addition they can merge projections, prefetch
+    weights, pass gradients to their input, and quantise activations to NVFP4, which needs calibration.
 
     Args:
         x: (..., K) bfloat16 or float16; also float32 if the activations are quantised. Under ``torch.autocast`` it is
@@ -323,7 +324,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
 
 def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations: str) -> Tensor:
     b = q.codes.t()
-    # With quantised activations, None means bfloat16. None is passed because AOTInductor of torch 2.9 passes a wrong
+    # Pass None instead of bfloat16, the default for quantised activations: AOTInductor of torch 2.9 passes a wrong
     # dtype if a dtype is given.
     dtype = None if rows.dtype == torch.bfloat16 else rows.dtype
     if q.format == "fp8_block":
@@ -347,7 +348,7 @@ def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Return ``x`` as ``nn.functional.linear`` casts it under ``torch.autocast``."""
+    """Return ``x`` in the dtype to which ``torch.autocast`` would cast the input of ``nn.functional.linear``."""
     kind = x.device.type
     if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
@@ -357,14 +358,14 @@ def autocast(x: Tensor) -> Tensor:
 def encode(
     weight: Tensor, format: str, amax: Tensor | None = None, scale_layout: FP4ScaleLayout = "128x4"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the codes, block scales and global scale (NVFP4) of a weight (N, K).
+    """Quantise a weight (N, K); return its codes, its block scales, and its global scale (NVFP4) or None.
 
     Args:
         weight: (N, K) bfloat16, float16 or float32, contiguous.
         format: name of a format in ``WeightFormat``.
         amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's largest
             magnitude.
-        scale_layout: layout of the scales of FP4.
+        scale_layout: layout of FP4 scales.
     """
     if format == "fp8_block":
         return *encode_fp8_blocks(weight), None
@@ -377,8 +378,8 @@ def encode(
 
 
 def encode_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return FP8 elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉). A scale is a block's largest magnitude /
-    448."""
+    """Quantise a weight (N, K) to FP8; return elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉). A scale is the
+    largest magnitude of its block / 448."""
     n, k = weight.shape
     padded = nn.functional.pad(weight.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
     blocks = padded.view(fp8_blocks(n), FP8_BLOCK, fp8_blocks(k), FP8_BLOCK)
@@ -387,7 +388,7 @@ def encode_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_fp8_blocks(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return FP8 elements (N, K) times the float32 scales of their blocks, rounded once to ``dtype``."""
+    """Multiply FP8 elements (N, K) by the float32 scales of their blocks, and round once to ``dtype``."""
     n, k = elements.shape
     factors = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (elements.float() * factors[:n, :k]).to(dtype)
@@ -399,7 +400,7 @@ def fp8_blocks(size: int) -> int:
 
 
 def fp8_scale_of(amax: Tensor) -> Tensor:
-    """Return the FP8 scale for which ``amax`` becomes the largest element, or 1 if ``amax`` is 0."""
+    """Return the FP8 scale with which ``amax`` becomes the largest FP8 number, or 1 if ``amax`` is 0."""
     scale = amax / E4M3_MAX
     return torch.where(scale == 0, 1.0, scale)
 
@@ -439,7 +440,7 @@ def _check_multiples(function: str, name: str, shape: tuple[int, int], kind: _Ki
 
 
 def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int, int]:
-    """Check the arguments of ``QuantizedWeight``, and return (N, K)."""
+    """Check the arguments of ``QuantizedWeight``, and return the shape (N, K) of the unpacked weight."""
     name, codes, scale, global_scale = "QuantizedWeight", given["codes"], given["scale"], given["global_scale"]
     fmt = FP4_FORMATS.get(format)
     needs_global_scale = fmt is not None and fmt.has_global_scale
@@ -489,8 +490,8 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
 
 
 def _readable_value(tensor: Tensor) -> float | None:
-    """Return the element of a CPU tensor, or in debug mode also of a GPU tensor. Return None where it cannot be read:
-    in compiled programs, transforms and captures."""
+    """Read the only element of a CPU tensor, or in debug mode also of a GPU tensor. Return None if it cannot be read,
+    as in compiled programs, transforms and captures."""
     if not _has_value(tensor) or _get_current_dispatch_mode() is not None:
         return None
     reads_gpu = settings.CHECK and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()

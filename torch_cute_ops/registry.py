@@ -1,7 +1,7 @@
-"""List of all ops, their registration with PyTorch, and preparation of kernels ahead of calls.
+"""Registry: the list of all ops, their registration with PyTorch, and functions that prepare kernels before calls.
 
-Code that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. To add an op, add a
-module ``torch_cute_ops/ops/<op>.py`` that defines it; nothing here changes.
+Registration, conformance tests, docs and benchmarks all loop over ``OPS``. To add an op, add a module
+``torch_cute_ops/ops/<op>.py`` that defines it. This module needs no change.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ _library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _packed(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the output with the strides of the fake op's output: compiled programs rely on these strides even if an
-    extent is 1.
+    """Return an output of the reference with the strides that the fake op promises, because compiled programs rely on
+    these strides even if an extent is 1.
 
-    ``None`` stands for the strides of a new tensor.
+    ``None`` stands for contiguous strides.
     """
     if strides is None:
         packed = torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -74,7 +74,7 @@ def _register(spec: OpSpec) -> None:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Check a call. Return it, and its outputs, which are removed from ``kwargs``."""
+        """Check the arguments of a call. Return the call and its outputs; the outputs are removed from ``kwargs``."""
         outputs = [kwargs.pop(name) for name in spec.out_names]
         call = checked(*args, **kwargs)
         path.check_outputs(call, outputs)
@@ -98,7 +98,7 @@ def _register(spec: OpSpec) -> None:
         checked_outputs(args, kwargs)
 
     def elsewhere(*args: Any, **kwargs: Any) -> None:
-        # PyTorch also selects this implementation if all given tensors are None.
+        # PyTorch also calls this implementation if all tensor arguments are None.
         outputs = {name: kwargs.pop(name) for name in spec.out_names if name in kwargs}
         given = path.arguments(bind(*args, **kwargs))
         spec.signature.check_kinds(given.values())
@@ -109,15 +109,15 @@ def _register(spec: OpSpec) -> None:
         raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # A subclass such as DTensor keeps its own version counter, which a kernel that writes the inner tensor does not
-        # increment.
+        # Increment the version counters after the call: a subclass such as DTensor has its own counter, which a kernel
+        # that writes the inner tensor does not increment.
         outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = path.arguments(bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
         return outputs
 
     if settings.CHECK:
-        # Import this module in debug mode only: the import takes time and memory that other calls do not need.
+        # Imported in debug mode only, because the import takes time and memory.
         path.verifier = importlib.import_module("torch_cute_ops.verification").Verifier(spec)
     _library.define(spec.signature.schema, tags=spec.signature.tags)
     _library.define(spec.signature.out_schema)
@@ -158,9 +158,10 @@ def _generate(_dynamo: ModuleType) -> None:
 configure_log()
 for _spec in OPS.values():
     _register(_spec)
-# Dynamo must trace the generated code, not the functions that generate it on first use.
+# Generate all code before Dynamo traces a call: it must not trace the stubs that generate code on first use.
 when_imported("torch._dynamo", _generate)
-# Importing the flop counter here would import Triton, which takes as long as importing the rest of this package.
+# Wait for the module's first import: importing the flop counter here would import Triton, which takes as long as
+# importing the rest of this package.
 when_imported("torch.utils.flop_counter", _register_flops)
 
 
@@ -178,12 +179,12 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
         op: name of the op, such as ``"rmsnorm_fp4quant"``.
         tune: True to choose among backends by timing them, as calls in an :func:`autotune` block do. No effect for an
             op without backends.
-        properties: static properties that kernels are compiled for; ``properties_of(op)`` lists them. All ops take
-            ``device``. Ops that quantise rows take ``hidden`` (last dimension of ``input``), ``dtype``,
-            ``weight_dtype``, and the op's own arguments for format and layout. FP4 ops also take ``global_scale`` (True
-            if calls pass it), and ops with a gate take ``swiglu`` (True if calls pass parameters other than the
-            defaults). GEMMs take ``n`` and ``k`` (columns of the result, and elements of a sum), ``m`` (rows),
-            ``alpha`` (``"one"`` element, or one for each ``"column"``, ``"expert"`` or ``"expert_column"``),
+        properties: static properties that kernels are compiled for; ``properties_of(op)`` lists the properties of an
+            op. All ops take ``device``. Ops that quantise rows take ``hidden`` (last dimension of ``input``),
+            ``dtype``, ``weight_dtype``, and the op's own arguments for format and layout. FP4 ops also take
+            ``global_scale`` (True if calls pass it), and ops with a gate take ``swiglu`` (True if calls pass parameters
+            other than the defaults). GEMMs take ``n`` and ``k`` (columns of the result, and elements of a sum), ``m``
+            (rows), ``alpha`` (``"one"`` element, or one for each ``"column"``, ``"expert"`` or ``"expert_column"``),
             ``bias_dtype``, ``experts`` (number of experts, for ops with experts), ``dtype``, and the op's own arguments
             from ``out_dtype`` on. ``grouped_mm_fp8`` also takes ``masked`` (True for the masked layout, with space for
             ``m`` rows of each expert) and ``counts`` (True if calls in the contiguous layout pass it). Steps of an
@@ -224,7 +225,7 @@ def precompile(op: str, arch: str, **properties: Any) -> None:
     Raises:
         ValueError: for an unknown op or architecture, or a property whose value the op refuses.
         TypeError: for an unknown or missing property, or a property of the wrong type.
-        RuntimeError: if a kernel cannot be kept on disk.
+        RuntimeError: if a kernel cannot be stored on disk.
     """
     for kernel in kernels_of(op, arch, **properties):
         keep(kernel, arch_named(arch))
@@ -244,8 +245,8 @@ def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
 def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
     """Return each backend of a GEMM with the reason that it cannot compute calls with these static properties, or None.
 
-    None means that the backend's kernels support the calls. Kernels have run on GPUs of compute capability 9.0. Kernels
-    for other GPUs have run in a PTX emulator only, and ``"auto"`` chooses among them by data sheets.
+    None means that the backend's kernels support the calls. Our kernels have run on GPUs of compute capability 9.0. On
+    other GPUs they have never run, only in a PTX emulator, and ``"auto"`` chooses among them by data sheets.
 
     Example:
         ``backends("mm_fp4", n=4096, k=7168, m=16)``, ``backends("mm_fp4", "sm_100a", n=4096, k=7168, m=16)``
@@ -254,7 +255,7 @@ def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, s
         op: name of the op.
         arch: name of an architecture, such as ``"sm_100a"``, for a GPU that need not be present; by default the
             architecture of ``device``.
-        properties: static properties, as for :func:`warmup`. ``device`` may be a CPU, and without a GPU is one by
+        properties: static properties, as for :func:`warmup`. ``device`` may be a CPU. Without a GPU, a CPU is the
             default.
 
     Raises:
@@ -285,7 +286,7 @@ def properties_of(op: str) -> dict[str, Property]:
 
 
 def _example(spec: OpSpec, properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with these properties.
+    """Return the arguments of an example call with these static properties.
 
     Raises:
         TypeError, ValueError: as ``_check_properties``, and if the op refuses a value.
@@ -296,7 +297,7 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
-    """Check that the op's calls can have these properties.
+    """Check that calls of the op can have these static properties.
 
     Raises:
         TypeError: if the op lacks a property, or a value has the wrong type.

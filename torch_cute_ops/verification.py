@@ -1,8 +1,8 @@
 """Checks of every call in debug mode, ``TORCH_CUTE_OPS_CHECK=1``.
 
 Before a call, index tensors and global scales are checked. After the call, four rows of each result are compared with
-the reference. GEMMs are compared within the bounds of ``gemm.error_bounds``, quantised rows within one step of a code.
-The registry installs a :class:`Verifier` for each op, only if the setting is on.
+the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bounds``, quantised rows by one step of a
+code. Only if the setting is on, the registry installs a :class:`Verifier` for each op.
 """
 
 import itertools
@@ -25,27 +25,29 @@ from torch_cute_ops.runtime.calls import described
 
 SETTING: Final = "TORCH_CUTE_OPS_CHECK"
 ROWS: Final = 4
-"""Rows of a result that are compared."""
+"""Number of rows of each result that are compared with the reference."""
 FP8_STEP: Final = 32
 FP8_STEP_ERROR: Final = 33 * 2.0**-13
-"""Elements of K of a step of FP8 tensor cores, and error of a step, relative to the sum of all magnitudes. A step
-aligns the products and the accumulator to the largest of them and keeps 14 bits."""
+"""K of one step of FP8 tensor cores, and the error of a step, relative to the sum of all magnitudes. A step aligns the
+products and the accumulator to the largest of them and keeps 14 bits."""
 PROMOTED_BLOCK: Final = 128
 PROMOTED_K: Final = 512
-"""Elements of K that tensor cores add up with block scales, and with per-token scales unless ``fast_accum``."""
+"""Number of elements of K that tensor cores add up before promotion, with block scales, and with per-token scales
+unless ``fast_accum``."""
 RELATIVE: Final = 2.0**-16
-"""Relative error of fp32 results: the sum of a row in another order, and the exponential."""
+"""Allowed relative error of fp32 results: a row may be summed in another order, and exponentials may be rounded
+differently."""
 SHARE: Final = 100
-"""One code or scale in this many may differ, by one step, after sums in another order."""
+"""After sums in another order, one code or scale in this many may differ by one step."""
 
 _calls = itertools.count()
 
 
 class Verifier:
-    """Checks of the calls of one op.
+    """Checks the calls of one op in debug mode.
 
     Args:
-        spec: op.
+        spec: the op's entry in the registry.
     """
 
     def __init__(self, spec: OpSpec) -> None:
@@ -53,7 +55,7 @@ class Verifier:
         self.compare = _comparison_of(spec)
 
     def before(self, call: Any) -> dict[str, Tensor]:
-        """Check a call's values, and return copies of the arguments that the op will update, by name.
+        """Check the values of a call before it runs. Return copies of the arguments that the op will update, by name.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured.
@@ -71,13 +73,13 @@ class Verifier:
             scale = given[name]
             if scale is None:
                 continue
-            # A factor such as alpha may be zero or negative.
+            # Only ``global_scale`` must be positive. Other factors, such as alpha, may be zero or negative.
             is_wrong = ~scale.isfinite() | (scale <= 0) if name == "global_scale" else ~scale.isfinite()
             if bool(is_wrong.any()):
                 expected = "positive, finite numbers" if name == "global_scale" else "finite numbers"
                 wrong = scale[is_wrong].flatten()[0].item()
                 raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected {expected}")
-        # The updated argument may be the input itself.
+        # Copy ``input`` too: it may be the tensor that is updated.
         return {name: given[name].clone() for name in (*self.spec.updated, *(("input",) if self.spec.updated else ()))}
 
     @torch.no_grad()
@@ -99,12 +101,12 @@ class Verifier:
 
 
 def _scales_of(spec: OpSpec) -> tuple[str, ...]:
-    """Return the names of the arguments that are global scales, or factors that include a global scale."""
+    """Return the names of the op's arguments that are global scales, or factors that include one."""
     names = [each.name for each in spec.signature.tensors]
     found = ["global_scale"] if "global_scale" in names else []
     if "alpha" in names and getattr(spec.path, "over", "none") != "k":
         found.append("alpha")
-    if "scale" in names and "granularity" in spec.signature.names:  # the given scale of a whole tensor
+    if "scale" in names and "granularity" in spec.signature.names:  # the static scale of a whole tensor
         found.append("scale")
     return tuple(found)
 
@@ -116,8 +118,8 @@ def _chosen(rows: int, device: torch.device) -> Tensor:
 
 
 Comparison = Callable[[OpSpec, Any, dict[str, Any], dict[str, Any], tuple[Tensor, ...]], str | None]
-"""Function that takes an op, a call, its arguments before and after the call, and its outputs. It returns a description
-of the first wrong output, or None."""
+"""Function (op, call, arguments before the call, arguments after the call, outputs) that returns a description of the
+first wrong output, or None."""
 
 
 def _comparison_of(spec: OpSpec) -> Comparison:
@@ -168,14 +170,14 @@ def _rows(
 
 
 def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
-    """Return the given rows of an output, or the whole output if it has no rows, such as the scale of a tensor."""
+    """Select rows of an output. Return the whole output if it has no rows, such as a single scale."""
     if want.numel() == 1 and got.numel() == 1:
         return got.reshape(1, 1).expand(len(rows), 1)
     return got.reshape(count, -1)[rows]
 
 
 def _compared(pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None) -> str | None:
-    """Return a description of the first wrong output, or None, for outputs and expected outputs by name."""
+    """Compare outputs, by name, with the expected outputs. Return a description of the first wrong output, or None."""
     moved: Tensor | None = None
     for name, (got, want) in sorted(pairs.items(), key=lambda pair: "scale" not in pair[0]):
         want = want.expand(got.shape) if want.numel() == 1 else want
@@ -197,7 +199,8 @@ def _compared(pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None) ->
 
 
 def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str | None:
-    """Return a description of the numbers that differ by more than rounding errors and ``allowed``, or None."""
+    """Compare numbers. Return a description of those that differ by more than rounding errors and ``allowed``, or
+    None."""
     if not got.is_floating_point():
         wrong, error = got != want, (got - want).abs()
     else:
@@ -217,7 +220,7 @@ def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str
 
 
 def _wrong_steps(steps: Tensor, limit: Tensor | int, whole: int) -> str | None:
-    """Return a description if a code differs by more than ``limit`` steps or too many codes differ, else None."""
+    """Return a description if a code differs by more than ``limit`` steps or too many codes differ, or else None."""
     wrong, count = int((steps > limit).sum()), int((steps > 0).sum())
     if wrong:
         return f"{wrong} of {steps.numel()} compared codes differ by more than a step, at most by {int(steps.max())}"
@@ -241,7 +244,7 @@ def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
     return (a - b).abs()
 
 
-# Other steps
+# Ops of an expert layer
 
 
 def _dequantized(
@@ -296,7 +299,7 @@ def _finalized(
 ) -> str | None:
     (out,) = outputs
     if before["residual"] is not None and before["residual"].data_ptr() == out.data_ptr():
-        return None  # the result overwrote the input
+        return None  # the result overwrote ``input``, so the expected result cannot be computed
     rows = _chosen(len(out), out.device)
     names = ("expanded_to_permuted", "weights", "residual")
     own = {name: None if before[name] is None else before[name][rows] for name in names}
@@ -312,7 +315,7 @@ def _routed(
     scores = _scores(before, rows)
     pairs = {
         "weights": (weights[rows], want_weights),
-        # Compare in any order, because experts with equal scores may be chosen in another order.
+        # Compare sorted: among experts with equal scores, any may be chosen.
         "ids": (_at(scores, ids[rows]), _at(scores, want_ids)),
     }
     names = ("experts", "alignment", "max_rows")
@@ -323,13 +326,13 @@ def _routed(
 
 
 def _at(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return the scores of the experts ``ids``, or infinity for experts that do not exist."""
+    """Return the scores of the experts ``ids``, or infinity for an id that is no expert."""
     exist = (ids >= 0) & (ids < scores.shape[1])
     return torch.where(exist, scores.gather(1, torch.where(exist, ids, 0).long()), torch.inf)
 
 
 def _scores(before: dict[str, Any], rows: Tensor) -> Tensor:
-    """Return the numbers by which experts are chosen, in fp32."""
+    """Compute, in fp32, the scores by which experts are ranked."""
     logits, bias = before["logits"][rows].float(), before["bias"]
     if before["scoring"] == "softmax" and bias is None:
         return logits
@@ -360,7 +363,7 @@ def _routed_dense(
     (out,) = outputs
     rows = _chosen(len(out), out.device)
     want = spec.compute({**before, "logits": before["logits"][rows]})
-    # Compare in any order, because experts with equal scores may be chosen in another order.
+    # Compare sorted: among experts with equal scores, any may be chosen.
     return _compared({"out": (out[rows].sort(1).values, want.sort(1).values)}, None)
 
 
@@ -398,7 +401,7 @@ def _gemm(
         if problem.grouping.over != "k":
             given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
             return _within(got, *error_bounds.expected(problem, given, len(rows), **kept))
-        for i, row in enumerate(rows.tolist()):  # one row at a time: other rows' experts may be NaN
+        for i, row in enumerate(rows.tolist()):  # weights of experts that a row does not use may be NaN
             one_scale = _scale_rows(call.a_scale, problem.a, rows[i : i + 1], count, problem.k)
             given = Operands(a[row, None], weight, one_scale, b_scale, call.alpha[row, None], call.bias)
             found = _within(got[i, None], *error_bounds.expected(problem, given, 1, **kept))
@@ -432,7 +435,7 @@ def _gemm(
 
 
 def _fp8_sums_error(problem: Any) -> float:
-    """Return the error of a sum in FP8 tensor cores, relative to the sum of all magnitudes."""
+    """Return the error bound of a sum in FP8 tensor cores, relative to the sum of all magnitudes."""
     if problem.a.is_fp8 and not problem.a.has_fp8_blocks:
         k = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
     else:
@@ -450,7 +453,7 @@ def _bytes_of_codes(tensor: Tensor, fmt: Any) -> Tensor:
 
 
 def _scale_rows(scale: Tensor | None, operand: Any, rows: Tensor, count: int, k: int) -> Tensor | None:
-    """Return the block scales of these rows in the same layout. A global scale is returned as one element."""
+    """Return the block scales of these rows in the same layout. A scale of the whole tensor is returned unchanged."""
     if scale is None or isinstance(operand.format, torch.dtype):
         return scale if scale is None else scale.reshape(1)
     if isinstance(operand.format, FP4Format):

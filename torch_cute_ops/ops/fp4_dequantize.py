@@ -30,7 +30,7 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """Launcher without a fast path, because a weight is decoded once."""
+    """Launcher of ``fp4_dequantize``. It has no fast path, because speed hardly matters: a weight is decoded once."""
 
     def launch(self, call: _Call, out: Tensor) -> None:
         from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM
@@ -53,7 +53,8 @@ class _Dequantize(KernelPath[_Call]):
         return call.y.shape[-1], call.global_scale is not None, *formats, call.out_dtype, device
 
     def _formats(self, call: _Call) -> tuple[FP4Format, ScaleLayout]:
-        """Return the format, and the layout that the call names or that the shape of the scales shows."""
+        """Return the FP4 format and the scale layout. If the call names no layout, the shape of the scales determines
+        it."""
         fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
         if call.scale_layout is not None:
             return fmt, layout

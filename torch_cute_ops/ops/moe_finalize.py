@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 UNIT = 8
-"""Required divisor of a row's length: the number of 2-byte elements that a thread copies at once."""
+"""Number that must divide a row's length: a thread copies this many 2-byte elements at once."""
 
 
 class _Call(NamedTuple):

@@ -26,11 +26,12 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """Launcher that first computes a missing ``expanded_to_permuted`` from its inverse; such calls are slower."""
+    """Launcher of ``moe_permute_fp8quant``. If a call lacks ``expanded_to_permuted``, it is first computed from
+    ``permuted_to_expanded``, which takes longer."""
 
     def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)
-        # Argument of calls that need no workspace.
+        # Workspace argument of calls that need no workspace.
         self.unused = allocator(device)((1, 1), (1, 1), torch.float32)
 
     def run(self, call: _Call, out: Any) -> Any:
@@ -67,7 +68,7 @@ class _Launcher(KernelLauncher[_Call]):
 class _Permute(KernelPath[_Call]):
     call_type = _Call
     launcher_type = _Launcher
-    # The kernel stores column-major scales one element at a time.
+    # The kernel writes column-major scales one element at a time, so they need no alignment.
     any_address = frozenset(("scale",))
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
@@ -121,11 +122,12 @@ class _Permute(KernelPath[_Call]):
 
 
 def _inverse(permuted_to_expanded: Tensor, tokens: int, topk: int) -> Tensor:
-    """Return the row of each pair, (M, topk), or -1 for a pair without a row."""
+    """Invert ``permuted_to_expanded``: return the row of each (token, expert) pair, (M, topk), or -1 for a pair without
+    a row."""
     pairs = tokens * topk
     inverse = permuted_to_expanded.new_full((pairs + 1,), -1)
     rows = torch.arange(len(permuted_to_expanded), dtype=torch.int32, device=inverse.device)
-    # The last element takes the writes of padding rows, and of pairs that do not exist.
+    # Rows of padding, and invalid pairs, write to an extra last element, which is then dropped.
     is_pair = (permuted_to_expanded >= 0) & (permuted_to_expanded < pairs)
     places = torch.where(is_pair, permuted_to_expanded, pairs)
     return inverse.scatter_(0, places.long(), rows)[:pairs].view(tokens, topk)

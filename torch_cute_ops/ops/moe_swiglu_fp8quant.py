@@ -30,7 +30,7 @@ class _Call(NamedTuple):
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate."""
+        """Parameters of the gate: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
 
@@ -131,12 +131,12 @@ class _Gate(KernelPath[_Call]):
 
 
 def _has_large_table(call: _Call) -> bool:
-    """Return True if the call needs the kernel with the larger table of experts' rows."""
+    """Return True if the call has so many experts that the kernel needs its larger table of experts' rows."""
     return call.counts is not None and call.counts.numel() > USUAL_EXPERTS
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:
-    """Return True if offsets, counts and the dimensions of the input agree on the number of experts."""
+    """Return True if the offsets, the counts and the shape of the input describe the same number of experts."""
     if offsets is None:
         return counts is not None and len(shape) == 3 and counts.shape == shape[:1] and shape[0] <= MAX_EXPERTS
     experts = offsets.numel() - 1

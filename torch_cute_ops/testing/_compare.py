@@ -1,4 +1,4 @@
-"""Comparisons of FP4 and FP8 results whose fp32 arithmetic may round differently."""
+"""Compare FP4 and FP8 results of two implementations whose fp32 arithmetic may round differently."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,10 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 
 NAN_BYTE = {NVFP4: E4M3_NAN, MXFP4: UE8M0_NAN}
 SCALE_ERROR = 2.0**-20
-"""Relative error of a computed fp32 scale: a few ulps, from the sum, the root and the products."""
+"""Allowed relative error of a computed fp32 scale: a few ulps, from the sum, the root and the products."""
 GATE_ERROR = 2.0**-17
-"""Relative error of a scale after ``silu(a)``: the exponent ``a · log2(e)`` is rounded, |a| · 2^-24, for a > -89."""
+"""Allowed relative error of a scale after ``silu(a)``. Rounding the exponent ``a · log2(e)`` adds |a| · 2^-24, for a >
+-89."""
 SMALLEST = 2.0**-149
 
 
@@ -25,12 +26,12 @@ def assert_fp4_close(
     """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction.
 
     At most one scale in 1,000 may differ, by one ulp, and at most one element in 1,000, by one e2m1 step. Both limits
-    are rounded up. In one block whose scale differs, all elements may differ, so that even a small tensor may contain a
-    value on a rounding boundary. Equal rows are counted once. If a ue8m0 scale differs, by a factor of two, the block's
-    elements may differ by two steps. NaN scales, signs and padding must be equal.
+    are rounded up. All elements of one block with a different scale may differ, because even a small tensor may contain
+    a value on a rounding boundary. Equal rows are counted once. If a ue8m0 scale differs (by a factor of two), the
+    block's elements may differ by two steps. NaN scales, signs and padding must be equal.
 
     Raises:
-        AssertionError: if the pairs disagree; names the elements and the largest difference.
+        AssertionError: if the pairs disagree; the message names the elements and the largest difference.
     """
     (y, scale), (want_y, want_scale) = actual, expected
     _same_kind(actual, expected)
@@ -69,13 +70,13 @@ def assert_fp8_close(
         actual: codes and scales to check.
         expected: codes and scales that are correct.
         fmt: format of both pairs.
-        boundary: function that returns a mask (rows, K) of elements to ignore, because their exact values lie on
-            boundaries of e4m3. Rows, weights and scales with few significant bits produce many such elements. Called
-            only if too many elements differ.
+        boundary: function that returns a mask (rows, K) of elements to ignore, because their exact values lie halfway
+            between two e4m3 numbers. Inputs with few significant bits produce many such elements. It is called only if
+            too many elements differ.
         scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` after a gate.
 
     Raises:
-        AssertionError: if the pairs disagree; names the elements and the largest difference.
+        AssertionError: if the pairs disagree; the message names the elements and the largest difference.
     """
     (y, scale), (want_y, want_scale) = actual, expected
     _same_kind(actual, expected)
@@ -106,7 +107,7 @@ def _scale_bytes(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: in
 
 
 def _padding(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
-    """Return the bytes of ``scale`` that belong to no block."""
+    """Return the bytes of tiled scales that belong to no block."""
     raw = scale.view(torch.uint8)
     return raw[from_linear(raw.new_ones(rows, blocks), layout).view(raw.shape) == 0]
 
@@ -126,9 +127,9 @@ def _limit(
     at_least: int = 0,
     excused: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Assert that at most one element in 1,000, rounded up, or ``at_least`` elements differ.
+    """Assert that no more than one element in 1,000 (rounded up), or ``at_least`` elements, differ.
 
-    If too many differ, ``excused`` elements are ignored, then rows that are equal in both tensors count once.
+    If too many differ, the elements in the mask ``excused`` are ignored, and repeated rows are counted once.
     """
     allowance = max(-(-got.numel() // 1000), at_least)
     if excused is not None and int((got != want).sum()) > allowance:

@@ -1,4 +1,4 @@
-"""Direct calls of the compiled function of an op."""
+"""Call the compiled function of an op directly, without argument checks or the dispatcher."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch_cute_ops.registry import OPS
 
 
 def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """Return a function without arguments that calls only an op's TVM-FFI function, with these CUDA tensors.
+    """Return a function without arguments that makes one bare TVM-FFI call of an op's kernel with these CUDA tensors.
 
     Args:
         op: name of an op that launches one kernel, such as ``"rmsnorm_fp4quant"``.

@@ -1,4 +1,4 @@
-"""Registers, spills, stack and shared memory of compiled kernels, measured without a GPU."""
+"""Measure registers, spills, stack and shared memory of compiled kernels without a GPU."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ class Resources:
 
     Attributes:
         registers: registers per thread.
-        stack_bytes: bytes of local memory per thread, including spilled registers.
+        stack_bytes: bytes of local memory per thread, including the space for spilled registers.
         spill_bytes: bytes written to and read from local memory for lack of registers.
         smem_bytes: bytes of shared memory per CTA.
     """
@@ -31,8 +31,9 @@ class Resources:
 def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
     """Compile ``kernel`` for ``arch`` and parse ptxas's remarks on each kernel that it launches.
 
-    The DSL's option ``remarks{ptx}`` runs ``ptxas -v`` and writes to ``sys.stderr``. With this option the DSL also
-    looks up the source line of each operation. The look-up takes a third of the time and is disabled here.
+    The DSL's option ``remarks{ptx}`` runs ``ptxas -v`` and writes its output to ``sys.stderr``. With this option the
+    DSL also looks up the source line of each operation, which takes a third of the time. This function disables the
+    look-up.
 
     Raises:
         RuntimeError: if ptxas printed no remarks, or reports that warpgroup MMAs do not overlap.
@@ -52,7 +53,7 @@ def parse(remarks: str) -> list[Resources]:
     Raises:
         RuntimeError: if the text lists no resources, or if ptxas reports that warpgroup MMAs do not overlap.
     """
-    # If registers spill, the DSL prints the remarks within a longer message and wraps its lines.
+    # If registers spill, the DSL wraps the lines of ptxas's output, so join them first.
     remarks = " ".join(remarks.split())
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     used = re.findall(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", remarks)
